@@ -214,7 +214,7 @@ def stand_in(backend: Any, settings: Any) -> None:
     """Replace CUDA graphs by their stand-in on a CPU."""
     from support.graphed_steps import CaptureOnCpu, gradients_of
 
-    backend.engine.graph_steps(settings, CaptureOnCpu(lambda: gradients_of(backend)))
+    backend.engine.use_cuda_graphs(settings, CaptureOnCpu(lambda: gradients_of(backend)))
 
 
 def largest_difference(actual: dict[str, Any], expected: dict[str, Any]) -> float:

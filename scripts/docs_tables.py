@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from megascend.app.rl.records import RlRecord
 from megascend.app.train import StepRecord
 from megascend.batch.losses import LOSS_METRICS
-from megascend.bootstrap.mindspeed.tree import BRANCHES, LATER_BRANCHES
+from megascend.bootstrap.mindspeed.tree import ADAPTOR_BRANCHES, BRANCHES
 from megascend.bootstrap.providers import names
 from megascend.bootstrap.versions import PACKAGES, STACKS
 from megascend.config import RunConfig, Section, TrainerConfig
@@ -161,7 +161,7 @@ def versions() -> str:
     rows = ([name, *(ranges_text(stack.requirement(name)) for stack in STACKS)] for name in (*PACKAGES, "torch_npu"))
     branches = {stack.name: "none" for stack in STACKS}
     branches |= {stack: f"`{branch}`" for stack, branch in BRANCHES.items()}
-    branches |= {stack: f"`{branch}`, optional" for stack, branch in LATER_BRANCHES.items()}
+    branches |= {stack: f"`{branch}`, optional" for stack, branch in ADAPTOR_BRANCHES.items()}
     providers = [f"`{names('npu', stack.name)[0]}`" for stack in STACKS]
     npu = [["provider (NPU)", *providers], ["MindSpeed branch (NPU)", *(branches[stack.name] for stack in STACKS)]]
     return table(["", *(f"stack {stack.name}" for stack in STACKS)], [*rows, *npu])

@@ -36,7 +36,7 @@ from megascend.diagnostics import survey
 from megascend.diagnostics.collective_sequence import CollectiveCounts
 from megascend.diagnostics.diagnosis import PeerStatus, PhaseFailure, RankRecord
 from megascend.distributed import frames
-from megascend.distributed.process_groups import LAZY_CONNECTIONS_ABOVE, carrier_sockets, gloo_sockets
+from megascend.distributed.process_groups import LAZY_CONNECTIONS_ABOVE, gloo_sockets, object_group_sockets
 from megascend.distributed.rendezvous import Arrivals
 from megascend.topology.topology import Topology, participants, plan, rank_lists, route
 from weightwire.liveness import Identity
@@ -90,14 +90,14 @@ def figures(topology: Topology) -> dict[str, Any]:
         reconcile([pickle.loads(frame.content) for frame in members], topology)
 
     _, agree_ms = timed(agree)
-    sockets = carrier_sockets(rank, range(size))
+    sockets = object_group_sockets(rank, range(size))
     addresses, infos = (sockets, ADDRESS_BYTES) if size > LAZY_CONNECTIONS_ABOVE else (size, ADDRESS_BYTES + 8 * size)
     statuses = statuses_without_host(size)
     summary, summary_ms = timed(lambda: survey.encode(statuses))
     _, summary_read_ms = timed(lambda: survey.decode(summary, survey.Pace(size)))
     records = sum(len(status.record.encode()) for status in statuses.values() if status is not None)
     pace = survey.Pace(size)
-    looks = pace.silent_s / pace.look_s + 1
+    looks = pace.silent_s / pace.urgent_poll_s + 1
     index, index_ms = timed(lambda: checkpoint_index(size))
     _, index_read_ms = timed(lambda: parse_manifest(index, Path("checkpoint")))
     transfer, transfer_ms = timed(lambda: transfer_plan(topology), 1)

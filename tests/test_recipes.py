@@ -9,8 +9,8 @@ import pytest
 
 from megascend.config import TrainerConfig, load_config, read_settings
 from megascend.config.rl import RlConfig, load_rl_config
-from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.info import inspect_checkpoint
+from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
 from megascend.topology.topology import plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +34,7 @@ def test_recipe_is_accepted_and_its_model_allows_the_layout(path: Path, tmp_path
     config, row = load(path), FIGURES[path.stem]
     published = json.loads((ROOT / "tests" / "models" / "published" / f"{row['model']}.json").read_text())
     published.pop("quantization_config", None)
-    info = inspect_checkpoint(describe_checkpoint(tmp_path, published))
+    info = inspect_checkpoint(write_sparse_checkpoint(tmp_path, published))
     world = row["cards"]
     if isinstance(config, RlConfig):
         assert config.placement.trainer is not None

@@ -30,7 +30,7 @@ from megascend.errors import ConfigError, MegascendError, OutOfDeviceMemoryError
 from megascend.huggingface.files import write_chat_template
 from megascend.lora.adapter_set import AdapterSet
 from megascend.selfcheck.verdict import Verdict
-from megascend.step.checks import check_samples, require_head, require_targets
+from megascend.step.checks import check_mtp_loss, check_samples, require_head
 from megascend.step.step import Step
 from megascend.topology.topology import Receivers, Topology
 
@@ -200,13 +200,13 @@ class Backend:
         try:
             resolved = resolve(loss)
             require_head(self.engine, resolved.of, f"loss {resolved.name!r}")
-            require_targets(self.engine, resolved)
+            check_mtp_loss(self.engine, resolved)
             outputs = "logprobs" if logprobs else "values" if values else None
             if outputs:
                 require_head(self.engine, outputs, f"forward_backward({outputs}=True)")
             self.engine.trainable.require_open()
         except ConfigError as error:
-            # The other ranks may have passed these checks, and wait in the step's first exchange.
+            # Other ranks, where the checks passed, may be waiting in the step's first exchange.
             agree("forward_backward", self.groups, problem=error)
             raise
         with self._freeing_memory_on_oom():
@@ -244,8 +244,8 @@ class Backend:
                 raise ConfigError(f"optimizer_step: adam has settings for {idle[0]!r}, but the step is for {chosen}")
             if settings and lr is not None:
                 raise ConfigError("optimizer_step: adam has a learning rate already; leave lr out")
-            # Allocates moments: after all checks, and before any rank has changed anything. _adapters() raises if there are
-            # settings by adapter, and the model itself is trained.
+            # Allocates moments: after all checks, and before any rank has changed anything. With settings by adapter on a model
+            # that is trained itself, _adapters() raises.
             if trainable.frozen or settings:
                 self._adapters().make_room(chosen)
             return chosen
@@ -304,8 +304,8 @@ class Backend:
             raise
 
     def _free_memory(self) -> None:
-        """Free cached device memory, and memory that only makes steps faster."""
-        # First the captured steps, whose memory is in the cache that is freed next.
+        """Free cached device memory, and memory that only makes steps faster, such as CUDA graphs."""
+        # First the engine's, which goes to the cache that is freed next.
         self.engine.release_memory()
         self.platform.free_cached_memory()
 
@@ -608,7 +608,7 @@ class Backend:
 
     def prepare_saves(self) -> None:
         """Allocate the host memory that :meth:`save` copies to, in the background. Local; otherwise the first save does it."""
-        self._saver.prepare(self.engine.state(everything=False))
+        self._saver.prepare(self.engine.state(include_replicas=False))
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Resume from a checkpoint: under the same layout exactly, under another one with the same parameters and moments.

@@ -83,8 +83,8 @@ def accepted_settings(engine: str) -> frozenset[str]:
     """
     backend = _backend_of(engine)
     names = frozenset(signature(backend).parameters)
-    # Built-in engines share one constructor; ``without`` lists what each does not have.
-    return names - backend.without if _is_built_in(backend) else names
+    # Built-in engines share one constructor, so its signature has settings that some engines do not support.
+    return names - backend.unsupported_settings if _is_built_in(backend) else names
 
 
 def make_backend(engine: str, **settings: Any) -> Backend:
@@ -121,9 +121,9 @@ def check_backend(
     _refuse_unknown(engine, settings)
     backend = _backend_of(engine)
     if _is_built_in(backend):
-        # A dry run comes here without process groups, hence the two class methods instead of the constructor.
+        # Class methods instead of the constructor, because a dry run has no process groups.
         names = {field.name for field in fields(EngineSpec)}
-        # The others, such as save_timeout_s, are settings of the backend only.
+        # Settings that the spec does not have, such as save_timeout_s, belong to the backend only.
         spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in names})
         backend._check_spec(spec, runtime, topology)
         if spec.adapters is not None:
@@ -163,12 +163,12 @@ class EngineBackend(Backend, ABC):
 
     Attributes:
         engine_name: its name in run files.
-        without: names of the settings that this engine does not have.
+        unsupported_settings: parameters of the constructor that this engine refuses.
         shares_process: a process may hold several models of this engine.
     """
 
     engine_name: ClassVar[str]
-    without: ClassVar[frozenset[str]]
+    unsupported_settings: ClassVar[frozenset[str]]
     shares_process: ClassVar[bool] = True
 
     def __init__(
@@ -339,7 +339,7 @@ class MegatronBackend(EngineBackend):
     """
 
     engine_name = "megatron"
-    without = frozenset({"fsdp"})
+    unsupported_settings = frozenset({"fsdp"})
     shares_process = False  # its parallel state and its patches are one model's
 
     @classmethod
@@ -370,9 +370,9 @@ class MegatronBackend(EngineBackend):
     def _self_check_worker(cls, spec: EngineSpec) -> Iterator[Worker | None]:
         """Start a checking process on rank 0: it imports its packages while this one imports Megatron."""
         model_dir, max_length, worker = spec.model, spec.batching.max_length, None
-        # Early only while this process still has to import Megatron; later the check starts its own process.
+        # Worth it only while this process still has to import Megatron; otherwise the check starts its own process later.
         if spec.self_check and "megatron.core" not in sys.modules and Launch.from_environment().rank == 0:
-            # On rank 0 only: the other ranks learn the verdict from it, and the check costs a process and seconds of CPU.
+            # On rank 0 only, which sends its verdict to the others: the check costs a process and seconds of CPU time.
             worker = process.start_worker(model_dir, max_length)
         if worker is None:
             yield None
@@ -407,7 +407,7 @@ class SingleBackend(EngineBackend):
     """
 
     engine_name = "single"
-    without = frozenset({"parallel", "provider", "provider_options", "fsdp"})
+    unsupported_settings = frozenset({"parallel", "provider", "provider_options", "fsdp"})
 
     @classmethod
     def _check_spec(cls, spec: EngineSpec, runtime: Runtime, topology: Topology) -> None:
@@ -449,7 +449,7 @@ class FsdpBackend(EngineBackend):
     """
 
     engine_name = "fsdp"
-    without = frozenset({"provider", "provider_options"})
+    unsupported_settings = frozenset({"provider", "provider_options"})
 
     @classmethod
     def _check_spec(cls, spec: EngineSpec, runtime: Runtime, topology: Topology) -> None:

@@ -1,8 +1,8 @@
 """Ledger of what megascend changed in this process, for ``Runtime.changes``, ``megascend doctor`` and the log.
 
-One ledger for all packages: changes belong to the process, and the code that makes them may know no Runtime. Every attribute
-of others' modules, classes and objects is set through :func:`patch` or :func:`patched`; other changes are told to
-:func:`changed`. ``tests/bootstrap/test_changes.py`` finds what is not.
+One ledger for all packages, since changes belong to the process and the code that makes them may have no Runtime. Attributes of
+third-party modules, classes and objects are set through :func:`patch` or :func:`patched` only; other changes are reported to
+:func:`changed`. ``tests/bootstrap/test_changes.py`` detects changes that are not listed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def patch(owner: Any, name: str, value: Any, reason: str) -> Any:
         reason: effect of the new value, in a few words.
 
     Returns:
-        What the owner itself held under ``name`` before, or :data:`ABSENT`; for :func:`restore`.
+        The owner's previous value of ``name``, or :data:`ABSENT`; for :func:`restore`.
     """
     before = vars(owner).get(name, ABSENT)
     changed(f"{owner_name(owner)}.{name}", reason)
@@ -56,7 +56,7 @@ def patch(owner: Any, name: str, value: Any, reason: str) -> Any:
 
 
 def restore(owner: Any, name: str, before: Any) -> None:
-    """Undo a :func:`patch` that returned ``before``; it stays in the list of what has been changed."""
+    """Undo a :func:`patch` that returned ``before``; it is still listed as a change."""
     if before is ABSENT:
         delattr(owner, name)
     else:

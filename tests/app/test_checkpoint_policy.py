@@ -49,7 +49,7 @@ def policy(
     )
     events: list[str] = []
     log: Any = SimpleNamespace(event=lambda name, **fields: events.append(f"{name} {json.dumps(fields, default=str)}"))
-    return CheckpointPolicy(backend, config, log, dict, ready=ready), events
+    return CheckpointPolicy(backend, config, log, dict, may_save=ready), events
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

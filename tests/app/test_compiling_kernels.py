@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megascend.app import ahead
-from megascend.app.ahead import compiling_kernels, job_of
+from megascend.app import prefetch
+from megascend.app.prefetch import compiling_kernels, job_of
 from megascend.app.preflight import RunPlan, check_run
 from megascend.config import RunConfig
 from megascend.distributed.launch import Launch
@@ -103,7 +103,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     popen = subprocess.Popen
     monkeypatch.setattr(compile_ahead, "DRIVER", None)
     monkeypatch.setattr(
-        ahead.subprocess,
+        prefetch.subprocess,
         "Popen",
         lambda *arguments, **options: processes.append(popen(*arguments, **options)) or processes[-1],
     )
@@ -162,7 +162,7 @@ def test_run_starts_without_room_for_temporary_files(tmp_path, started, monkeypa
     def full() -> None:
         raise FileNotFoundError("No usable temporary directory found")
 
-    monkeypatch.setattr(ahead.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(prefetch.tempfile, "TemporaryFile", full)
     with compiling_kernels(plan(tmp_path), Launch()):
         pass
     assert started == []
@@ -174,9 +174,9 @@ def test_process_does_not_import_user_modules(tmp_path, started, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_CACHE_DIR", "triton")
     popen_options: dict[str, Any] = {}
-    popen = ahead.subprocess.Popen
+    popen = prefetch.subprocess.Popen
     monkeypatch.setattr(
-        ahead.subprocess,
+        prefetch.subprocess,
         "Popen",
         lambda command, **options: popen_options.update(options) or popen(command, **options),
     )
@@ -191,8 +191,8 @@ def test_process_does_not_import_user_modules(tmp_path, started, monkeypatch):
 def test_busy_process_is_killed(tmp_path, started, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
     monkeypatch.setattr(Job, "to_text", lambda job: "100")
-    popen = ahead.subprocess.Popen
-    monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options))
+    popen = prefetch.subprocess.Popen
+    monkeypatch.setattr(prefetch.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options))
     with compiling_kernels(plan(tmp_path), Launch()):
         assert started[0].poll() is None
     assert started[0].returncode == -9
@@ -259,6 +259,6 @@ def test_capability_is_read_from_the_driver(monkeypatch):
 
 def test_starting_module_imports_nothing_heavy():
     heavy = ("torch", "triton", "transformers")
-    program = f"import sys, megascend.app.ahead; print([name for name in {heavy} if name in sys.modules])"
+    program = f"import sys, megascend.app.prefetch; print([name for name in {heavy} if name in sys.modules])"
     completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert completed.stdout.strip() == "[]"

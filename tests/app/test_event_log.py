@@ -120,10 +120,10 @@ def test_missing_package_is_recorded(config: RunConfig, monkeypatch: pytest.Monk
 
 def test_events_wait_while_the_directory_holds_another_run(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path / "run", Launch(), active=False)
-    event_log.start(wait=True, steps=3)
+    event_log.start(hold=True, steps=3)
     event_log.event("evaluated", reward=float("nan"), parts=[float("inf"), {"a": (1.0, float("-inf"))}])
     assert not (tmp_path / "run").exists()
-    event_log.write_waiting()
+    event_log.write_pending()
     event_log.event("first_step")
     start, evaluated, first = lines(tmp_path / "run" / "events.jsonl")
     assert (start["event"], first["event"]) == ("start", "first_step")

@@ -17,8 +17,8 @@ from megascend.config import RunConfig
 from megascend.config.data import Data
 from megascend.config.training import Batching, Parallel
 from megascend.errors import MegascendError
-from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.info import inspect_checkpoint
+from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
 from megascend.planning.hardware import load, matching
 from megascend.planning.search import PlannedModel, PlanRequest, run_candidate, search
 from megascend.topology.topology import plan
@@ -40,7 +40,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return describe_checkpoint(tmp_path_factory.mktemp("models") / "qwen3", CONFIG)
+    return write_sparse_checkpoint(tmp_path_factory.mktemp("models") / "qwen3", CONFIG)
 
 
 def run(checkpoint: Path, parallel: Parallel, tokens: int, engine: str = "megatron") -> RunConfig:

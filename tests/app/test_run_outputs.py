@@ -299,7 +299,7 @@ def test_resume_truncates_later_rows_in_place(tmp_path: Path) -> None:
 
 def test_rows_wait_for_disk_space_and_for_an_earlier_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     output, waiting = tmp_path / "run", [True]
-    with RunLog(output, steps=4, waiting=lambda: waiting[0]) as log:
+    with RunLog(output, steps=4, holds_earlier_run=lambda: waiting[0]) as log:
         log.write(record(1))
         assert not output.exists()
         waiting[0] = False

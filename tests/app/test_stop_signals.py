@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from megascend.app import stop_signals
-from megascend.app.stop_signals import BY_DEFAULT, STOPPING, StopSignals, stopping
+from megascend.app.stop_signals import STOPPING, UNLESS_HANDLED, StopSignals, stopping
 
 
 def send(number: signal.Signals) -> None:
@@ -22,7 +22,7 @@ def send(number: signal.Signals) -> None:
 @pytest.fixture(autouse=True)
 def default_actions() -> Iterator[None]:
     """Restore the default actions: the tests may run under nohup, or with another handler."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in BY_DEFAULT}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in UNLESS_HANDLED}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -38,7 +38,7 @@ def test_first_signal_is_recorded_and_handlers_are_restored(number: signal.Signa
     assert [signal.getsignal(stop_signal) for stop_signal in STOPPING] == before
 
 
-@pytest.mark.parametrize("number", BY_DEFAULT)
+@pytest.mark.parametrize("number", UNLESS_HANDLED)
 def test_ignored_and_handled_signals_are_unchanged(number: signal.Signals) -> None:
     observed: list[int] = []
     for handler in (signal.SIG_IGN, lambda number, frame: observed.append(number)):
@@ -90,7 +90,7 @@ def test_duplicate_ctrl_c_under_a_launcher_counts_once(monkeypatch: pytest.Monke
         send(signal.SIGINT)
         send(signal.SIGINT)
         assert signals.received is signal.SIGINT
-        later = time.monotonic() + stop_signals.SAME_S
+        later = time.monotonic() + stop_signals.DUPLICATE_S
         monkeypatch.setattr(stop_signals.time, "monotonic", lambda: later)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)

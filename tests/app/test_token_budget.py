@@ -50,7 +50,7 @@ def train(run: RunConfig, room: int, resume: str | None = None) -> tuple[int, li
     from megascend.app.train import train
 
     with TensorMemory() as memory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "tells_peak_memory", True)
+        patch.setattr(CpuPlatform, "reports_peak_memory", True)
         patch.setattr(CpuPlatform, "memory", lambda self: MemoryFigures(memory.allocated, memory.peak, room))
         patch.setattr(CpuPlatform, "reset_peak_memory", lambda self: memory.reset_peak())
         train(run, resume=resume)

@@ -50,7 +50,7 @@ def write(folder: Path, *files: dict[str, str]) -> None:
 
 def look(name: str, stack: str = "0.18") -> str:
     (prerequisite,) = [entry for entry in packages.PREREQUISITES if entry.name == name]
-    return prerequisite.look(STACK[stack], {})
+    return prerequisite.check(STACK[stack], {})
 
 
 def refusal(name: str, error: type[Exception], stack: str = "0.18") -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.bootstrap.deferred_imports import LateCalls, LeftOut, PassedOn, deferring
+from megascend.bootstrap.deferred_imports import BlockedImport, DeferredCalls, DeferredNames, deferring
 
 LEFT_OUT = (
     "datasets",
@@ -61,7 +61,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_called_function_imports_its_module_at_first_call() -> None:
-    with deferring((LateCalls(*CALLED),)):
+    with deferring((DeferredCalls(*CALLED),)):
         calls = importlib.import_module("user.calls")
     assert not {"heavy", "heavy.leaf"} & set(sys.modules)
     assert calls.four() == 4
@@ -71,30 +71,33 @@ def test_called_function_imports_its_module_at_first_call() -> None:
 
 
 def test_other_names_of_the_module_are_real() -> None:
-    with deferring((LateCalls("user.takes_more", "heavy.leaf", ("double",)),)):
+    with deferring((DeferredCalls("user.takes_more", "heavy.leaf", ("double",)),)):
         user = importlib.import_module("user.takes_more")
     leaf = sys.modules["heavy.leaf"]
     assert issubclass(user.Mine, leaf.Kind)
     assert user.value == 7
     assert user.double(1) == 2
-    with deferring((LateCalls("user.takes_all", "heavy.leaf", ("double",)),)):
+    with deferring((DeferredCalls("user.takes_all", "heavy.leaf", ("double",)),)):
         assert importlib.import_module("user.takes_all").leaf is leaf
 
 
 def test_imported_module_is_not_replaced() -> None:
     leaf = importlib.import_module("heavy.leaf")
-    with deferring((LateCalls(*CALLED),)):
+    with deferring((DeferredCalls(*CALLED),)):
         assert importlib.import_module("user.calls").double is leaf.double
 
 
 def test_imports_are_normal_after_the_context() -> None:
-    with deferring((LateCalls(*CALLED),)):
+    with deferring((DeferredCalls(*CALLED),)):
         pass
     assert importlib.import_module("user.calls").double is sys.modules["heavy.leaf"].double
 
 
 def test_failed_import_removes_the_stand_in() -> None:
-    with deferring((LateCalls("user.fails", "heavy.leaf", ("double",)),)), pytest.raises(RuntimeError, match="broken"):
+    with (
+        deferring((DeferredCalls("user.fails", "heavy.leaf", ("double",)),)),
+        pytest.raises(RuntimeError, match="broken"),
+    ):
         importlib.import_module("user.fails")
     assert "heavy.leaf" not in sys.modules
 
@@ -118,13 +121,13 @@ def test_concurrent_import_gets_the_real_module() -> None:
 
     module.run = run  # type: ignore[attr-defined]
     importlib.invalidate_caches()
-    with deferring((LateCalls(*CALLED),)):
+    with deferring((DeferredCalls(*CALLED),)):
         assert importlib.import_module("user.calls").double(2) == 4
     assert values == [(7, 2)]
 
 
 def test_reexported_names_are_imported_at_first_lookup() -> None:
-    with deferring((PassedOn("user.passes_on", "user.passed"),)):
+    with deferring((DeferredNames("user.passes_on", "user.passed"),)):
         user = importlib.import_module("user.passes_on")
     assert not {"heavy", "user.passed"} & set(sys.modules)
     assert user.own == 1
@@ -137,14 +140,14 @@ def test_reexported_names_are_imported_at_first_lookup() -> None:
 
 
 def test_existing_module_getattr_still_works() -> None:
-    with deferring((PassedOn("user.passes_on_both", "user.passed"),)):
+    with deferring((DeferredNames("user.passes_on_both", "user.passed"),)):
         user = importlib.import_module("user.passes_on_both")
     assert user.other == "OTHER"
     assert user.one() == 1
 
 
 def test_left_out_module_can_be_imported_later() -> None:
-    with deferring((LeftOut("framework", "framework.other"),)):
+    with deferring((BlockedImport("framework", "framework.other"),)):
         framework = importlib.import_module("framework")
     assert not hasattr(framework, "other")
     assert not {"heavy", "framework.other"} & set(sys.modules)

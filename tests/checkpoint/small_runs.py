@@ -43,7 +43,7 @@ def exact_state(backend):
     from megascend.engines.checkpoints import random_state
 
     engine, state = backend.engine, {}
-    for name, entry in engine.state(everything=False).items():
+    for name, entry in engine.state(include_replicas=False).items():
         if isinstance(entry, TensorSlices):
             state |= {(name, offsets): as_bytes(values) for offsets, values in entry.slices}
     for number, chunk in enumerate(engine.bare_chunks):

@@ -53,7 +53,7 @@ def test_failed_export_leaves_a_checkpoint_from_which_resume_exports(megascend, 
     [checkpoint] = (folder / "out" / "checkpoints").glob("step-*")
     message = " ".join(completed.stderr.split())
     assert "No space left on device" in message
-    assert f"{checkpoint.relative_to(folder)} keeps what was trained" in message
+    assert f"{checkpoint.relative_to(folder)} holds the trained state" in message
     assert "--resume auto exports it" in message
     assert not (folder / "out" / "hf").exists()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megascend.app.measurement import Measurement
-from megascend.app.run_samples import RunSamples, padding_remark, unlike_labels
+from megascend.app.run_samples import RunSamples, ambiguous_texts, padding_remark
 from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Lora, RunConfig, Schedule
@@ -82,10 +82,10 @@ def test_copies_with_unlike_labels_are_held_out_together_and_reported(
         first, second = ({int(sample.input_ids[0]) for sample in side} for side in (learned, held_out))
         assert len(first) == len(second) == 2
         assert not first & second
-    (remark,) = unlike_labels([samples], LabelSet(("bad", "good"), problem_type))
+    (remark,) = ambiguous_texts([samples], LabelSet(("bad", "good"), problem_type))
     assert message in remark
     write_store(tmp_path / "t", documents[:4], Findings(), scored=True)
-    assert unlike_labels([SampleStore(tmp_path / "t")], LabelSet(("bad", "good"), problem_type)) == ()
+    assert ambiguous_texts([SampleStore(tmp_path / "t")], LabelSet(("bad", "good"), problem_type)) == ()
 
 
 def test_padding_token_other_than_the_tokenizers_is_reported() -> None:
@@ -147,11 +147,11 @@ def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(objects, "gather_objects", gather)
     backend: Any = SimpleNamespace(groups=None)
-    samples[0].check_alike(backend)
+    samples[0].check_same_on_all_ranks(backend)
     with pytest.raises(
         DataError, match="rank 1 on host-1 has other samples than rank 0 on host-0: date in the chat template"
     ):
-        samples[1].check_alike(backend)
+        samples[1].check_same_on_all_ranks(backend)
 
 
 def test_problems_of_both_sets_are_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

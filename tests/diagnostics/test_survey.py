@@ -115,7 +115,7 @@ class World:
 
     def look(self, silent: set[int]) -> None:
         """Advance the clock; every rank that is not ``silent`` sends a heartbeat, and does its step."""
-        self.now += self.pace.look_s
+        self.now += self.pace.urgent_poll_s
         for rank in range(len(self.surveys)):
             if rank not in silent:
                 record = replace(LOCAL, heartbeat=int(self.now / self.pace.heartbeat_s), clock=self.now)
@@ -148,7 +148,7 @@ def test_one_rank_reads_the_records_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     seconds = world.ask({17})
     assert all(lost_ranks(part) == {17} for rank, part in enumerate(world.surveys) if rank != 17)
     assert seconds <= world.pace.answer_s
-    looks = seconds / world.pace.look_s
+    looks = seconds / world.pace.urgent_poll_s
     assert world.store.reads["records"] <= (looks + 1) * WORLD
     assert world.store.reads["survey/summary"] <= WORLD
 

@@ -48,7 +48,7 @@ def test_rank_of_an_earlier_start_does_not_count() -> None:
     (before,) = set(start(store, (0, 1), 2).values())
     error = start(store, (0,), 2, timeout_s=0.5)[0]  # rank 1's key of the previous start is still in the store
     assert isinstance(error, CollectiveTimeoutError)
-    assert "has not come back" in str(error)
+    assert "has not restarted" in str(error)
     (after,) = set(start(store, (0, 1), 2).values())
     assert after != before
 

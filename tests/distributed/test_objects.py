@@ -37,7 +37,7 @@ def groups_of_two_by_two(runtime: Runtime):
 
     def make_groups(timeout_s: float = 30.0) -> ProcessGroups:
         groups = initialize(topology, runtime.platform, max(timeout_s, 60.0))
-        for name in groups.carriers:
+        for name in groups.object_groups:
             groups.channel(name).timeout_s = timeout_s
         return groups
 

@@ -23,7 +23,7 @@ from megascend.distributed import channels, process_groups
 from megascend.distributed.launch import Launch
 from megascend.distributed.objects import all_reduce_numbers, gather_objects
 from megascend.distributed.process_groups import (
-    CARRIERS,
+    OBJECT_GROUPS,
     OTHER_FILES,
     WORLD_GROUPS,
     backend_for,
@@ -59,7 +59,7 @@ def test_every_group_reduces_over_the_ranks_of_the_topology(runtime: Runtime, pa
             value = torch.tensor(2.0**groups.rank)
             dist.all_reduce(value, group=groups.device_group(name))
             totals[name] = value.item()
-            if name in CARRIERS:
+            if name in OBJECT_GROUPS:
                 assert all_reduce_numbers([2.0**groups.rank], name, groups) == [totals[name]]
                 assert groups.channel(name).group is not groups.device_group(name)
         groups.destroy()
@@ -237,7 +237,7 @@ def test_relayed_frames_connect_few_ranks(runtime: Runtime, monkeypatch: pytest.
         dist.barrier()  # of the default group, connected by now: others would connect while this rank counts
         assert all_reduce_numbers([2.0**groups.rank], "world", groups) == [255.0]
         counts = [open_sockets() - before]
-        bound = process_groups.carrier_sockets(groups.rank, range(8)) - 1  # without the one that listens
+        bound = process_groups.object_group_sockets(groups.rank, range(8)) - 1  # without the one that listens
         for size in (3, 3000):  # in the frame, and in a second round
             objects = [bytes([rank]) * size for rank in range(8)]
             assert gather_objects(objects[groups.rank], "world", groups) == objects
@@ -357,7 +357,7 @@ def test_a_device_backend_carries_no_objects(runtime: Runtime) -> None:
         dist.Backend.register_backend("pretend", create, devices=["cpu"])
         groups = initialize(plan(Parallel(tensor=2), 2), DevicePlatform(), 30)
         assert dist.get_backend(groups.device_group("tp")) == "pretend"
-        for name in CARRIERS:
+        for name in OBJECT_GROUPS:
             assert groups.channel(name).ranks == groups.ranks(name)
             group = groups.channel(name).group
             if group is not None:

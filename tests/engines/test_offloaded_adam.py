@@ -112,7 +112,7 @@ def train(backend: Any, steps: int, samples: list[Any]) -> dict[str, list[float]
 def flat_state(backend: Any) -> dict[str, torch.Tensor]:
     """Return weights and optimizer state of this rank's slices, however they are divided."""
     values = {}
-    for name, tensor in backend.engine.state(everything=True).items():
+    for name, tensor in backend.engine.state(include_replicas=True).items():
         if hasattr(tensor, "slices"):
             joined = torch.full(tensor.shape, float("nan"))
             for offsets, part in tensor.slices:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascend.app.ahead import job_of
+from megascend.app.prefetch import job_of
 from megascend.app.preflight import check_run
 from megascend.config import RunConfig
 

@@ -65,7 +65,7 @@ def life_of(checkpoint, settings, capture=None, **options):
     backend = make_backend(checkpoint, None if capture else settings, **options)
     try:
         if capture is not None:
-            backend.engine.graph_steps(settings, capture)
+            backend.engine.use_cuda_graphs(settings, capture)
         return life(backend, LENGTHS), backend.cuda_graphs
     finally:
         backend.close()
@@ -208,7 +208,7 @@ def life_of_one_model(checkpoint, settings, capture=None):
     backend = make_backend(checkpoint, None if capture else settings, adapters=False, micro_batch_tokens=384)
     try:
         if capture is not None:
-            backend.engine.graph_steps(settings, capture)
+            backend.engine.use_cuda_graphs(settings, capture)
         return life_of_a_model(backend), backend.cuda_graphs
     finally:
         backend.close()

@@ -101,7 +101,7 @@ def train(checkpoint: Path, offload: bool, precision: str) -> tuple[Any, int, in
                 parameter.main_grad.normal_(generator=generator)
             norms.append(engine.optimizer.step(step, True).grad_norm)
         digests = {name: digest(tensor) for name, tensor in backend.named_weights()}
-        for name, tensor in engine.state(everything=True).items():
+        for name, tensor in engine.state(include_replicas=True).items():
             if hasattr(tensor, "slices"):
                 parts = sorted(tensor.slices, key=lambda entry: entry[0])
                 digests[name] = digest(torch.cat([part.float().cpu().reshape(-1) for _, part in parts]))

@@ -149,15 +149,15 @@ def test_another_set_of_adapters_finds_nothing_of_the_last_one():
         stack.a_grads.fill_(torch.nan)
         stack.b_grads.fill_(torch.inf)
     second = [adapter(registry, "narrow", LORAS["narrow"]), None]
-    assert used.take(second)
+    assert used.try_assign(second)
     new = StackedAdapters(second, groups, torch.float32, torch.device("cpu"))
     for stacked in (used, new):
         stacked.fill()
     for reused, fresh in zip(used.stacks, new.stacks, strict=True):
         for name in ("a", "a_grads", "b", "b_grads"):
             assert torch.equal(getattr(reused, name), getattr(fresh, name))
-    assert not used.take([second[0]]), "fewer adapters need memory of another shape"
-    assert not used.take([adapter(registry, "broad", Lora(rank=9)), None]), "so does a higher rank"
+    assert not used.try_assign([second[0]]), "fewer adapters need memory of another shape"
+    assert not used.try_assign([adapter(registry, "broad", Lora(rank=9)), None]), "so does a higher rank"
     assert used.adapters == tuple(second)
 
 

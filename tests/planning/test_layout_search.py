@@ -15,9 +15,9 @@ from megascend.app import layout_plan
 from megascend.cli.plan_text import draw
 from megascend.config import Lora, Parallel, RunConfig, TrainerConfig, parsed
 from megascend.errors import ConfigError, TopologyError
-from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.files import TensorHeader, read_config
 from megascend.huggingface.info import inspect_checkpoint
+from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
 from megascend.memory.estimate import estimate
 from megascend.memory.parameters import elements, stages
 from megascend.memory.sizes import Workload
@@ -65,7 +65,7 @@ MEMORY = 836 * 2**20
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return describe_checkpoint(tmp_path_factory.mktemp("models") / "tiny", TINY)
+    return write_sparse_checkpoint(tmp_path_factory.mktemp("models") / "tiny", TINY)
 
 
 def model_of(checkpoint: Path) -> PlannedModel:
@@ -134,7 +134,7 @@ def test_fastest_variants_are_those_of_a_search_without_shortcuts(tiny: Path) ->
 
 @pytest.fixture(scope="module")
 def five_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return describe_checkpoint(tmp_path_factory.mktemp("models") / "five", TINY | {"num_hidden_layers": 5})
+    return write_sparse_checkpoint(tmp_path_factory.mktemp("models") / "five", TINY | {"num_hidden_layers": 5})
 
 
 def uneven_candidates(checkpoint: Path) -> list[Candidate]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megascend.config import TrainerConfig
-from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import inspect_checkpoint
+from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
 from megascend.memory.parameters import elements
 from megascend.planning.hardware import load
 from megascend.planning.rl import CACHE_SHARE, DECODE_SHARE, cache_bytes, engines_on, splits, touched_share
@@ -33,7 +33,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
-    checkpoint = describe_checkpoint(tmp_path_factory.mktemp("models") / "qwen3", CONFIG)
+    checkpoint = write_sparse_checkpoint(tmp_path_factory.mktemp("models") / "qwen3", CONFIG)
     return PlannedModel.from_checkpoint(inspect_checkpoint(checkpoint), read_config(checkpoint))
 
 

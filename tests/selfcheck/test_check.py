@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from megascend import Batching, Parallel
-from megascend.app.ahead import SelfCheckPrefetch
+from megascend.app.prefetch import SelfCheckPrefetch
 from megascend.app.preflight import RunPlan, check_run
 from megascend.app.train import train
 from megascend.config import RunConfig

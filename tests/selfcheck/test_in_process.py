@@ -86,7 +86,7 @@ def config_of(settings: dict[str, Any]) -> Any:
 
 
 def examine(subject: Subject, settings: dict[str, Any] = QWEN, longest: int = 512) -> Any:
-    return check._examine_here(settings, config_of(dict(settings)), longest, subject)
+    return check._examine_in_process(settings, config_of(dict(settings)), longest, subject)
 
 
 @pytest.fixture(autouse=True)
@@ -161,20 +161,20 @@ def test_slice_supports_aliased_names_and_nested_configs() -> None:
         "activation_function": "relu",
     }
     raw = {"model_type": "gpt2"} | sizes
-    part = in_process.slice_here(raw, config_of(raw), 10**6)
+    part = in_process.slice_transformers_model(raw, config_of(raw), 10**6)
     assert (part.config["n_layer"], part.config["n_head"], part.config["n_embd"]) == (2, 4, 256)
     assert part.config["activation_function"] == "relu"
     assert "hidden_size" not in part.config
     text = {"model_type": "gemma3_text", "hidden_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 12}
     nested = json.loads(json.dumps({"model_type": "gemma3", "text_config": text}))
-    part = in_process.slice_here(nested, config_of(nested), 10**6)
+    part = in_process.slice_transformers_model(nested, config_of(nested), 10**6)
     assert (part.config["model_type"], part.config["num_hidden_layers"]) == ("gemma3_text", 6)
 
 
 def test_model_with_a_tower_has_no_slice() -> None:
     raw = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 8}}
     with pytest.raises(CannotSliceError, match="no slice is made of a model with a vision tower"):
-        in_process.slice_here(raw, config_of(raw), 10**6)
+        in_process.slice_transformers_model(raw, config_of(raw), 10**6)
 
 
 class FailingLater(Padded):
@@ -246,7 +246,9 @@ def test_omitted_layers_log_a_warning(tmp_path: Path, caplog: pytest.LogCaptureF
     settings = QWEN | {"num_hidden_layers": 10, "layer_types": kinds, "sliding_window": 16, "use_sliding_window": True}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     groups: Any = OneProcess()
-    verdict = check.require_agreement_here(tmp_path, config_of(dict(settings)), 64, groups, Padded(), enabled=True)
+    verdict = check.require_agreement_in_process(
+        tmp_path, config_of(dict(settings)), 64, groups, Padded(), enabled=True
+    )
     assert verdict.status == "agrees"
     (text,) = [record.getMessage() for record in caplog.records]
     assert text == (
@@ -264,7 +266,7 @@ def test_omitted_layers_log_a_warning(tmp_path: Path, caplog: pytest.LogCaptureF
 )
 def test_slice_of_hybrid_includes_attention_layers(model_type: str, settings: dict[str, Any], layers: int) -> None:
     raw = {"model_type": model_type, "num_hidden_layers": 32} | settings
-    part = in_process.slice_here(raw, config_of(dict(raw)), 10**6)
+    part = in_process.slice_transformers_model(raw, config_of(dict(raw)), 10**6)
     assert part.config["num_hidden_layers"] == layers
     kinds = config_of(part.config).layer_types
     assert len(kinds) == layers
@@ -273,7 +275,7 @@ def test_slice_of_hybrid_includes_attention_layers(model_type: str, settings: di
 
 def test_windows_and_chunks_are_rescaled() -> None:
     raw = QWEN | {"use_sliding_window": True, "sliding_window": 4096, "attention_chunk_size": 8192}
-    part = in_process.slice_here(raw, config_of(dict(raw)), 10**6)
+    part = in_process.slice_transformers_model(raw, config_of(dict(raw)), 10**6)
     assert (part.config["sliding_window"], part.config["attention_chunk_size"]) == (16, 16)
-    part = in_process.slice_here(raw, config_of(dict(raw)), 2048)
+    part = in_process.slice_transformers_model(raw, config_of(dict(raw)), 2048)
     assert part.config["sliding_window"] == 4096, "no sample is longer"

@@ -117,12 +117,12 @@ def test_experts_and_their_groups_stay() -> None:
 def test_model_with_a_vision_tower_is_not_sliced() -> None:
     from transformers import AutoConfig
 
-    from megascend.selfcheck.in_process import slice_here
+    from megascend.selfcheck.in_process import slice_transformers_model
 
     raw = tiny_config("qwen3_vl")
     config = AutoConfig.for_model(**raw)
     full = json.loads(config.to_json_string(use_diff=False))
-    for make in (lambda: slice_model(raw, full, 64, False), lambda: slice_here(raw, config, 64)):
+    for make in (lambda: slice_model(raw, full, 64, False), lambda: slice_transformers_model(raw, config, 64)):
         with pytest.raises(CannotSliceError, match="no slice is made of a model with a vision tower"):
             make()
 

@@ -16,8 +16,8 @@ CONFIG = tiny_config(
 )
 
 
-def convicted(config, ignored: dict[str, object]) -> list[str]:
-    """Return the convicted settings if one side always computes with the values of ``ignored``."""
+def disagreeing(config, ignored: dict[str, object]) -> list[str]:
+    """Return the disagreeing settings if one side always computes with the values of ``ignored``."""
 
     def agrees(trial) -> bool:
         return all(trial.get(name) == value for name, value in ignored.items())
@@ -30,21 +30,21 @@ def convicted(config, ignored: dict[str, object]) -> list[str]:
     ("name", "value"), [("hidden_act", "silu"), ("norm_topk_prob", True), ("partial_rotary_factor", 1.0)]
 )
 def test_single_culprit_is_convicted(name, value) -> None:
-    assert convicted(CONFIG, {name: value}) == [name]
+    assert disagreeing(CONFIG, {name: value}) == [name]
 
 
 def test_rope_type_is_convicted() -> None:
     plain = {"rope_type": "default", "rope_theta": 5e5}
-    assert convicted(CONFIG, {"rope_parameters": plain}) == ["rope_parameters.rope_type"]
+    assert disagreeing(CONFIG, {"rope_parameters": plain}) == ["rope_parameters.rope_type"]
 
 
 def test_several_culprits_are_convicted() -> None:
-    assert convicted(CONFIG, {"hidden_act": "silu", "norm_topk_prob": True}) == ["hidden_act", "norm_topk_prob"]
+    assert disagreeing(CONFIG, {"hidden_act": "silu", "norm_topk_prob": True}) == ["hidden_act", "norm_topk_prob"]
 
 
 def test_unexplained_difference_convicts_nothing() -> None:
-    assert convicted(CONFIG, {"model_type": "something else"}) == []
-    assert convicted(tiny_config("qwen3"), {"x": 1}) == []
+    assert disagreeing(CONFIG, {"model_type": "something else"}) == []
+    assert disagreeing(tiny_config("qwen3"), {"x": 1}) == []
 
 
 def test_other_suspects_differ_from_the_default() -> None:

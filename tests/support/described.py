@@ -1,4 +1,4 @@
-"""Published models as checkpoints without weights, and plans of them (:mod:`megascend.huggingface.described`)."""
+"""Published models as checkpoints without weights, and plans of them (:mod:`megascend.huggingface.sparse_checkpoint`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megascend.config import Parallel, Recompute, TrainerConfig
-from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
+from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
 from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.sizes import Workload
 from megascend.topology.topology import Topology, plan
@@ -37,7 +37,7 @@ def published_config(name: str) -> dict[str, Any]:
 def describe_published(name: str, folder: Path) -> PublishedModel:
     """Describe the model in ``folder``: up to 3 s for one of a hundred thousand tensors."""
     config = published_config(name)
-    path = describe_checkpoint(folder, config)
+    path = write_sparse_checkpoint(folder, config)
     return PublishedModel(config, path, inspect_checkpoint(path))
 
 

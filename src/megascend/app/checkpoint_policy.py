@@ -1,4 +1,4 @@
-"""When a run takes checkpoints, and what happens when one fails."""
+"""Policy of a run's checkpoints: when they are saved, and how failures are handled."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointPolicy:
-    """Takes a run's checkpoints by its settings. All ranks call the same methods in the same order.
+    """Saves a run's checkpoints according to its settings. All ranks call the same methods in the same order.
 
     Attributes:
-        stall_s: seconds that training has stood still for checkpoints so far, on this rank.
-        problem: why the last checkpoint could not be written, as far as that is known.
+        stall_s: seconds that checkpoints have blocked training so far, on this rank.
+        problem: reason why the last checkpoint could not be written, as far as known; else None.
     """
 
     def __init__(
@@ -35,84 +35,85 @@ class CheckpointPolicy:
         config: TrainerConfig,
         event_log: EventLog,
         progress: Callable[[], dict[str, Any]],
-        before: Callable[[], object] = lambda: None,
-        ready: Callable[[], bool] = lambda: True,
-        best: Callable[[], int | None] = lambda: None,
+        before_save: Callable[[], object] = lambda: None,
+        may_save: Callable[[], bool] = lambda: True,
+        best_step: Callable[[], int | None] = lambda: None,
     ) -> None:
         """
         Args:
             progress: returns the loop's state to resume from, as JSON; called at every save.
-            before: called on every rank before a save.
-            ready: returns True, on every rank, once the run has something worth saving. Until then no checkpoint is due, because
-                files of an earlier run may still be in the output directory.
-            best: returns the step whose checkpoint is the best so far, which is saved at once and kept; None: there is none.
+            before_save: called on every rank before a save.
+            may_save: returns False, on every rank, while files of an earlier run are in the output directory.
+            best_step: returns the best step so far, whose checkpoint is saved at once and kept; None: there is none.
         """
         self._backend, self._config, self._settings = backend, config, config.checkpoint
-        self._event_log, self._progress, self._before, self._ready = event_log, progress, before, ready
-        self._best = best
+        self._event_log, self._progress = event_log, progress
+        self._before_save, self._may_save, self._best_step = before_save, may_save, best_step
         self._series = Retention(
             config.output / CHECKPOINTS, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every
         )
         self._pending: PendingSave | None = None
-        self._last = backend.step_count  # of 0 steps there is nothing to save
-        self._saved = False  # a checkpoint of step self._last is in this series
+        self._last_step = backend.step_count  # the last step that was saved, or needs no save; -1 after a failed save
+        self._saved = False  # a checkpoint of that step is complete in this run's directory
         self.stall_s = 0.0
         self.problem: str | None = None
         if self._settings.every and self._settings.asynchronous:
             backend.prepare_saves()
 
     def after_step(self, step: int, stop: bool) -> bool:
-        """Save if it is time to; return True if any rank was told to stop. Once a step.
+        """Save if a checkpoint is due; return True if any rank received a stop signal. Once a step.
 
         Args:
-            stop: this rank was told to stop after this step.
+            stop: this rank received a stop signal.
         """
         running = self._pending is not None and not self._pending.done
-        # One exchange for both: ranks must agree on a stop, and on whether the last save has ended, before any of them acts.
+        # One exchange for both: all ranks must agree on a stop, and on whether the last save has ended, before any of them acts.
         stopping, running = self._backend.any_rank(stop, running)
         if not running:
-            self._settle()
-        # Stopped while it waits for its next step, a run may have saved this one; of step 0 only a stop leaves a checkpoint.
+            self._finish_pending()
+        # A run that is stopped while it waits for a batch may have saved this step already. Step 0 is saved at a stop only.
         due = self._settings.every and step % self._settings.every == 0
-        if (stopping or due or self._best() == step) and self._ready() and (self._last != step or step == 0):
+        if (
+            (stopping or due or self._best_step() == step)
+            and self._may_save()
+            and (self._last_step != step or step == 0)
+        ):
             self._save(step)
         return stopping
 
     def finish(self, step: int) -> None:
-        """Wait for the last checkpoint; without one of the last step, take it if checkpoints are taken at all."""
-        # A run that takes no checkpoints leaves none at its end either.
-        if self._settings.every and self._ready() and self._last != step:
+        """Wait for the last checkpoint; save the last step first, unless it was saved or the run saves no checkpoints."""
+        if self._settings.every and self._may_save() and self._last_step != step:
             self._save(step)
-        self._settle()
+        self._finish_pending()
 
     def save_last(self, step: int) -> None:
-        """Save what a run has learned that is about to end with an error, which takes precedence over one of the save."""
+        """Save the last step of a run that is ending with an error; errors of the save are only logged."""
         try:
             self.after_step(step, stop=True)
             self.finish(step)
-        except Exception as error:  # noqa: BLE001  the run ends with the error that came first
+        except Exception as error:  # noqa: BLE001  the original exception takes precedence
             logger.warning("step %d could not be saved: %s", step, error)
 
     def keep(self, step: int) -> str:
-        """Save the last step of a run whose results could not be written; return where it is, in a sentence."""
+        """Save the last step of a run whose results could not be written; return a sentence that names the checkpoint."""
         path = self._series.path(step)
-        if self._last != step or not self._saved:
+        if self._last_step != step or not self._saved:
             try:
                 self._save(step, hf=False)
-                self._settle()
-            except CheckpointError as error:  # the other problem is the one to raise
+                self._finish_pending()
+            except CheckpointError as error:  # the caller raises the original error
                 self.problem = str(error)
         if self.problem is not None:
             return f"nor could a checkpoint of step {step} be written: {self.problem}"
-        return f"{path} keeps what was trained: once this is mended, --resume auto exports it"
+        return f"{path} holds the trained state: after fixing this, --resume auto exports it"
 
     def _save(self, step: int, *, hf: bool | None = None) -> None:
-        # The output directory may still hold an earlier run, which is removed before the first thing is kept.
-        self._before()
+        self._before_save()
         start = time.perf_counter()
-        self._settle()
-        # Before the save: an error in it must not be taken for one of an earlier step.
-        self._last, self._saved, self.problem = step, False, None
+        self._finish_pending()
+        # Before the save, so that an error in it is not attributed to an earlier step.
+        self._last_step, self._saved, self.problem = step, False, None
         try:
             self._pending = self._begin(step, self._settings.hf if hf is None else hf)
             if not self._settings.asynchronous:
@@ -126,13 +127,13 @@ class CheckpointPolicy:
 
     def best_path(self) -> Path | None:
         """Return the best checkpoint, or None if there is none."""
-        best = self._best()
+        best = self._best_step()
         path = None if best is None else self._series.path(best)
         return path if self._backend.from_rank_0(lambda: path is not None and path.is_dir()) else None
 
     def _begin(self, step: int, hf: bool) -> PendingSave:
-        # As of this save: the one of a later best step may not be complete when this one is.
-        best = self._best()
+        # Read now: by the time this save completes, a later step may be the best, and its checkpoint not complete yet.
+        best = self._best_step()
         try:
             return self._backend.save(
                 self._series.path(step),
@@ -144,7 +145,7 @@ class CheckpointPolicy:
         except CheckpointError as error:  # on every rank
             if not hf:
                 raise
-            # A model that transformers could not load is no reason to lose what a resumed run needs.
+            # A failed export must not cost the state to resume from.
             self._event_log.event("hf_failed", step=step, problem=str(error))
             if self._backend.rank == 0:
                 logger.warning("the checkpoint of step %d is without its hf directory (checkpoint.hf): %s", step, error)
@@ -154,13 +155,13 @@ class CheckpointPolicy:
         self._series.committed(path, best)
         self._event_log.event("saved", checkpoint=path.name)
 
-    def _settle(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and record its outcome, the same on every rank."""
+    def _finish_pending(self) -> None:
+        """Wait for the pending save, if any, and record its outcome, the same on every rank."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         problem = pending.outcome()
-        # Each rank has a clock of its own: one may have timed out where another has just seen the end.
+        # Ranks time out by their own clocks: one may have timed out just before the save completed on another.
         (failed,) = self._backend.any_rank(problem is not None)
         self._saved = not failed
         if failed:
@@ -168,9 +169,9 @@ class CheckpointPolicy:
 
     def _failed(self, problem: str) -> None:
         self._pending, self._saved, self.problem = None, False, problem
-        self._last = -1  # there is no checkpoint of that step: finish() tries once more
+        self._last_step = -1  # there is no checkpoint of that step: finish() tries once more
         self._event_log.event("save_failed", problem=problem)
-        # Raised on every rank: all of them come here with the same verdict.
+        # On every rank: all have the same outcome.
         if self._settings.on_failure == "stop":
             raise CheckpointError(problem)
         if self._backend.rank == 0:

@@ -1,4 +1,4 @@
-"""Dry runs of ``train`` and ``rl``: a run as far as it goes without a process group, a model or a step."""
+"""Dry runs of ``train`` and ``rl``: all of a run that needs no process group, no model and no step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megascend.app.run_samples import RunSamples, StreamedSamples
 from megascend.app.teacher_model import teacher_sizes
 from megascend.app.token_budget import AUTO, largest_fitting, largest_useful
 from megascend.app.train import SupervisedTraining
-from megascend.app.training import Training, World
+from megascend.app.training import RunContext, Training
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.packing import plan_micro_batches, shard
 from megascend.bootstrap.runtime import Runtime
@@ -126,7 +126,7 @@ class RlDryRun:
 
 def prepare(
     training: Training[AnyConfig], plan: RunPlan[AnyConfig], overwrite: bool, resume: str | Path | None
-) -> tuple[World[AnyConfig], AnyConfig]:
+) -> tuple[RunContext[AnyConfig], AnyConfig]:
     """Begin a run as its first rank would, up to the point where ranks communicate and the model is built.
 
     Prepares this process for the run's engine; ``training`` has its data afterwards. Writes nothing but the samples in the cache
@@ -146,8 +146,8 @@ def prepare(
     config, launch = plan.config, Launch.from_environment()
     plan = plan_with_plugins(training, config, launch, plan.world_size, overwrite, plan)
     runtime = bootstrap(config)
-    world = World(plan, launch, runtime, resume)
-    config = training.prepare(world)
+    context = RunContext(plan, launch, runtime, resume)
+    config = training.prepare(context)
     # The constructor's checks, without process groups and weights.
     settings = backend_settings(training.model_config(config))
     targets = check_backend(config.engine, runtime, plan.topology, plan.info, config.model, **settings)
@@ -162,7 +162,7 @@ def prepare(
         )
     elif config.lora is not None and config.export:
         check_adapter_path(config.output / "adapter", overwrite)
-    return world, config
+    return context, config
 
 
 def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | Path | None = None) -> RlDryRun:
@@ -176,8 +176,8 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
     from megascend.app.rl.train import ReinforcementLearning
 
     training = ReinforcementLearning()
-    world, config = prepare(training, plan, overwrite, resume)
-    plan, runtime = world.plan, world.runtime
+    context, config = prepare(training, plan, overwrite, resume)
+    plan, runtime = context.plan, context.runtime
     info, topology, budget = plan.info, plan.topology, config.batching.budget
     lengths = sorted(training.prompts.lengths)
     hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
@@ -208,13 +208,13 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
         memory=memory(config),
         recomputed=None if config.recompute.granularity == "full" else memory(with_recomputation(config)),
         device_memory=memory_per_rank(runtime, plan.world_size),
-        engines_share=share_beside_trainer(placements(config, world.launch), sleep=config.placement.sleep),
+        engines_share=share_beside_trainer(placements(config, context.launch), sleep=config.placement.sleep),
         processes=local_processes(config, info),
     )
 
 
 def local_processes(config: RlConfig, info: ModelInfo) -> dict[str, int]:
-    """Return the bytes of the weights in processes beside rank 0: of local engines, and of a teacher in one."""
+    """Return the bytes of weights in other processes than rank 0: local engines, and a teacher in one of them."""
     width, processes = ELEMENT_BYTES[config.precision], {}
     if config.rollout.controller is None and (count := config.engines.count(LOCAL)):
         # Those in use, and those of an update until it takes effect.
@@ -243,8 +243,8 @@ def with_recomputation(config: AnyConfig) -> AnyConfig:
 def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Path | None = None) -> DryRun:
     """Check what can be known of a run of ``train`` in one process; see :func:`prepare`."""
     training = SupervisedTraining()
-    world, config = prepare(training, plan, overwrite, resume)
-    plan, runtime = world.plan, world.runtime
+    context, config = prepare(training, plan, overwrite, resume)
+    plan, runtime = context.plan, context.runtime
     info, topology, layout = plan.info, plan.topology, plan.layout
     samples, objective = training.samples, training.objective
     mixture = samples.mixture(config, samples.batches(config, objective))

@@ -1,7 +1,7 @@
-"""What happened to a run, for people and for ``megascend doctor --run``.
+"""Log of a run's events and errors, for people and for ``megascend doctor --run``.
 
 OUTPUT/events.jsonl                        rank 0: a line for every start, save, stop...
-OUTPUT/errors/attempt-0-rank-3.json        the error that ended a rank, in its own words; a line for each time the run was started
+OUTPUT/errors/attempt-0-rank-3.json        the error that ended rank 3 of attempt 0; a line for each such start of the run
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ERRORS = "errors"
 
 
 class EventLog:
-    """Appends to the files of a run. A full disk must not end a run that trains: what cannot be written is dropped, and said so.
+    """Appends to the event and error files of a run. Lines that cannot be written are dropped with a warning.
 
     Attributes:
-        active: False while the directory is not, or not yet, this run's: nothing is written.
-        started: True once this run's ``start`` event is due; errors before it happened on the way to the first step.
+        active: False while the directory does not belong to this run: nothing is written.
+        started: True after :meth:`start`; earlier errors are failures to start.
     """
 
     def __init__(
@@ -45,43 +45,42 @@ class EventLog:
     ) -> None:
         """
         Args:
-            losses: tells, once each, which standard streams drop what is written to them, and why.
+            losses: returns (standard stream, reason) for each stream that has begun to drop output, once each.
         """
         self._output, self._launch = output, launch
         self._losses = losses
-        self._waiting: list[tuple[Path, str]] | None = None
-        self._agent = agent()  # of an orphan it would be another one
+        self._pending: list[tuple[Path, str]] | None = None
+        self._agent = agent()  # read now: an orphan's parent process is another one
         self.active = active
         self.started = False
         self._failed = False
-        # Errors of an earlier attempt stand in the same folder; the time tells them apart.
+        # Errors of earlier attempts are in the same folder; the time distinguishes them.
         self._since = round(time.time(), 3)
         self._recorded: BaseException | None = None
 
-    def start(self, *, wait: bool = False, **values: Any) -> None:
-        """Note that this run begins; from now on the directory is its own. On every rank.
+    def start(self, *, hold: bool = False, **values: Any) -> None:
+        """Log the start of this run, to which the directory belongs from now on. On every rank.
 
         Args:
-            wait: the directory still holds an earlier run: lines wait for :meth:`write_waiting`, and an error that comes before
-                is not kept.
+            hold: the directory still holds an earlier run: lines are held back until :meth:`write_pending`, and lost if the run
+                ends before.
         """
         self.active = self.started = True
-        # Nothing may be written beside an earlier run's files before this run has done a step.
-        self._waiting = [] if wait else None
+        self._pending = [] if hold else None
         launch = {"world_size": self._launch.world_size, "agent": self._agent, "command": command(self._launch)}
         self.event("start", **launch, directory=os.getcwd(), **values)
 
-    def write_waiting(self) -> None:
-        """Write the lines that wait since :meth:`start`: the directory is this run's now. On every rank."""
-        waiting, self._waiting = self._waiting or (), None
-        for path, line in waiting:
+    def write_pending(self) -> None:
+        """Write the lines held back since :meth:`start`. On every rank."""
+        pending, self._pending = self._pending or (), None
+        for path, line in pending:
             self._append(path, line)
 
     def event(self, kind: str, **values: Any) -> None:
-        """Add a line on rank 0; ``values`` are JSON, in which null stands for numbers that are not finite."""
+        """Add a line on rank 0; ``values`` are JSON, in which numbers that are not finite become null."""
         if self._launch.rank == 0:
             self._write(self._output / EVENTS, {"event": kind, **values})
-            # Output that is lost cannot report its own loss; the file can.
+            # A broken standard stream cannot report itself.
             for stream, problem in self._losses():
                 self._write(self._output / EVENTS, {"event": "output_lost", "stream": stream, "problem": problem})
 
@@ -98,10 +97,10 @@ class EventLog:
             raise
 
     def error(self, error: BaseException, step: int) -> None:
-        """Keep the error that ends this rank.
+        """Write the error that ends this rank.
 
         Args:
-            step: the step that was being worked on, from 1; 0: none yet.
+            step: the current step, from 1; 0 before the first one.
         """
         path = self._output / ERRORS / f"attempt-{self._launch.attempt}-rank-{self._launch.rank}.json"
         values = {
@@ -123,10 +122,10 @@ class EventLog:
         stamp = {"time": round(time.time(), 3), "host": socket.gethostname(), "pid": os.getpid()}
         # One line, written at once: processes of several attempts append to the same file.
         line = json.dumps(finite(values | stamp | {"attempt": self._launch.attempt}), allow_nan=False) + "\n"
-        if self._waiting is None:
+        if self._pending is None:
             self._append(path, line)
         else:
-            self._waiting.append((path, line))
+            self._pending.append((path, line))
 
     def _append(self, path: Path, line: str) -> None:
         try:
@@ -158,7 +157,7 @@ def command(launch: Launch) -> list[str]:
     """Return the command line that started the run: the launcher's, if there is one."""
     import psutil
 
-    # The launcher may end, or be another user's, while it is looked at.
+    # The launcher may have ended, or belong to another user.
     with contextlib.suppress(psutil.Error):
         process = psutil.Process()
         above = process.parent()
@@ -170,7 +169,7 @@ def command(launch: Launch) -> list[str]:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the objects of a JSON Lines file, and remarks on lines that cannot be read. A missing file has none."""
+    """Return the objects of a JSON Lines file, and a remark if lines cannot be read. A missing file counts as empty."""
     try:
         # A crash may have cut off a character.
         text = path.read_bytes().decode(errors="replace")

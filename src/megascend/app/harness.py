@@ -79,7 +79,7 @@ class TaskSuite:
             if not Path(name).is_file():
                 raise EvaluationError(f"{setting}: {name} is not a file")
         try:
-            # The index of the harness's own tasks takes ten seconds or more, and tasks in files need none, unlike groups.
+            # Indexing the harness's own tasks takes ten seconds or more; groups need the index, tasks in files do not.
             needs_index = len(files) < len(settings.names) or any(
                 line.startswith("group:") for name in files for line in Path(name).read_text("utf-8").splitlines()
             )
@@ -144,13 +144,13 @@ class TaskSuite:
                 apply_chat_template=chat,
                 fewshot_as_multiturn=chat,
             )
-        assert report is not None  # rank 0 of the harness, which knows no others
+        assert report is not None  # the harness sees a single rank
         return scores_of(report)
 
 
 def missing_metric(task: Any) -> str | None:
     """Return a metric of responses that the harness could not load, which it logs and reports once all responses are there."""
-    # Other tasks, and those with functions of their own, do not call what is listed.
+    # Other tasks, and those with custom functions, do not call the listed ones.
     calls = type(task) is ConfigurableTask and task.get_config("output_type") == "generate_until"
     if not calls or task.get_config("process_results") is not None:
         return None
@@ -302,7 +302,7 @@ class HarnessModel(TemplateLM):
                 )
             tokens = context + continuation
             cut += len(tokens) > self.max_length + 1
-            # The last token is no input.
+            # The last token is a target only.
             sequences.append((tokens[-(self.max_length + 1) :], len(continuation)))
         self._report_cut(cut, len(pairs))
         return self._scorer.scores(sequences, greedy=greedy)

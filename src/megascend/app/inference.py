@@ -145,7 +145,7 @@ class ResponseModel:
                 return
             tokens.append(token)
             text = self._text(tokens)
-            # A character whose last bytes are still to come is decoded as a replacement character.
+            # An incomplete character is decoded as a replacement character.
             if not text.endswith("\ufffd"):
                 write(text[length:])
                 length = len(text)
@@ -203,7 +203,7 @@ def loaded_model(settings: InferenceSettings) -> Iterator[ResponseModel]:
         ),
         "batching": Batching(micro_batch_tokens=min(context, LONGEST_CONTEXT)),
         "platform": settings.platform,
-        "self_check": settings.engine != "single",  # whose model is the one that it would be compared with
+        "self_check": settings.engine != "single",  # it was trained on this model
     }
     accepted = backends.accepted_settings(settings.engine)
     if settings.tensor > 1 and "parallel" not in accepted:
@@ -258,7 +258,7 @@ def json_line(line: Mapping[str, Any], encoding: str | None) -> str:
 
 
 def _fields(response: Response) -> dict[str, Any]:
-    """Return what a response adds to its prompt's line."""
+    """Return the fields that a response adds to its prompt's line."""
     if response.error is not None:
         return {"error": response.error}
     return {"response": response.text, "tokens": response.tokens, "finish_reason": response.finish_reason}

@@ -87,7 +87,7 @@ def check_kind(kind: str) -> None:
 
 @dataclass(frozen=True)
 class _ClusterJob:
-    """A run on a cluster, and what the kinds of job files say of it."""
+    """A run on a cluster, with the values that job files are filled with."""
 
     config: TrainerConfig
     request: ClusterRequest

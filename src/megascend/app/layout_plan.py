@@ -76,14 +76,14 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
     if model.is_dir() and any(model.glob("*.safetensors")):
         yield model
         return
-    from megascend.huggingface.described import describe_checkpoint
+    from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="megascend-plan-") as folder:
         # An fp8 checkpoint is trained in 16 bits.
         values = {key: value for key, value in config.items() if key != "quantization_config"}
         try:
             try:
-                checkpoint = describe_checkpoint(Path(folder), values)
+                checkpoint = write_sparse_checkpoint(Path(folder), values)
             except MegascendError:
                 raise
             except Exception as error:  # transformers checks values with errors of several classes
@@ -162,7 +162,7 @@ def checked(
     for candidate in candidates:
         if len(accepted) == count:
             break
-        # Where the plan is made, other devices are, or none.
+        # The planning machine has other devices, or none.
         config = candidate.config.model_copy(update={"platform": "auto", "model": checkpoint})
         if runtime is None:
             try:
@@ -179,7 +179,7 @@ def checked(
 
 
 def run_file(candidate: Candidate) -> str:
-    """Return the YAML of a run with this layout: only settings that differ from their defaults, and what a run needs."""
+    """Return the YAML of a run with this layout: required settings, and those that differ from their defaults."""
     import yaml
 
     config = candidate.config

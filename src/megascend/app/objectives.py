@@ -31,7 +31,7 @@ class LearningObjective(ABC):
     """Learning objective: turns samples into batches, and batches into a loss."""
 
     trial_loss: ClassVar[Loss] = BUILT_IN["cross_entropy"]
-    """Loss of a trial step: it takes as much memory as the objective's, and any samples."""
+    """Loss of a trial step: it takes as much memory as the objective's, and accepts any samples."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
@@ -52,26 +52,26 @@ class LearningObjective(ABC):
 
     @abstractmethod
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
-        """Return the numbers of the samples of some units, each with the number of its pair among those."""
+        """Return the sample numbers of some units, each with the number of its pair among those units, or None."""
 
     @abstractmethod
     def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
         """Return the samples of some units."""
 
     def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch_size: int) -> None:
-        """Compute what is needed of these units of ``samples`` before the first step; ``batch_size`` of them at a time."""
+        """Precompute the values that steps need for these units of ``samples``, ``batch_size`` of them at a time."""
         return
 
     def complete(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> Sequence[Sample]:
-        """Add to this rank's samples, or to the loss, what a step reads of another pass; return them. Collective.
+        """Add results of another forward pass to this rank's samples or to the loss; return the samples. Collective.
 
         Args:
-            adapter: the one that is trained.
+            adapter: adapter that is trained; None: the model.
         """
         return samples
 
     def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], Loss]:
-        """Return this rank's samples and the loss of a step that takes as much memory as one that learns. Collective."""
+        """Return this rank's samples and the loss of a trial step, which takes as much memory as a training step. Collective."""
         return samples, self.trial_loss
 
     @abstractmethod
@@ -80,7 +80,7 @@ class LearningObjective(ABC):
 
 
 def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjective:
-    """Make the objective that the settings ask for.
+    """Build the objective that the settings select.
 
     Raises:
         ConfigError: the loss does not fit the data, or cannot be imported.
@@ -144,7 +144,7 @@ KINDS: dict[LossUnit, str] = {
 
 
 def _check_kind(config: RunConfig, samples: SampleSubset, needs: LossUnit, setting: str) -> None:
-    """Raise ConfigError if the data are not what a loss of this unit learns from."""
+    """Raise ConfigError if a loss of this unit cannot learn from the data."""
     kind: LossUnit = "pair" if samples.has_pairs else "sample" if samples.has_labels else "token"
     if kind == needs:
         return
@@ -160,7 +160,7 @@ def _check_kind(config: RunConfig, samples: SampleSubset, needs: LossUnit, setti
 
 
 def _check_fields(config: RunConfig, samples: SampleSubset, setting: str, loss: Loss) -> None:
-    """Raise ConfigError if the loss requires what neither the data nor a reference gives, or leaves out what the data hold."""
+    """Raise ConfigError if a field that the loss requires is missing, or if the loss ignores a field of the data."""
     available = {"ref_logprobs"} if samples.members > 1 else set()
     available |= {"label"} if samples.has_labels else set()
     available |= {"candidates"} if samples.has_candidates else set()
@@ -181,7 +181,7 @@ def _check_fields(config: RunConfig, samples: SampleSubset, setting: str, loss: 
         )
     if loss.of == "values" and config.head == "lm":
         raise ConfigError(
-            f"{setting}: a loss of a scalar head's values; of these, run files train bradley_terry and classification, and "
+            f"{setting}: a loss of a scalar head's values; of these, run files support bradley_terry and classification, and "
             "programs the others "
             '(docs/data.md, "Reward models and critics")'
         )
@@ -302,7 +302,7 @@ class PreferenceObjective(LearningObjective):
                 self._key(samples, sample): weighted_sum(logprobs, sample)
                 for sample, logprobs in zip(shard, reference, strict=True)
             }
-            # Every rank gets all sums: every step divides its batch among the ranks differently.
+            # Every rank gets all sums, because each step divides its batch differently over the ranks.
             for part in backend.gather_by_data_rank(sums):
                 self._reference |= part
 
@@ -310,7 +310,7 @@ class PreferenceObjective(LearningObjective):
         return [(2 * unit + side, pair) for pair, unit in enumerate(units) for side in (0, 1)]
 
     def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
-        """Return the samples of pairs. A batch that spans two epochs may hold a pair twice: they are numbered by their place."""
+        """Return the samples of pairs. A batch that spans two epochs may hold a pair twice, so pairs are numbered by position."""
         batch = self._members(samples, units)
         for index, sample in enumerate(batch):
             self._add_reference(samples, sample)
@@ -337,7 +337,7 @@ class PreferenceObjective(LearningObjective):
     def _scores(
         self, backend: Backend, samples: Sequence[Sample], adapter: str | None
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor] | None]:
-        """Return what the loss is of for each sample, and entropies where it needs them, without gradients."""
+        """Return the loss's inputs for each sample, with entropies if it needs them, without gradients."""
         scores = backend.forward(samples, entropy=self._loss.entropy, adapter=adapter)
         return scores.logprobs, scores.entropy
 
@@ -351,14 +351,14 @@ class PreferenceObjective(LearningObjective):
         return pairs
 
     def _add_reference(self, samples: SampleSubset, sample: Sample) -> None:
-        """Spread the reference's sum evenly over what is weighted, where the loss requires it: it looks at the sum."""
+        """Spread the reference's sum evenly over the tokens with a weight, if the loss requires it; it reads only the sum."""
         if self.has_reference:
             total, weight = self._reference[self._key(samples, sample)], float(sample.weights.double().sum())
             sample.ref_logprobs = torch.full((len(sample),), total / weight, dtype=torch.float32)
 
     @staticmethod
     def _key(samples: SampleSubset, sample: Sample) -> tuple[str, int, bool]:
-        """Return what identifies a sample: its data, its unit, and whether it is the unit's first one."""
+        """Return the key of a sample: its data, its unit, and whether it is the unit's first one."""
         return samples.fingerprint, int(str(sample.pair)), bool(sample.chosen) or sample.label is not None
 
 

@@ -58,7 +58,7 @@ def plot_metrics(
 
 
 def draw(rows: Sequence[dict[str, Any]], title: str, panels: Sequence[Panel]) -> Figure:
-    """Draw the figure of a run, two panels a row, or three if there are more than four; panels without any value are left out."""
+    """Draw the figure of a run, two panels a row, or three if there are more than four; omit panels without values."""
     require_extra("matplotlib", "plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -69,7 +69,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str, panels: Sequence[Panel]) ->
     lines = -(-len(panels) // across)
     size = (5.2 * across, 3.4 * lines) if across == 2 else (4 * across, (3.4 if lines <= 2 else 2.6) * lines)
     figure = Figure(figsize=size, layout="constrained")
-    # Not pyplot, which keeps figures in globals and may look for a display.
+    # Not pyplot, which keeps figures in globals and may open a display.
     FigureCanvasAgg(figure)
     grid = figure.subplots(lines, across, squeeze=False).flatten()
     for axes in grid[len(panels) :]:

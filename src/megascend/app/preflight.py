@@ -110,19 +110,19 @@ class RunPlan(Generic[AnyConfig]):
 
 
 def preflight(
-    config: AnyConfig, world_size: int, overwrite: bool, resume: str | None = None, *, starts: bool = True
+    config: AnyConfig, world_size: int, overwrite: bool, resume: str | None = None, *, starts_ranks: bool = True
 ) -> RunPlan[AnyConfig]:
-    """Check everything about a run that needs no torch, before any process is started: for commands.
+    """Check everything about a run that needs no torch, before any process is started. For commands.
 
     Args:
-        starts: the caller starts the processes on this host; False: they run already, perhaps on several hosts.
+        starts_ranks: the caller starts the ranks on this host; False: they are running already, perhaps on several hosts.
 
     Raises:
         MegascendError: whatever the first rank would have raised a few seconds later.
     """
     check_start(config.output, overwrite, resume, Launch())
     run_plan = check_run(config, world_size, overwrite)
-    if starts:
+    if starts_ranks:
         check_processes(config.platform, world_size)
     if isinstance(config, RlConfig):
         check_rollouts(config)
@@ -142,10 +142,10 @@ def check_run(
         plugins_pending: modules that the run names, and may register engines or trackers, have not been imported yet.
 
     Raises:
-        ConfigError: a setting cannot work with this model, or paths are in each other's way.
+        ConfigError: a setting cannot work with this model, or paths conflict.
         MissingDependencyError: a package is missing.
-        TopologyError: the layout fits neither the world size nor the model.
-        CheckpointError: the model is missing, incomplete or damaged, as far as file headers tell.
+        TopologyError: the layout does not fit the world size or the model.
+        CheckpointError: the model is missing, incomplete or damaged, as far as file headers show.
     """
     check_plugins(config.plugins)
     if not (plugins_pending and config.plugins):
@@ -165,7 +165,7 @@ def check_run(
 
 
 def check_service(config: ServeConfig, nproc: int) -> None:
-    """Check what of a service's settings needs no torch: the model's files, the layout, processes to be started on this host."""
+    """Check a service's model files, its layout, and the number of processes on this host."""
     plan(config.parallel, nproc, inspect_checkpoint(config.model).shape)
     check_processes(config.platform, nproc)
 
@@ -190,14 +190,14 @@ def require_harness(setting: str) -> None:
 def check_paths(config: TrainerConfig, overwrite: bool) -> None:
     """Refuse an output directory whose files would be read as data, or a run that would overwrite what it reads."""
     output = real(config.output)
-    read = {name: path for name, path in config.data_paths().items() if path is not None}
-    for setting, path in read.items():
+    data_paths = {name: path for name, path in config.data_paths().items() if path is not None}
+    for setting, path in data_paths.items():
         if path.is_dir() and output.is_relative_to(real(path)):
             raise ConfigError(
                 f"output: {config.output} lies in {setting}: {path}, so the run's files would be read as data: choose another"
             )
-    for setting, path in {"model": config.model, **read}.items():
-        # --overwrite removes links themselves, and empties directories behind links: both forms of a path count.
+    for setting, path in {"model": config.model, **data_paths}.items():
+        # --overwrite removes links and empties the directories behind them, so a path counts in both forms.
         locations = {real(path), path.absolute()}
         for name in RUN_FILES if overwrite else ():
             cleared = (output / name, config.output.absolute() / name, real(output / name))
@@ -258,8 +258,8 @@ def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
         return
     from megascend.app.run_samples import RunSamples
 
-    # Reading has found problems; encoding finds the others, so that all are reported at once. It fails without a tokenizer, and
-    # only those of reading are reported then.
+    # Reading has found problems. Encoding finds the others, so that all are reported at once; without a tokenizer it fails, and
+    # only the problems of reading are reported.
     with contextlib.suppress(CheckpointError):
         RunSamples.prepare(config, run_plan.tokenizer, run_plan.limits)
     problems = []
@@ -272,7 +272,7 @@ def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
 
 
 def check_rollouts(config: RlConfig) -> None:
-    """Check that prompts can be read, that a reward function or environment is there, and that engines have addresses."""
+    """Check that prompts can be read, that the reward function or environment exists, and that engines have addresses."""
     from megascend.app.rl.engines import check_engines
     from megascend.app.rl.servers import check_servers
     from megascend.rollout.prompts import read_prompts
@@ -290,14 +290,14 @@ def check_rollouts(config: RlConfig) -> None:
     check_servers(config)
 
 
-# --- room on the disk ---
+# --- disk space ---
 
 
 def disk_warning(config: TrainerConfig, info: ModelInfo) -> str | None:
-    """Return a sentence if the disk has too little room for the run, else None. Files of an earlier run count as free."""
+    """Return a warning if the disk has too little free space for the run, else None."""
     earlier = [path for name in (CHECKPOINTS, "hf") for path in (config.output / name).rglob("*") if path.is_file()]
     required = required_disk_bytes(config, info.parameter_count)
-    # What --overwrite will remove counts as room.
+    # Files of an earlier run, which --overwrite will remove, count as free space.
     free = free_bytes(config.output) + sum(path.stat().st_size for path in earlier)
     if required <= free:
         return None

@@ -95,10 +95,10 @@ class StepProfiler:
         self.close()
 
     def close(self) -> None:
-        """Forget what is being recorded."""
+        """Discard the current recording."""
         session, self._session, self._recorded = self._session, None, range(0)
         if session is not None:
-            # stop() would write the trace of what is being given up.
+            # stop() would write the trace of the discarded recording.
             session.on_trace_ready = None
             session.stop()
 
@@ -176,12 +176,12 @@ class ProfileRow:
 
 
 def kernels(events: Iterable[Event]) -> list[ProfileRow]:
-    """Return what the device did, the longest first; kernels of several streams may have run at the same time."""
+    """Return the device's kernels, the longest first; those of several streams may overlap."""
     return _sums((event["name"], float(event["dur"])) for event in events if _is(event, ON_DEVICE))
 
 
 def operators(events: Iterable[Event]) -> list[ProfileRow]:
-    """Return what the host's threads did in operators, each without the operators that it called; the longest first."""
+    """Return the host's operators by their own time, without the operators that they called; the longest first."""
     threads: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
     for event in events:
         if _is(event, (OPERATOR,)):
@@ -233,7 +233,7 @@ def _table(rows: Sequence[ProfileRow], steps: int, seconds: float) -> list[str]:
 
 
 def _self_times(thread: list[Event]) -> list[tuple[str, float]]:
-    """Return (name, microseconds without what lies inside) of the events of one thread, which nest."""
+    """Return (name, microseconds without nested events) of the nested events of one thread."""
     thread.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
     times: list[tuple[str, float]] = []
     open_calls: list[tuple[float, int]] = []  # end, and index in times

@@ -1,4 +1,4 @@
-"""Uploads of what a run exported to the Hugging Face Hub, with a model card."""
+"""Upload of a run's export to the Hugging Face Hub, with a model card."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def write_card(directory: Path) -> None:
 
 
 def model_card(directory: Path) -> str:
-    """Return the card of an exported directory, which is within that of its run, or stands alone."""
+    """Return the model card of an exported directory, which may be inside its run's directory."""
     import yaml
 
     run = _run_settings(directory.resolve().parent)

@@ -46,8 +46,8 @@ class StartPoint:
     """Start of a run.
 
     Attributes:
-        candidates: checkpoints to resume from, the best first; empty: at the beginning.
-        clear: files of an earlier run to remove, once this run has completed a step.
+        candidates: checkpoints to resume from, the best first; empty: start at step 1.
+        clear: names of an earlier run's files to remove, once this run has completed a step.
         remark: message to the user about the choice.
     """
 
@@ -57,12 +57,12 @@ class StartPoint:
 
 
 def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch: Launch) -> None:
-    """Refuse early, on every rank, what :func:`decide` would refuse for certain.
+    """Raise early, on every rank, errors that :func:`decide` would raise later.
 
     Raises:
-        ConfigError: the directory holds a run that is neither to be resumed nor overwritten, or is to be both, or has not ended;
-            or it cannot be written to, as rank 0 sees it.
-        CheckpointError: there is nothing at ``resume``.
+        ConfigError: the directory holds a run, and neither or both of ``resume`` and ``overwrite`` are set; or that run has not
+            ended; or rank 0 cannot write to the directory.
+        CheckpointError: ``resume`` is a path that does not exist.
     """
     if overwrite and resume is not None:
         raise ConfigError(
@@ -76,8 +76,8 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
             raise ConfigError(f"output: {output} cannot be written: {problem}; choose another with --set output=PATH")
         # A start that was killed may have left an earlier run's files moved away; decide() must see them.
         restore(output)
-    # Rank 0 compares its launcher with that of the last run. The launcher of another rank may be another host's: it goes by the
-    # number of the attempt and, with several hosts, leaves the decision to rank 0.
+    # Rank 0 compares its launcher with that of the last run. Other ranks may have been started by another host's launcher: they
+    # use the number of the attempt and, with several hosts, leave the decision to rank 0.
     first = not restarted(output, launch) if launch.rank == 0 else launch.attempt == 0 and not launch.several_hosts
     if first and resume is None and not overwrite:
         refuse_earlier_run(output)
@@ -88,12 +88,12 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
 
 
 def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Launch) -> StartPoint:
-    """Decide how the run in ``output`` begins. Reads files, changes none.
+    """Decide where the run in ``output`` starts. Reads files, changes none.
 
-    A launcher that restarts a run (``torchrun --max-restarts``) resumes from its last checkpoint, whatever it was started with.
+    A run that its launcher restarts (``torchrun --max-restarts``) resumes from its last checkpoint, whatever its options are.
     """
     checkpoints = tuple(Retention(output / CHECKPOINTS).candidates())
-    # First: the restarted command still says --overwrite, which must not remove what this very run has written.
+    # First: the restarted command may still have --overwrite, which must not remove this run's own files.
     if restarted(output, launch):
         if checkpoints:
             return StartPoint(checkpoints, remark=f"attempt {launch.attempt}: resuming from the last checkpoint")
@@ -125,7 +125,7 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoints at a path that is one, holds some, or is the directory of a run; the best first."""
+    """Return the checkpoints at ``path``: itself, those in it, or those of the run in it; the best first."""
     if (path / manifest.NAME).exists():
         return [path]
     return Retention(path / CHECKPOINTS).candidates() or Retention(path).candidates()
@@ -134,9 +134,9 @@ def checkpoints_at(path: Path) -> list[Path]:
 def with_template_date(
     config: TrainerConfigT, tokenizer: PreTrainedTokenizerBase, resume: str | Path | None, launch: Launch
 ) -> TrainerConfigT:
-    """Return the settings with the date for a chat template that writes one: the checkpoint's, or today.
+    """Return the settings with ``template_date`` set, for a chat template that writes a date: the checkpoint's, or today's.
 
-    config.yaml and all checkpoints keep it, so that a run that is resumed on another day renders the same text.
+    config.yaml and all checkpoints store it, so that a run resumed on another day renders the same text.
     """
     from megascend.data.chat import writes_date
 
@@ -166,17 +166,17 @@ def saved_manifests(output: Path, resume: str | Path | None, launch: Launch) -> 
 
 
 def may_write(output: Path, resume: str | Path | None, launch: Launch) -> bool:
-    """Return True if a run that :func:`check_start` let pass may write to ``output`` before its first step.
+    """Return True if a run that passed :func:`check_start` may write to ``output`` before its first step.
 
-    Not where it is to overwrite an earlier run: that stays as it is until the new one begins.
+    False if it will overwrite an earlier run, whose files are kept until then.
     """
     return resume is not None or not run_files(output) or restarted(output, launch)
 
 
 def restarted(output: Path, launch: Launch) -> bool:
-    """Return True if the launcher of the last run in ``output`` has started this process, too.
+    """Return True if the launcher of the last run in ``output`` has also started this process.
 
-    With several hosts the number of the attempt does not tell: torchrun does not count a restart because of another host.
+    With several hosts the number of the attempt is not enough: torchrun does not count restarts that another host causes.
     """
     return (launch.attempt > 0 or launch.several_hosts) and has_same_launcher(output)
 
@@ -196,20 +196,20 @@ def begin(
     resume: str | Path | None,
     progress_keys: Sequence[str],
 ) -> tuple[OutputDirectory, dict[str, Any] | None]:
-    """Put the model at its first step, or where a checkpoint left it. Collective.
+    """Decide where the run starts, and load the checkpoint if it resumes. Collective.
 
     Args:
-        progress_keys: keys that this kind of run saves beside the model.
+        progress_keys: keys of the progress that this kind of run saves.
 
     Returns:
-        The output directory, and what the run saved beside the model; None at its beginning.
+        The output directory, and the saved progress; None for a run that starts at step 1.
 
     Raises:
         ConfigError, CheckpointError: as :func:`decide`, on every rank; or the checkpoint is of another kind of run, or beyond the
             run's steps; or the hosts do not share the output directory.
     """
     launch, output = backend.groups.launch, config.output
-    # Decided once: file systems of several hosts may show different states of one directory.
+    # On rank 0 only: hosts may see different states of a directory on a network file system.
     start = backend.from_rank_0(lambda: decide(output, overwrite, resume, launch))
     # Before the first file is written there.
     check_shared(backend, output)
@@ -219,37 +219,37 @@ def begin(
         return present, bool(present and run_files(output))
 
     present, holds_run = backend.from_rank_0(earlier_files)
-    # Files of an attempt that has not completed a step are removed at once: they hold no result.
-    directory = OutputDirectory(config, backend, event_log, present, waiting=holds_run and EVENTS in start.clear)
+    # Files of an attempt without a completed step hold no result, and are removed at once.
+    replaces_run = holds_run and EVENTS in start.clear
+    directory = OutputDirectory(config, backend, event_log, present, holds_earlier_run=replaces_run)
     if backend.rank == 0 and start.remark:
         print(start.remark, flush=True)
-    if not directory.waiting:
+    if not directory.holds_earlier_run:
         directory.clear()
     event_log.start(
-        wait=directory.waiting,
+        hold=directory.holds_earlier_run,
         platform=backend.platform.name,
         steps=config.steps,
         every=config.checkpoint.every,
     )
     if not start.candidates:
-        if not directory.waiting and backend.rank == 0:
+        if not directory.holds_earlier_run and backend.rank == 0:
             write_config(config)
         return directory, None
     progress, saved = load_first_good(backend, start.candidates, event_log)
     if backend.step_count > config.steps:
         raise ConfigError(
-            f"steps: {config.steps}, and the checkpoint resumed from is after step {backend.step_count}, whose weights are not "
-            f"those of {config.steps} steps: set steps to {backend.step_count} to only export it, or to more; or name an earlier "
-            "checkpoint with --resume PATH"
+            f"steps: {config.steps}, and the checkpoint to resume from is after step {backend.step_count}: set steps to "
+            f"{backend.step_count} to only export it, or to more, or name an earlier checkpoint with --resume PATH"
         )
     changed = differences(saved, config)
     if changed and backend.rank == 0:
         print(f"settings that differ from the checkpoint's: {'; '.join(changed)}", flush=True)
-    # After the model was loaded: a checkpoint of another kind of run may have a fitting model.
+    # After the load: a checkpoint of another kind of run may have the same model.
     missing = [key for key in progress_keys if key not in progress]
     if missing:
         raise CheckpointError(
-            f"{start.candidates[0].parent}: this checkpoint of another kind of run has no {', '.join(missing)} beside its model"
+            f"{start.candidates[0].parent}: this checkpoint is of another kind of run: its progress has no {', '.join(missing)}"
         )
     return directory, progress
 
@@ -257,10 +257,10 @@ def begin(
 def load_first_good(
     backend: Backend, candidates: tuple[Path, ...], event_log: EventLog
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Load the first checkpoint that is whole; each that is not is reported. Collective.
+    """Load the first checkpoint that is complete and undamaged; report each one that is not. Collective.
 
     Returns:
-        What was saved as ``progress`` and ``config``.
+        The saved ``progress`` and ``config``.
     """
     refused: list[str] = []
     for path in candidates:
@@ -280,7 +280,7 @@ def load_first_good(
 
 
 def differences(saved: dict[str, Any] | None, config: TrainerConfig) -> list[str]:
-    """Return settings that are not as in the checkpoint, as ``key: old -> new``. Pure."""
+    """Return the settings that differ from the checkpoint's, as ``key: old -> new``. Pure."""
     now = flattened(config.model_dump(mode="json"))
     before = flattened(_with_defaults(saved, type(config))) if saved is not None else now
     # An empty section counts as absent: filling it is reported by its keys alone.
@@ -290,9 +290,8 @@ def differences(saved: dict[str, Any] | None, config: TrainerConfig) -> list[str
 
 
 def _with_defaults(saved: dict[str, Any], kind: type[TrainerConfig]) -> dict[str, Any]:
-    """Fill in the defaults of settings that an earlier version did not have; leave those of another kind of run as they are."""
+    """Fill in defaults of settings that an earlier version did not have; leave settings that are no longer valid unchanged."""
     try:
         return kind(**saved).model_dump(mode="json")
     except ConfigError:
-        # An older version's settings may not be valid any more, and are compared as they are.
         return {"engine": "megatron", "plugins": []} | saved

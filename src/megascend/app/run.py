@@ -1,4 +1,4 @@
-"""A run of any kind on one rank: world, data, model, loop, results. A :class:`Training` has what kinds of runs differ in."""
+"""A run of any kind on one rank: process, data, model, loop, results. What differs between kinds is in a :class:`Training`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from megascend.app.ahead import SelfCheckPrefetch, compiling_kernels
 from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.event_log import EventLog
 from megascend.app.plot import plot_metrics
+from megascend.app.prefetch import SelfCheckPrefetch, compiling_kernels
 from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning
 from megascend.app.profile import StepProfiler
 from megascend.app.push import push
 from megascend.app.resume import begin, check_start, may_write
 from megascend.app.run_backend import ADAPTER, bootstrap, make_backend
-from megascend.app.run_inputs import KEY as INPUTS
-from megascend.app.run_inputs import RunInputs
+from megascend.app.run_inputs import INPUTS, RunInputs
 from megascend.app.run_log import RunLog
 from megascend.app.stop_signals import StopSignals
-from megascend.app.training import Run, RunResult, Training, World
+from megascend.app.training import Run, RunContext, RunResult, Training
 from megascend.bootstrap.engines import needs
 from megascend.config import TrainerConfig
 from megascend.config.plugins import import_plugins
@@ -64,7 +63,7 @@ def run(
     if plan is None:
         check_start(config.output, overwrite, resume, launch)
     with ExitStack() as stack:
-        # World
+        # Process
         # Before anything is printed: a closed pipe must not end the run.
         output = LastingOutput()
         output.install()
@@ -76,12 +75,12 @@ def run(
         plan = plan_with_plugins(training, config, launch, launch.world_size, overwrite, plan)
         self_check = SelfCheckPrefetch(plan, launch.rank)
         stack.callback(self_check.close)
-        # A stack of its own, which the first step closes early; an error before that closes it with the run.
+        # A separate stack, closed after the first step; if an error comes before, it is closed with the run's.
         kernel_compilation = stack.enter_context(ExitStack())
         kernel_compilation.enter_context(compiling_kernels(plan, launch))
         training.start(plan, launch, stack)
         phases.end("settings")
-        # Before torch and Megatron are used: providers patch them while they are imported.
+        # Before Megatron is imported, because providers patch it during the import.
         runtime = bootstrap(config)
         runtime.platform.warm_up(launch.local_rank)
         phases.end("torch")
@@ -90,7 +89,7 @@ def run(
         phases.end("transformers")
 
         # Data: before the model is built, which may take minutes
-        config = training.prepare(World(plan, launch, runtime, resume))
+        config = training.prepare(RunContext(plan, launch, runtime, resume))
         if launch.rank == 0 and (warning := disk_warning(config, plan.info)):
             logger.warning(warning)
         phases.end("data")
@@ -100,15 +99,15 @@ def run(
         if megatron:
             self_check.begin()  # the verdict is needed when the model is built
             runtime.load_megatron()
-        # Imported modules live as long as the process: without them, a garbage collection between steps takes far less time.
+        # Imported modules live as long as the process: excluding them makes garbage collections between steps much faster.
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)  # the caller's own objects are among them
         phases.end("Megatron" if megatron else "engine")
         this_run = build_model(training, config, event_log, stack, phases)
-        # After the model is built: until then a signal may simply end the process, as there is nothing to save.
+        # After the model is built: until then there is nothing to save, and a signal may simply end the process.
         signals = stack.enter_context(StopSignals(launched=launch.agent_store or launch.world_size > 1))
-        # Before the first step: an export that fails after the last one would cost the run.
+        # Before the first step: if only the export after the last step failed, the whole run would be lost.
         check_results(config, this_run.backend, overwrite)
         training.after_build(this_run)
         directory, progress = begin(config, this_run.backend, event_log, overwrite, resume, training.progress_keys)
@@ -125,7 +124,7 @@ def run(
             report_stop(directory, step, stopped, saves.problem)
             return RunResult(step, None, stopped)
         exported = write_results(training, this_run, saves, rows, step)
-    # The ranks have parted: others need not wait, within a collective's deadline, for an upload by rank 0.
+    # After the process groups are destroyed: the other ranks must not wait for rank 0's upload within a collective's deadline.
     if config.push is not None and exported is not None and launch.rank == 0:
         with event_log.recording_errors(lambda: step):
             print(f"uploading {exported} to {config.push.repository}", flush=True)
@@ -143,10 +142,10 @@ def plan_with_plugins(
     overwrite: bool,
     plan: RunPlan[AnyConfig] | None,
 ) -> RunPlan[AnyConfig]:
-    """Import the run's plug-ins, which may register its engine, trackers and architecture, and check it with them.
+    """Import the run's plug-ins, which may register its engine, trackers and architecture, and repeat the checks with them.
 
     Args:
-        plan: result of the checks without plug-ins, which holds for a run that has none; None: they have not been made.
+        plan: result of the checks without plug-ins, returned as it is for a run without any; None: not checked yet.
     """
     import_plugins(config.plugins)
     if plan is None or config.plugins:
@@ -158,10 +157,10 @@ def plan_with_plugins(
 def build_model(
     training: Training[AnyConfig], config: AnyConfig, event_log: EventLog, stack: ExitStack, phases: StartPhases
 ) -> Run[AnyConfig]:
-    """Build the model, which is trained itself or frozen under one adapter. Collective.
+    """Build the backend and, with ``lora``, add the adapter that is trained. Collective.
 
     Args:
-        stack: closes the model.
+        stack: closes the backend.
     """
     backend = stack.enter_context(make_backend(training.model_config(config)))
     phases.end("model")
@@ -190,8 +189,8 @@ def train_steps(
 
     Args:
         inputs: saved with each checkpoint.
-        kernel_compilation: closed after the first step, which has compiled what it needed; a compiler beside it would only take
-            the processor.
+        kernel_compilation: closed after the first step, which has compiled all that it needed; a compiler that kept running would
+            only use processor time.
     """
     config, backend = run.config, run.backend
     number = steps_done = backend.step_count
@@ -210,7 +209,7 @@ def train_steps(
                     break
                 batch = training.next_batch(number, lambda: signals.received is not None)
                 if batch is None:
-                    # The batch of this step never came: the checkpoint is that of the step before.
+                    # A signal came before the batch of this step: save a checkpoint of the step before.
                     number -= 1
                     saves.after_step(number, True)
                     break
@@ -219,7 +218,7 @@ def train_steps(
                     in_step = True
                     record = training.step(number, batch)
                     in_step = False
-                    # The earlier run's files go when this one has done a step; a skipped one has changed no weights.
+                    # An earlier run's files are removed after the first step that changed weights.
                     if not record.skipped:
                         directory.take_over()
                     log.write(record)
@@ -232,13 +231,13 @@ def train_steps(
                 if saves.after_step(number, signals.received is not None) or training.finished:
                     break
         except Exception as error:
-            # Neither an incomplete step is saved, nor one that other ranks may still be in.
+            # Save neither an incomplete step nor one that other ranks may still be in.
             complete = not in_step or backend.step_count == number
             if complete and backend.step_count > steps_done and can_save_after(error, training, backend):
                 saves.save_last(backend.step_count)
             raise
         profiler.finish()
-        # A run that was resumed at its end has no step to take the directory over with.
+        # For a run that was resumed at its end and took no step.
         if number == config.steps or training.finished:
             directory.take_over()
     saves.finish(number)
@@ -258,9 +257,9 @@ def checkpoint_policy(
         run.config,
         run.event_log,
         progress,
-        directory.take_over,
-        lambda: not directory.waiting,
-        lambda: training.best_step,
+        before_save=directory.take_over,
+        may_save=lambda: not directory.holds_earlier_run,
+        best_step=lambda: training.best_step,
     )
 
 
@@ -271,8 +270,8 @@ def run_log(run: Run[AnyConfig], directory: OutputDirectory) -> RunLog:
         config.tracker_options,
         config.output,
         config.model_dump(mode="json"),
-        steps_done,
-        lambda name, problem: run.event_log.event("tracker_failed", tracker=name, problem=problem),
+        resumed_after=steps_done,
+        on_failure=lambda name, problem: run.event_log.event("tracker_failed", tracker=name, problem=problem),
     )
     return RunLog(
         config.output,
@@ -280,13 +279,13 @@ def run_log(run: Run[AnyConfig], directory: OutputDirectory) -> RunLog:
         trackers,
         enabled=run.main_rank,
         steps_done=steps_done,
-        waiting=lambda: directory.waiting,
+        holds_earlier_run=lambda: directory.holds_earlier_run,
     )
 
 
 def can_save_after(error: Exception, training: Training[AnyConfig], backend: Backend) -> bool:
-    """Check whether all ranks can save a checkpoint after ``error``, which neither a checkpoint nor the weights caused."""
-    # A checkpoint is a collective, and after an error of this rank alone the others are in another one.
+    """Check whether all ranks can save a checkpoint after ``error``: it is raised on all, and neither save nor weights failed."""
+    # A checkpoint is a collective; after an error on this rank only, the others are in a different collective.
     shared = isinstance(error, training.shared_errors) or getattr(error, "on_all_ranks", False)
     everywhere = backend.world_size == 1 or shared
     return everywhere and not isinstance(error, (CheckpointError, NonFiniteError))
@@ -296,7 +295,7 @@ def can_save_after(error: Exception, training: Training[AnyConfig], backend: Bac
 
 
 def check_results(config: TrainerConfig, backend: Backend, overwrite: bool) -> None:
-    """Check before the first step that what is trained can be written after the last one. Collective.
+    """Check before the first step that the results can be written after the last one. Collective.
 
     Args:
         overwrite: an earlier run's results will be removed.
@@ -333,9 +332,9 @@ def write_results(
     rows: Sequence[dict[str, Any]],
     step: int,
 ) -> Path | None:
-    """Export what was trained, plot the run and report its end; return the export's directory, if there is one. Collective."""
+    """Export the model or adapter, plot the run and report its end; return the export's directory, if any. Collective."""
     config = run.config
-    # First: what was trained must not depend on a plot.
+    # First, so that a failing plot cannot cost the export.
     exported = None
     if config.export:
         best = load_best(training, run, saves, step)
@@ -347,7 +346,7 @@ def write_results(
         except OSError as error:
             logger.warning("%s cannot be written: %s", path, error)
     values, line = training.result()
-    # The best step is loaded again for its export.
+    # Not always ``step``: load_best() may have loaded an earlier one.
     exported_step = {} if exported is None else {"exported_step": run.backend.step_count}
     run.event_log.event("finished", step=step, **exported_step, **values)
     if run.main_rank:
@@ -356,7 +355,7 @@ def write_results(
 
 
 def load_best(training: Training[AnyConfig], run: Run[AnyConfig], saves: CheckpointPolicy, step: int) -> Path | None:
-    """Load the best checkpoint if the last step is not the best one, and return where it is. Collective."""
+    """Load the best checkpoint if the last step is not the best one, and return its path. Collective."""
     if training.best_step in (None, step):
         return None
     path = saves.best_path()
@@ -373,7 +372,7 @@ def load_best(training: Training[AnyConfig], run: Run[AnyConfig], saves: Checkpo
 
 
 def export(run: Run, saves: CheckpointPolicy, step: int, best: Path | None = None) -> Path:
-    """Write what was trained, the model or the adapter alone, and return where. Collective.
+    """Write the trained model, or only the adapter if one was trained, and return its directory. Collective.
 
     Args:
         best: the checkpoint that has been loaded in place of the last step.
@@ -387,8 +386,8 @@ def export(run: Run, saves: CheckpointPolicy, step: int, best: Path | None = Non
             backend.save_adapter(run.adapter, path, optimizer=False)
             backend.from_rank_0(lambda: copy_tokenizer(config.model, path, backend.chat_template))
     except CheckpointError as error:
-        # The model is not that of the last step any more: keep() would save it as such.
-        remedy = saves.keep(step) if best is None else f"{best} keeps what was to be exported"
+        # With ``best`` loaded, the model is no longer that of the last step, and must not be saved as such.
+        remedy = saves.keep(step) if best is None else f"{best} still holds the weights to export"
         raise CheckpointError(f"{error}; {remedy}") from error
     return path
 
@@ -400,10 +399,10 @@ def report_stop(directory: OutputDirectory, step: int, signal: str, problem: str
         problem: why there is no checkpoint of that step.
     """
     main_rank = directory.backend.rank == 0
-    if directory.waiting:
+    if directory.holds_earlier_run:
         if main_rank:
             print(
-                f"stopped by {signal} before a step was done; the earlier run in {directory.config.output} is as it was",
+                f"stopped by {signal} before a step was done; the earlier run in {directory.config.output} is unchanged",
                 flush=True,
             )
         return
@@ -418,18 +417,18 @@ def report_stop(directory: OutputDirectory, step: int, signal: str, problem: str
 
 
 class StartPhases:
-    """The phases between the start of this process and the first step, one after the other.
+    """Durations of the consecutive phases from the start of this process to the first step.
 
     Attributes:
-        seconds: duration of each completed phase, by a monotonic clock.
-        processor_s: user and system time of this process's threads in it; what is missing to ``seconds`` was waited for.
+        seconds: wall-clock duration of each completed phase.
+        processor_s: user and system time of this process's threads in it; for the rest of ``seconds`` the process waited.
     """
 
     def __init__(self) -> None:
         """Begin with the start of the process: phase ``Python`` ends here."""
         self.seconds: dict[str, float] = {}
         self.processor_s: dict[str, float] = {}
-        # Two clocks: that of the system knows when the process began, and may be set while it runs.
+        # Two clocks: only the system clock has the start of the process, but it may be adjusted later.
         self._since = time.monotonic() - (time.time() - psutil.Process().create_time())
         self._since_processor = 0.0
         self.end("Python")
@@ -442,7 +441,7 @@ class StartPhases:
         self._since, self._since_processor = now, processor
 
     def split_off(self, name: str, part_of: str, seconds: float) -> None:
-        """Make ``seconds`` of phase ``part_of``, spent waiting, a phase of their own."""
+        """Move ``seconds`` that phase ``part_of`` spent waiting to a separate phase."""
         self.seconds[part_of] -= seconds
         self.seconds[name] = seconds
         self.processor_s[name] = 0.0

@@ -1,4 +1,4 @@
-"""The backend of a run: the process made ready for its engine, and the model that its settings describe."""
+"""Bootstrap of the process and construction of the backend, from the settings of a run."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ ADAPTER = "default"
 
 
 def bootstrap(config: TrainerConfig) -> Runtime:
-    """Make this process ready for a run's engine, as :func:`megascend.bootstrap`."""
+    """Prepare this process for a run's engine; see :func:`megascend.bootstrap`."""
     import megascend
 
     return megascend.bootstrap(
-        config.platform,
-        config.parallel,
-        config.tf32,
-        config.engine,
-        config.precision,
-        config.provider,
-        config.affinity,
+        platform=config.platform,
+        parallel=config.parallel,
+        tf32=config.tf32,
+        engine=config.engine,
+        precision=config.precision,
+        provider=config.provider,
+        affinity=config.affinity,
     )
 
 
 def make_backend(config: TrainerConfig) -> Backend:
-    """Build the backend that a run's settings describe; with ``lora``, one that has room for its adapter."""
+    """Build the backend that a run's settings describe; with ``lora``, one for a single adapter."""
     from megascend import backends
 
     return backends.make_backend(config.engine, model=config.model, **backend_settings(config))
 
 
 def backend_settings(config: TrainerConfig) -> dict[str, Any]:
-    """Select the settings of a run with which its engine's backend is constructed."""
+    """Return the arguments of the backend's constructor, without ``model``, from the settings of a run."""
     from megascend import backends
 
     lora = config.lora
@@ -54,9 +54,9 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
         )
     settings["save_timeout_s"] = config.checkpoint.timeout_s
     settings["head"] = config.head
-    # A setting that the engine does not have is left out while it has its default. Otherwise the engine refuses it by name.
+    # Leave out settings that the engine does not have, unless the user has changed them: the engine then refuses them by name.
     defaults = {name: field.default for name, field in TrainerConfig.model_fields.items()}
-    # The run file has these under other names, or not at all.
+    # Run files have these under other names, or not at all.
     defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s, "head": "lm"}
     accepted = backends.accepted_settings(config.engine)
     return {name: value for name, value in settings.items() if name in accepted or value != defaults[name]}

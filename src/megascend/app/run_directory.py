@@ -1,6 +1,6 @@
-"""A run's output directory: what earlier runs have left there, whether one of them is at work, and when this run may write.
+"""A run's output directory: files of earlier runs, detection of a run in progress, and the time from which this run may write.
 
-The files of an earlier run are removed together, or stay as they are.
+An earlier run's files are removed all together or not at all.
 """
 
 from __future__ import annotations
@@ -42,62 +42,62 @@ JOURNAL = (EVENTS, ERRORS)
 """Files that record how earlier attempts ended."""
 RESULTS = tuple(name for name in RUN_FILES if name not in JOURNAL)
 WITHOUT_STEPS = (*JOURNAL, "config.yaml", METRICS, "rollouts.jsonl", "tensorboard", "trackers", CHECKPOINTS)
-"""Files that a run leaves if it fails in its first step."""
+"""Files that may exist after a run that failed in its first step."""
 EXPORTS = {"hf": "config.json", "adapter": "adapter_config.json"}
 """Exported directories, and the file by which each is recognised."""
 MOVING, REMOVING = ".earlier-run", ".earlier-run-gone"
-"""Directories in the output directory for an earlier run's files: while they are moved there, and while they are removed."""
+"""Directories in the output directory for an earlier run's files: one while files are moved there, the other during removal."""
 SHARED_WAIT_S = 10.0
-"""Seconds until a file written by another host is visible here: network file systems cache that a name does not exist."""
+"""Seconds until a file written by another host must be visible here."""
 
 
 @dataclass
 class OutputDirectory:
-    """The output directory from the moment at which a run knows where it begins. Methods are collective.
+    """The output directory of a run whose start point is decided. Methods are collective.
 
     Attributes:
-        cleared: files of an earlier run, to be removed.
-        waiting: they are still there until this run has done a step, and nothing may be written to the directory.
+        earlier_files: names of an earlier run's files, to be removed.
+        holds_earlier_run: they are kept until this run has completed a step; until then nothing may be written here.
     """
 
     config: TrainerConfig
     backend: Backend
     event_log: EventLog
-    cleared: tuple[str, ...] = ()
-    waiting: bool = False
+    earlier_files: tuple[str, ...] = ()
+    holds_earlier_run: bool = False
     _owned: bool = field(default=False, init=False)
 
     def take_over(self) -> None:
-        """Make the directory this run's own, which has done a step or has something to keep. Once."""
+        """Remove an earlier run's files and write the settings: this run has completed a step, or saves one. Idempotent."""
         if self._owned:
             return
         self._owned = True
-        if self.waiting:
+        if self.holds_earlier_run:
             self.clear()
-            self.waiting = False
+            self.holds_earlier_run = False
         if self.backend.rank == 0:
             write_config(self.config)
-        self.event_log.write_waiting()
+        self.event_log.write_pending()
 
     def clear(self) -> None:
         """Remove the earlier run's files."""
 
         def clear() -> None:
-            if self.waiting:
-                refuse_running(self.config.output)  # it may have begun since
+            if self.holds_earlier_run:
+                refuse_running(self.config.output)  # another run may have started there since
             try:
-                clear_output(self.config.output, self.cleared)
+                clear_output(self.config.output, self.earlier_files)
             except OSError as error:
                 raise ConfigError(
                     f"output: the earlier run's files in {self.config.output} cannot be removed: {error}"
                 ) from error
 
-        if self.cleared:
+        if self.earlier_files:
             self.backend.from_rank_0(clear)
 
 
 def write_config(config: TrainerConfig) -> None:
-    """Write the resolved settings beside the results. Without room for them, the run continues."""
+    """Write the resolved settings to ``config.yaml``. A failure, such as a full disk, is logged, and the run continues."""
     import yaml
 
     try:
@@ -108,7 +108,7 @@ def write_config(config: TrainerConfig) -> None:
         logger.warning("%s cannot be written: %s", config.output / "config.yaml", error)
 
 
-# --- what an earlier run has left ---
+# --- files of an earlier run ---
 
 
 def refuse_earlier_run(output: Path) -> None:
@@ -123,10 +123,10 @@ def refuse_earlier_run(output: Path) -> None:
 
 
 def run_files(output: Path) -> list[str]:
-    """Return what a run has left in ``output`` that must not be lost.
+    """Return the names of a run's files in ``output`` that must not be lost.
 
-    Nothing, where no run has taken a step: errors alone are of attempts that never began, and one that has failed in its first
-    step may be tried again.
+    Empty if no run has completed a step there: attempts that never began leave errors only, and a run that failed in its first
+    step may be started again.
     """
     files = [name for name in RUN_FILES if (output / name).exists()]
     # A first start often fails on a setting, and must not need --overwrite afterwards.
@@ -136,7 +136,7 @@ def run_files(output: Path) -> list[str]:
 
 
 def failed_in_step_1(output: Path) -> bool:
-    """Return True if the last run in ``output`` has surely ended, without a step that is logged or saved."""
+    """Return True if the last run in ``output`` has certainly ended, without a logged or saved step."""
     checkpoints = output / CHECKPOINTS
     if read_lines(output / METRICS)[0] or (checkpoints.is_dir() and any(checkpoints.iterdir())):
         return False
@@ -146,19 +146,19 @@ def failed_in_step_1(output: Path) -> bool:
     since = starts[-1].get("time")
     if not isinstance(since, (int, float)):
         return False
-    # is False: a process of another host is unknown, and its run may be alive.
+    # `is False`: None means a process on another host, whose run may be alive.
     return error_since(output, since) or process_lives(starts[-1].get("host"), starts[-1].get("pid"), since) is False
 
 
 def refuse_running(output: Path) -> None:
-    """Raise ConfigError if a run of another process is at work in a directory, as far as can be told on this machine."""
+    """Raise ConfigError if another process is running in a directory, as far as this host can see."""
     events = read_lines(output / EVENTS)[0]
     starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
     if not starts:
         return
     start, later = events[starts[-1]], events[starts[-1] + 1 :]
     host, pid, since = (start.get(name) for name in ("host", "pid", "time"))
-    # A run that has ended wrote so; one that was killed did not, hence the look at its process.
+    # A run that ended by itself has logged that; for one that was killed, look for its process.
     if pid == os.getpid() or any(event.get("event") in ("finished", "stopped") for event in later):
         return
     if process_lives(host, pid, since) and not error_since(output, since):
@@ -174,21 +174,21 @@ def error_since(output: Path, since: Any) -> bool:
     return any(isinstance(error.get("time"), (int, float)) and error["time"] >= since for error in errors)
 
 
-# --- removing it ---
+# --- removing them ---
 
 
 def clear_output(output: Path, names: Sequence[str]) -> None:
     """Remove the files ``names`` that an earlier run left in ``output``, and nothing else.
 
-    If the process is killed meanwhile, :func:`restore` puts them back. Mount points, and links to checkpoints, exports and files,
-    stay, and what a run has written behind them is removed. Links to other directories are removed; their targets stay.
+    If the process is killed, :func:`restore` puts them back. Mount points, and links to checkpoints, exports and files, are kept,
+    but emptied of the run's files. Links to other directories are removed; their targets are kept.
 
     Raises:
-        OSError: they cannot be removed; those that were moved are back.
+        OSError: they cannot be removed; those that were moved have been put back.
     """
     present = [output / name for name in names if os.path.lexists(output / name)]
     kept_paths = [path for path in present if is_kept(path)]
-    # Two names: a restart must know whether the removal had been decided (gone) or was under way (going).
+    # Two directories: restore() puts files back from the first, and completes the removal of the second.
     moving, removing = output / MOVING, output / REMOVING
     remove(removing)
     moving.mkdir()
@@ -197,7 +197,7 @@ def clear_output(output: Path, names: Sequence[str]) -> None:
             if path in kept_paths:
                 continue
             try:
-                # A rename: all of it is there or none, and it needs no room on a full disk.
+                # A rename is atomic, and works on a full disk.
                 os.replace(path, moving / path.name)
             except OSError as error:
                 # A mount point cannot be renamed; its content is removed below instead.
@@ -208,32 +208,32 @@ def clear_output(output: Path, names: Sequence[str]) -> None:
     except OSError:
         restore(output)
         raise
-    # After the rename: from here on the removal is completed, and what cannot be put back may be touched.
+    # Only after this rename, which is never undone, may files be removed for good.
     for path in kept_paths:
         _empty(path)
     remove(removing)
 
 
 def restore(output: Path) -> None:
-    """Put back what a process that was killed within :func:`clear_output` had moved away, and remove what it had not."""
+    """Clean up after a process that was killed within :func:`clear_output`: put moved files back, or complete the removal."""
     remove(output / REMOVING)
-    going = output / MOVING
-    if going.is_dir():
-        for entry in going.iterdir():
-            # A file of the same name that is there already is newer.
+    moving = output / MOVING
+    if moving.is_dir():
+        for entry in moving.iterdir():
+            # An existing file of the same name is newer.
             if not os.path.lexists(output / entry.name):
                 os.replace(entry, output / entry.name)
-        remove(going)
+        remove(moving)
 
 
 def _empty(path: Path) -> None:
-    """Remove what a run has put behind a link or a mount point, as far as that can be told from what belongs to others.
+    """Remove a run's files behind a link or a mount point, as far as they can be distinguished from those of others.
 
-    Checkpoints and exports are known by their files. Of other directories, such as a ``tensorboard`` that several runs share,
-    a link is removed and what it leads to is_kept.
+    Checkpoints and exports are recognised by their files. A link to any other directory, such as a ``tensorboard`` that several
+    runs share, is removed, and its target is kept.
     """
     if path.is_file():
-        # A link to a file is_kept a link: the user has put it there for the room on its disk.
+        # A link to a file stays a link: the user has put the file on another disk.
         os.truncate(path, 0)
     elif not path.is_dir():
         remove(path)
@@ -258,7 +258,7 @@ def _empty(path: Path) -> None:
 def check_shared(backend: Backend, output: Path) -> None:
     """Refuse an output directory that the hosts of a run do not share. Collective; on one host it does nothing.
 
-    Every rank writes its part of a checkpoint there, and rank 0 puts the manifest beside them.
+    Every rank writes its part of a checkpoint there, and rank 0 the manifest.
     """
     if not backend.groups.launch.several_hosts:
         return
@@ -284,10 +284,10 @@ def check_shared(backend: Backend, output: Path) -> None:
 
 
 def not_shared(output: Path, reports: list[tuple[str, bool]]) -> str | None:
-    """Return what is wrong if a rank does not see rank 0's file. Pure.
+    """Return an error message if some rank does not see rank 0's file, else None. Pure.
 
     Args:
-        reports: by rank, its host and True if it sees the file.
+        reports: each rank's host, and True if it sees the file.
     """
     blind: dict[str, list[int]] = {}
     for rank, (host, sees) in enumerate(reports):

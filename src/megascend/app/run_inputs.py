@@ -1,4 +1,4 @@
-"""What a run reads again when it is resumed, outside its settings and its checkpoint: weights of other models, and code."""
+"""Fingerprints of a resumed run's inputs besides settings and checkpoint: weights of other models, code and packages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 EDGE = 4096
 """Bytes at each end of a weight that its directory's fingerprint reads."""
-KEY = "inputs"
-"""Key in what a run saves beside its model."""
+INPUTS = "inputs"
+"""Key of the fingerprints in the progress that a checkpoint stores."""
 
 
 class RunInputs:
@@ -56,13 +56,13 @@ class RunInputs:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps; JSON."""
+        """Return the fingerprints to store in a checkpoint; JSON."""
         return {"weights": self._fingerprints, "code": self._code}
 
     def compare(self, saved: Mapping[str, Any] | None) -> None:
         """Compare with :meth:`state_dict` of a checkpoint; None: it has none. Collective.
 
-        Code is expected to change: it is warned of. An input that only one of the two has follows from a setting that changed.
+        Changed code is only a warning. An input that only one of the two has follows from a changed setting, and is ignored.
 
         Raises:
             ConfigError: on every rank: a resumed run would learn from another model.
@@ -77,7 +77,7 @@ class RunInputs:
         for setting, digest in self._code.items():
             if before["code"].get(setting, digest) != digest and self._backend.rank == 0:
                 logger.warning(
-                    "%s: the code is not that of the checkpoint (%s, in the checkpoint %s): the run goes on with the present one",
+                    "%s: the code is not that of the checkpoint (%s, in the checkpoint %s): continuing with the present one",
                     setting,
                     digest,
                     before["code"][setting],

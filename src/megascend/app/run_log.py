@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, figures for its trackers, and a progress display. Rank 0 only."""
+"""Outputs of a run during training: metrics.jsonl, its trackers, and a progress display. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MetricsRecord:
         raise NotImplementedError
 
     def last_measured(self, name: str, title: str, digits: int, earlier: Mapping[str, tuple[int, float]]) -> str:
-        """Return the last value of a metric in :attr:`at_intervals`, with the step's number if that is over; empty before."""
+        """Return the last value of a metric in :attr:`at_intervals`, with its step unless that is the current one; or ""."""
         value = getattr(self, name)
         if value is not None:
             return f"{title} {value:.{digits}f}"
@@ -69,16 +69,16 @@ class MetricsRecord:
         return f"{title} {value:.{digits}f} (step {step})"
 
     def progress(self) -> str:
-        """Return how far the run is, beside its steps, with two spaces behind it; nothing for most kinds of run."""
+        """Return a measure of progress other than the step, followed by two spaces; empty for most kinds of run."""
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as JSON can hold it: rounded to six digits, null for numbers that are not finite."""
+        """Return the record as JSON values: rounded to six digits, None for numbers that are not finite."""
         return {key: rounded(value) for key, value in vars(self).items()}
 
 
 def rounded(value: Any) -> Any:
-    """Round a float, and those of a mapping, to six digits; None if it is not finite, which JSON cannot say."""
+    """Round a float, and those of a mapping, to six digits; None if it is not finite, which JSON cannot represent."""
     if isinstance(value, Mapping):
         return {key: rounded(part) for key, part in value.items()}
     if not isinstance(value, float):
@@ -87,7 +87,7 @@ def rounded(value: Any) -> Any:
 
 
 class RunLog:
-    """Context manager over the outputs of a run; a display is closed and a file flushed however the run ends.
+    """Context manager of a run's outputs: closes the display and flushes the file however the run ends.
 
     Attributes:
         rows: rows of metrics.jsonl, including those written before the run was resumed.
@@ -100,14 +100,14 @@ class RunLog:
         trackers: Trackers | None = None,
         enabled: bool = True,
         steps_done: int = 0,
-        waiting: Callable[[], bool] = lambda: False,
+        holds_earlier_run: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
             trackers: closed with the log.
-            enabled: False, as on every rank but the first: nothing is written or shown.
-            done: steps of an earlier part of the run, whose rows stay; what it has of later ones is dropped.
-            waiting: the output directory still holds an earlier run: rows are written with the first one for which it does not.
+            enabled: False on every rank but the first: nothing is written or shown.
+            steps_done: steps before this process, whose rows are kept; rows of later steps are dropped.
+            holds_earlier_run: returns True while the output directory still holds an earlier run; rows are held back until then.
         """
         self._output = output
         self._enabled = enabled
@@ -116,7 +116,7 @@ class RunLog:
         self._clock = StepClock(steps, steps_done)
         self._display = BarDisplay(self._clock) if sys.stdout.isatty() else PlainDisplay(self._clock)
         self._file: AppendFile | None = None
-        self._steps_done, self._waiting = steps_done, waiting
+        self._steps_done, self._holds_earlier_run = steps_done, holds_earlier_run
         self._unwritten: list[dict[str, Any]] = []
         self._measured: dict[str, tuple[int, float]] | None = (
             None  # None before the first record, whose class names the metrics
@@ -126,7 +126,7 @@ class RunLog:
 
     def __enter__(self) -> RunLog:
         if self._enabled:
-            # Also of a run that is resumed at its last step and takes none: its plot shows them.
+            # Also for a run that is resumed at its last step and takes none: its plot shows these rows.
             if self._steps_done:
                 earlier = list(complete_rows(self._output / METRICS, self._steps_done))
                 self.rows, self._earlier_bytes = [row for row, _ in earlier], sum(size for _, size in earlier)
@@ -139,19 +139,19 @@ class RunLog:
     ) -> None:
         if self._enabled:
             self._display.stop()
-        if self._unwritten and not self._waiting():
+        if self._unwritten and not self._holds_earlier_run():
             self._write_rows()
         if self._file is not None:
             self._file.close()
         if self._trackers is not None:
-            # Trackers show how a run ended, and a stopped one has not failed.
+            # A stopped run has not failed, and trackers show the difference.
             complete = bool(self.rows) and self.rows[-1]["step"] >= self._steps
             self._trackers.close("failed" if kind is not None else "finished" if complete else "stopped")
 
     @property
     def writes(self) -> bool:
-        """True if this rank writes to the output directory, and the directory is the run's own."""
-        return self._enabled and not self._waiting()
+        """True if this rank may write to the output directory now."""
+        return self._enabled and not self._holds_earlier_run()
 
     def write(self, record: MetricsRecord) -> None:
         """Record one step. The files are created with the first one: a run that fails to start leaves none."""
@@ -164,9 +164,9 @@ class RunLog:
                 for name in record.at_intervals
                 if row.get(name) is not None
             }
-        # A row waits with the directory: an earlier run's metrics stay whole until this one has done a step.
+        # Held back while the directory holds an earlier run, whose metrics must stay unchanged.
         self._unwritten.append(record.to_dict())
-        if not self._waiting():
+        if not self._holds_earlier_run():
             self._write_rows()
         self._clock.step_done(record.step)
         self._display.show(record, self._measured)
@@ -174,28 +174,28 @@ class RunLog:
         self._measured |= {name: (record.step, value) for name, value in values.items() if value is not None}
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Show what the model answered after a step, by prompt, and hand it to the trackers."""
+        """Show the model's answers after a step, by prompt, and pass them to the trackers."""
         if not self._enabled:
             return
         self._display.print_text(f"answers after step {step}:\n" + "\n".join(map(quoted, texts.keys(), texts.values())))
-        if self._trackers is not None and not self._waiting():
+        if self._trackers is not None and not self._holds_earlier_run():
             self._trackers.log_texts(step, texts)
 
     def show_text(self, text: str) -> None:
-        """Show lines that stay."""
+        """Print lines above the progress display."""
         if self._enabled:
             self._display.print_text(text)
 
     def write_rollouts(self, step: int, text: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show ``text`` about rollouts of a step, and hand them to the trackers."""
+        """Show ``text`` about rollouts of a step, and pass ``rows`` to the trackers."""
         if not self._enabled:
             return
         self._display.print_text(text)
-        if self._trackers is not None and not self._waiting():
+        if self._trackers is not None and not self._holds_earlier_run():
             self._trackers.log_rollouts(step, rows)
 
     def micro_batch(self, finished: int, count: int) -> None:
-        """Note that the next of a step's ``count`` micro batches begins, after ``finished``; for ``Backend.on_micro_batch``."""
+        """Show that ``finished`` of a step's ``count`` micro batches are done; a callback for ``Backend.on_micro_batch``."""
         if self._enabled and (line := self._clock.micro_batch(finished, count)) is not None:
             self._display.show_line(line)
 
@@ -211,7 +211,7 @@ class RunLog:
 
 
 class AppendFile:
-    """A file of lines, each on its way to the disk at once. A full disk ends no run: lines wait until there is room again."""
+    """A file of lines, each written at once. On a full disk, lines are held back until there is space again."""
 
     def __init__(self, path: Path, size: int = 0) -> None:
         """
@@ -239,7 +239,7 @@ class AppendFile:
                 logger.warning("%s cannot be written: %s; its lines are kept until it can be", self._path, error)
 
     def close(self) -> None:
-        """Close the file; log what is lost, if something still waits."""
+        """Close the file; log the number of lines that could not be written."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         if self._waiting:
@@ -250,7 +250,7 @@ class AppendFile:
         make_directory(self._path.parent)
         # Opened once and appended to: a file that is replaced would leave those who follow it (tail -f) behind.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        os.ftruncate(descriptor, self._size)  # needs no room, and leaves a link one
+        os.ftruncate(descriptor, self._size)  # works on a full disk, and keeps a link a link
         return descriptor
 
 
@@ -311,7 +311,7 @@ class StepClock:
             count: number of the step.
         """
         now = self._now()
-        # Without a micro batch that is done, nothing is known of the others.
+        # Until a micro batch is done, there is no estimate for the others.
         if not finished or now - self._reported < PROGRESS_S:
             return None
         self._reported = now
@@ -378,7 +378,7 @@ class BarDisplay:
         self._live.start()
 
     def stop(self) -> None:
-        """Leave the lines as they are and give the terminal back."""
+        """Stop updating the lines and restore the terminal."""
         self._live.stop()
 
     def show(self, record: MetricsRecord, earlier: Mapping[str, tuple[int, float]] = EMPTY) -> None:
@@ -396,7 +396,7 @@ class BarDisplay:
         self._console.print(text, markup=False, highlight=False)
 
     def lines(self) -> RenderableType:
-        """Return both lines, as they are now. The bar takes what the counter and the times leave of the width."""
+        """Return both lines in their current state. The bar takes the width that counter and times leave."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table

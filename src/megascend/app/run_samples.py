@@ -1,4 +1,4 @@
-"""The samples of a supervised run: those that are learned, and those that are held out."""
+"""The samples of a supervised run: training samples and held-out samples."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
 
 
-def check_apart(training: Sequence[DataSource], validation: Sequence[DataSource]) -> None:
-    """Refuse to measure the validation loss on files that are learned, and to read a file for two sources."""
-    # Of prepared samples, the data themselves may be missing.
+def check_disjoint(training: Sequence[DataSource], validation: Sequence[DataSource]) -> None:
+    """Raise DataError if a file belongs to training and validation data, or to two training sources."""
+    # With prepared samples, the files themselves may be missing.
     if len(training) + len(validation) == 1 or training[0].data.prepared is not None:
         return
     readers: dict[Path, DataSource] = {}
@@ -85,7 +85,7 @@ def _source_files(source: DataSource) -> set[Path]:
 
 
 def check_one_kind(sources: Sequence[DataSource], stores: Sequence[SampleStore | SampleSubset]) -> None:
-    """Refuse data of which some hold what others do not."""
+    """Raise DataError if only some sources have pairs, margins, labels or a teacher's distributions."""
     kinds = {
         "has_pairs": "one holds preference pairs and the other does not",
         "has_margins": "only one holds pairs with 'margin'",
@@ -99,7 +99,7 @@ def check_one_kind(sources: Sequence[DataSource], stores: Sequence[SampleStore |
 
 
 def copies(learned: SampleStore | JoinedStores, held_out: SampleStore | JoinedStores) -> tuple[str, ...]:
-    """Return a remark on held-out documents that are learned, too, if there are any."""
+    """Return a remark on held-out documents that are among the training data, if any."""
     contents = document_digests(held_out)[1]
     shared = int(np.isin(contents, document_digests(learned)[1]).sum())
     if not shared:
@@ -109,8 +109,8 @@ def copies(learned: SampleStore | JoinedStores, held_out: SampleStore | JoinedSt
     )
 
 
-def unlike_labels(stores: Sequence[SampleStore | JoinedStores], labels: LabelSet) -> tuple[str, ...]:
-    """Return a remark on samples of a classifier that are the same but for their labels, if there are any."""
+def ambiguous_texts(stores: Sequence[SampleStore | JoinedStores], labels: LabelSet) -> tuple[str, ...]:
+    """Return a remark on samples of a classifier that differ only in their labels, if any."""
     _, contents = np.unique(np.concatenate([store.digests for store in stores]), return_inverse=True)
     names, classes = np.unique(np.concatenate([store.classes for store in stores]), axis=0, return_inverse=True)
     combinations = np.unique(np.stack([contents, classes.reshape(-1)], 1), axis=0)
@@ -125,7 +125,7 @@ def unlike_labels(stores: Sequence[SampleStore | JoinedStores], labels: LabelSet
 
 
 def padding_remark(tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> tuple[str, ...]:
-    """Return a remark if the tokenizer pads with another token than transformers passes over at the end of a scored sample."""
+    """Return a remark if the tokenizer's padding token is not the one that transformers skips at the end of a scored sample."""
     padding: Any = tokenizer.pad_token_id
     if not limits.scored or limits.padding is None or padding in (None, limits.padding):
         return ()
@@ -160,12 +160,12 @@ class RunSamples:
 
     @classmethod
     def prepare(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> RunSamples:
-        """Read, check and tokenise the data of a run: all, or of streams the first batch. Local: ranks need not meet."""
+        """Read, check and tokenise the data of a run: all of it, or the first batch of a stream. Local."""
         if config.data.streaming:
             return StreamedSamples.open(config, tokenizer, limits)
         training, sources = config.data.training_sources(), config.data_sources()
         # Before anything is tokenised, which may take minutes.
-        check_apart(training, sources[len(training) :])
+        check_disjoint(training, sources[len(training) :])
         stores, problems = [], []
         for source in sources:
             try:
@@ -196,18 +196,18 @@ class RunSamples:
         else:
             parts = hold_out(learned, config.validation.fraction, config.seed)
         if limits.labels is not None:
-            remarks += unlike_labels([learned, *held_out], limits.labels)
+            remarks += ambiguous_texts([learned, *held_out], limits.labels)
         for part, subject in zip(parts, ("training samples", "held-out samples"), strict=True):
             if limits.labels is not None and part is not None:
                 remarks += tuple(limits.labels.remarks(part.classes, subject))
         return cls(*parts, longest, remarks, kinds=kinds)
 
     def longest_unit(self, layout: SequenceLayout) -> int:
-        """Tokens that fit the longest sample, or pair, with its padding."""
+        """Return the tokens of the longest sample, or pair, with its padding."""
         return layout.padded_length(self.longest) * (2 if self.learned.has_pairs else 1)
 
     def check_lengths(self, backend: Backend) -> None:
-        """Refuse samples beyond what the engine, which may have a limit of its own, takes."""
+        """Refuse samples above the engine's limit, which may be lower than the run's."""
         if self.longest > backend.max_length:
             raise DataError(
                 f"the longest sample has {self.longest} tokens, and the engine takes {backend.max_length}: set "
@@ -263,7 +263,7 @@ class RunSamples:
         ]
 
     def held_out_parts(self, config: RunConfig) -> dict[str, SampleSubset]:
-        """Return the held-out samples of each source that has some, by its name; of a single one, and of labelled data, all."""
+        """Return the held-out samples by source; under one name, ``""``, for a single source and for labelled data."""
         assert self.held_out is not None
         numbers = sorted(set(self.held_out.source_numbers.tolist()))
         # A reference point is estimated from all of them.
@@ -283,14 +283,14 @@ class RunSamples:
             if len(sources) > 1
         ]
 
-    def check_alike(self, backend: Backend) -> None:
-        """Refuse samples that are not the same on all ranks, of hosts with other files or another date. Collective."""
+    def check_same_on_all_ranks(self, backend: Backend) -> None:
+        """Raise DataError if ranks have different samples, for example because of other files or another date. Collective."""
         from megascend.distributed.objects import gather_objects
 
-        # Fingerprints travel, not samples.
+        # Fingerprints are compared, not samples.
         prints = [part.fingerprint for part in (self.learned, self.held_out) if part is not None]
         local = (socket.gethostname(), prints, self.learned.sources)
-        ranks = gather_objects(local, "world", backend.groups, "check_alike()")
+        ranks = gather_objects(local, "world", backend.groups, "check_same_on_all_ranks()")
         host, first, sources = ranks[0]
         for rank, (other_host, other, other_sources) in enumerate(ranks):
             if other != first:
@@ -309,7 +309,7 @@ class RunSamples:
         Args:
             saved: step and position in the data of each checkpoint that the run may resume from.
         """
-        # The same streams as in training, so these are the very units that it will draw.
+        # The same streams as in training, which will draw these units.
         streams = [(0, self.unit_batches(config, objective))]
         for step, position in saved:
             stream = self.unit_batches(config, objective)
@@ -322,7 +322,7 @@ class RunSamples:
         }
 
     def describe(self) -> str:
-        """Return how many samples there are, or pairs of them."""
+        """Return the number of samples, or of pairs."""
         members, unit = self.learned.members, self.learned.unit
         suffix = "" if self.held_out is None else f" and {len(self.held_out) // members} held out"
         return f"{len(self.learned) // members} {unit}{suffix}"
@@ -350,9 +350,9 @@ class StreamedSamples(RunSamples):
         """Read the first batch, so that data of which nothing can be learned are refused now, and all validation data."""
         data, sources = config.data, config.data.training_sources()
         validation = config.validation.sources(data) if config.validation is not None else []
-        check_apart(sources, validation)
+        check_disjoint(sources, validation)
         set_template(data, tokenizer)
-        # One of its own: it is used by a thread, and another use at the same time would be an error ("Already borrowed").
+        # A copy: a thread uses it, and concurrent use is an error ("Already borrowed").
         stream_tokenizer = copy.deepcopy(tokenizer)
         day = config.template_date or date.today()
         pictures = PictureProcessor.for_model(config.model, data.pictures)
@@ -371,7 +371,7 @@ class StreamedSamples(RunSamples):
 
         stream = open_stream()
         first = next(stream)
-        # In files, as eager samples are: objectives and dry runs read them the same way.
+        # In files, like eager samples, so that objectives and dry runs read both in the same way.
         try:
             with tempfile.TemporaryDirectory(prefix="megascend-stream-") as folder:
                 path = Path(folder) / "first"
@@ -420,7 +420,7 @@ class StreamedSamples(RunSamples):
             batch = stream.take()
         except DataError as problem:
             error = problem
-        # Every rank takes its share of what it has read: samples would be left out, and others learned twice, without a trace.
+        # Every rank takes its share of its own list: if these differed, samples would silently be left out or learned twice.
         local = (socket.gethostname(), None if batch is None else batch.digest, None if error is None else str(error))
         ranks = gather_objects(local, "world", backend.groups, "next_batch()")
         first_host, first, _ = ranks[0]

@@ -226,7 +226,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run file and the files that it needs beside it, by path; and the figures of its layout, if one was planned."""
+    """A run file and the files that it needs, by path; and the figures of its layout, if one was planned."""
 
     files: dict[Path, str]
     prediction: Prediction | None
@@ -325,7 +325,7 @@ def _layout(
     cards, hardware = request.cards, request.hardware
     rollout = values.get("rollout")
     batch = rollout["prompts_per_step"] * rollout["group_size"] if rollout else values["data"]["global_batch_size"]
-    # Of rl, those that a plan knows: its trainer's.
+    # For rl only the trainer's, which are those of a plan.
     chosen = [override for override in overrides if re.split("[.=]", override)[0] in RunConfig.model_fields]
     chosen += [] if request.lora is None else [f"lora.rank={request.lora}"]
     if rollout:
@@ -350,7 +350,7 @@ def _layout(
             layout, *figures
         )
     config = settings(checkpoint, length, task.unit_samples * batch, None, chosen)
-    # Of each layout the plan has the fastest micro batch, which may be too small for a pair.
+    # For each layout the plan has the fastest micro batch only, which may be too small for a pair.
     plan = plan_layouts(checkpoint, config, cards, length, hardware, best=1 if task.unit_samples == 1 else PAIRED)
     layouts = [candidate for candidate in plan.layouts if candidate.micro_batch % task.unit_samples == 0]
     if not layouts:

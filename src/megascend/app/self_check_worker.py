@@ -36,7 +36,7 @@ kernels of linear attention, which run on GPUs only, it computes in plain PyTorc
 
 def main() -> None:
     """Run all trials of a job; the error of one of its models is part of the result."""
-    die_with_parent()  # nobody waits for the result of a process that is gone
+    die_with_parent()  # without its parent, no process reads the result
     torch.set_num_threads(1)
     after_import(patches.IMPORT_UTILS, patches.cache_import_structure)
     for name in HIDDEN_PACKAGES:
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def reference(trial: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Write the model of ``trial`` to ``folder``; its samples, and the logits of each by itself in a fresh forward pass.
+    """Write the model of ``trial`` to ``folder``, with its samples, and each sample's logits from a forward pass of its own.
 
     Samples come in ascending order of length: transformers' dynamic RoPE remembers the longest sequence it has seen.
     """
@@ -93,7 +93,7 @@ def reference(trial: dict[str, Any], folder: Path) -> dict[str, Any]:
         model.save_pretrained(folder, safe_serialization=True)
     except Exception as error:  # noqa: BLE001  any architecture's code may raise anything; the report carries it
         return {"transformers_problem": description(error)}
-    # As the user's file has it: transformers writes the configuration in its own words.
+    # The user's own config.json: transformers would write the configuration in another form.
     (folder / "config.json").write_text(json.dumps(trial["config"]), encoding="utf-8")
     return chosen | {"full": settings(config), "default": settings(type(config)())}
 

@@ -14,25 +14,25 @@ from typing_extensions import Self
 from megascend.surroundings import process_status
 
 ALWAYS = (signal.SIGTERM, signal.SIGINT)
-"""Signals that stop a run whatever they did before."""
-BY_DEFAULT = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Signals that stop a run where they would have ended the process: a connection or terminal that is lost, the warnings that
-schedulers send before a job's time is over (Slurm's ``--signal``), a limit of processor time. One that is ignored, as nohup has
-it for SIGHUP, stays ignored, and one that somebody else handles stays theirs."""
-STOPPING = (*ALWAYS, *BY_DEFAULT)
-SAME_S = 2.0
+"""Signals that always stop a run."""
+UNLESS_HANDLED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals that stop a run if they would otherwise end the process: for a lost connection or terminal, the warnings that
+schedulers send before a job's time limit (Slurm's ``--signal``), a limit of processor time. A signal that is ignored, as SIGHUP
+is under nohup, or that other code handles, is left alone."""
+STOPPING = (*ALWAYS, *UNLESS_HANDLED)
+DUPLICATE_S = 2.0
 """Seconds within which two SIGINTs count as one: under a launcher a Ctrl-C arrives from the terminal and from torchrun."""
 
 
 def stopping() -> tuple[signal.Signals, ...]:
     """Return the signals that are to stop a run in this process."""
-    # Signals that have a handler, also one set in C (faulthandler's), which Python takes for SIG_DFL and would replace.
+    # Signals that have a handler, including those set in C (by faulthandler), which Python reports as SIG_DFL.
     caught = process_status("SigCgt", 16) or 0
     return (
         *ALWAYS,
         *(
             number
-            for number in BY_DEFAULT
+            for number in UNLESS_HANDLED
             if signal.getsignal(number) is signal.SIG_DFL and not caught >> (number - 1) & 1
         ),
     )
@@ -44,7 +44,7 @@ class SignalRecorder(ABC):
     Outside the main thread, where Python allows no signal handlers, nothing is changed.
 
     Attributes:
-        received: the first signal that came, or None. It is what a run reports as its reason.
+        received: the first signal received, or None; a run reports it as the reason of its stop.
     """
 
     def __init__(self) -> None:
@@ -72,15 +72,15 @@ class SignalRecorder(ABC):
 
 
 class StopSignals(SignalRecorder):
-    """Recorder of a rank's signals. A second SIGINT (Ctrl-C twice) interrupts at once, as Python does by itself.
+    """Recorder of a rank's signals. A second SIGINT (Ctrl-C twice) raises KeyboardInterrupt, as by default in Python.
 
     Args:
-        launched: a launcher may pass a SIGINT on that has come from the terminal already; two at once count as one.
+        launched: a launcher may forward a SIGINT that the terminal has sent to this process, too; two at once count as one.
     """
 
     def __init__(self, *, launched: bool = False) -> None:
         super().__init__()
-        self._apart_s = SAME_S if launched else 0.0
+        self._duplicate_s = DUPLICATE_S if launched else 0.0
         self._interrupted_at: float | None = None
 
     def interrupt(self) -> None:
@@ -88,5 +88,5 @@ class StopSignals(SignalRecorder):
         now = time.monotonic()
         if self._interrupted_at is None:
             self._interrupted_at = now
-        elif now - self._interrupted_at >= self._apart_s:
+        elif now - self._interrupted_at >= self._duplicate_s:
             raise KeyboardInterrupt

@@ -40,9 +40,9 @@ FREE_KEYS = {
 
 
 class SwappedWeights:
-    """A rank's weights of another model, in host memory, beside room for the policy's.
+    """A rank's weights of another model in host memory, with a buffer for the policy's while they are in use.
 
-    At first those that the policy has: of a new backend, the weights that the run begins with. Collective.
+    Initially a copy of the policy's weights, which for a new backend are those that the run begins with. Collective.
 
     Args:
         setting: section of the run file, for messages.
@@ -98,7 +98,7 @@ def _write(targets: Mapping[str, TensorSlices], sources: Mapping[str, TensorSlic
 def read_weights(
     weights: Mapping[str, TensorSlices], slices: HfSlices, headers: Mapping[str, TensorHeader], dtype: torch.dtype
 ) -> None:
-    """Fill tensors in host memory from a checkpoint's files; rows that only pad a vocabulary are left as they are.
+    """Fill tensors in host memory from a checkpoint's files; rows that pad a vocabulary are unchanged.
 
     Args:
         weights: a rank's tensors.

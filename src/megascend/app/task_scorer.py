@@ -81,7 +81,7 @@ class Tasks(Protocol):
 
 
 class TaskScorer:
-    """Log-probabilities and responses of a backend's model for tasks. Collective, except where it says otherwise.
+    """Log-probabilities and responses of a backend's model for tasks. Collective, unless stated otherwise.
 
     Args:
         stops: tokens that end a response.
@@ -128,7 +128,7 @@ class TaskScorer:
             ConfigError: tasks are conversations, and the tokenizer has no chat template.
         """
         if not tasks.chat_template:
-            # As the harness: without conversations, what closes a turn ends nothing.
+            # As in the harness: outside conversations, the end of a turn does not end the response.
             return cls(backend, tokenizer, sorted(stop_tokens(tokenizer, model, None)), None, adapter, show=show)
         if not tokenizer.chat_template:
             raise ConfigError("chat_template: true of the tasks, and the model's tokenizer has no chat template")
@@ -208,7 +208,7 @@ class TaskScorer:
         """Compute :meth:`scores` on all ranks, which share the sequences."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, (tokens, count) in enumerate(sequences):
-            # Answers of one token to the same question take one pass; a negative number is no token.
+            # Answers of one token to the same question take one pass; a negative number marks an unused position.
             key = tuple(tokens[:-1]) if greedy and count == 1 else (-1, index)
             groups.setdefault(key, []).append(index)
         samples: dict[int, list[int]] = {}

@@ -119,7 +119,7 @@ class TeacherModel:
 
 
 def can_swap(directory: Path, model: Path, info: ModelInfo, *, frozen: bool) -> bool:
-    """Check whether a teacher can take the student's place: it has the same architecture, and the student is no adapter."""
+    """Check whether a teacher's weights can be swapped into the student: same architecture, and no adapter is trained."""
     return not frozen and difference_of_models(directory, model, info, info.mtp) is None
 
 
@@ -134,7 +134,7 @@ def teacher_directory(config: TrainerConfig) -> tuple[Path, DivergenceKind | Non
 
 
 def teacher_sizes(config: TrainerConfig, info: ModelInfo) -> TeacherSizes | None:
-    """Return what the memory estimate must know of a teacher on the trainer's ranks; None without one.
+    """Return the memory estimate's description of a teacher on the trainer's ranks; None without one.
 
     Args:
         info: description of the student's checkpoint.

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 FIRST_BUDGET = 4096
-"""Tokens of the first trial, and of what is computed before the budget is known."""
+"""Tokens of the first trial, and of micro batches before the budget is known."""
 BUDGET_MULTIPLE = 256
 """Budgets are multiples of this, except for the smallest."""
 MIN_GAIN = 1.1
-"""Factor by which a further trial has to promise more tokens."""
+"""Smallest factor by which a further trial must be expected to increase the tokens."""
 MAX_TRIALS = 6
 PIPELINE_FILL = 4
 """Micro batches for each pipeline stage that a step should have; fewer leave stages idle."""
@@ -59,7 +59,7 @@ class TokenBudget:
         self._layout = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps; JSON."""
+        """Return the state to store in a checkpoint; JSON."""
         return {} if self.tokens is None else {"micro_batch_tokens": self.tokens, "layout": self._layout}
 
     def apply(
@@ -72,9 +72,9 @@ class TokenBudget:
         saved: dict[str, Any] | None,
         event_log: EventLog,
     ) -> None:
-        """Give the backend its budget: that of the checkpoint if it was measured on this layout, else one that is measured now.
+        """Set the backend's budget: the checkpoint's if it was measured on this layout, else one that is measured now.
 
-        Collective; a no-op where the run file has a number.
+        Collective; a no-op if the run file has a number.
 
         Args:
             saved: :meth:`state_dict` of the checkpoint that the run resumes from, or None.
@@ -82,7 +82,7 @@ class TokenBudget:
         if not self._is_auto:
             return
         self._layout = _describe_layout(config, backend)
-        # The same batches as before: another budget would sum in another order.
+        # The same micro batches as before: with another budget sums would have another order.
         if saved and saved["layout"] == self._layout:
             self.tokens, origin = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
         else:
@@ -94,15 +94,15 @@ class TokenBudget:
 
 
 def _describe_layout(config: RunConfig, backend: Backend) -> str:
-    """Describe what the memory of a step depends on beside the model."""
+    """Describe the settings, other than the model, that a step's memory depends on."""
     recompute, distillation = config.recompute.model_dump_json(), config.distillation
     teacher = "" if distillation is None else f"; {distillation.model_dump_json()}"
     return f"{backend.topology.describe()}; {config.engine} on {backend.platform.name}, {config.precision}; {recompute}{teacher}"
 
 
 def check_platform(config: RunConfig, platform: Platform) -> None:
-    """Raise ConfigError for ``auto`` where peaks cannot be measured."""
-    if config.batching.micro_batch_tokens == AUTO and not platform.tells_peak_memory:
+    """Raise ConfigError for ``auto`` on a platform that does not report peaks."""
+    if config.batching.micro_batch_tokens == AUTO and not platform.reports_peak_memory:
         raise ConfigError(
             f"batching.micro_batch_tokens: auto measures peaks of device memory, which platform {platform.name} does not report: "
             "set a number, for example 4096"
@@ -112,12 +112,12 @@ def check_platform(config: RunConfig, platform: Platform) -> None:
 def measure_budget(
     config: RunConfig, backend: Backend, samples: RunSamples, objective: LearningObjective, adapter: str | None
 ) -> tuple[int, str]:
-    """Return the largest budget that fits, and how it was measured. Collective; parameters, gradients and random streams stay."""
+    """Return the largest budget that fits, and a note on its measurement. Collective; does not change training state."""
     platform, engine = backend.platform, backend.engine
     # A run that measures must draw the same dropout as one with the budget in its file.
     random_streams = random_state(engine)
-    engine.state(everything=False)  # makes the optimizer's moments, which are there from the first step on
-    available = platform.room()
+    engine.state(include_replicas=False)  # makes the optimizer's moments, which are there from the first step on
+    available = platform.usable_memory()
     layout = engine.layout
     smallest = samples.longest_unit(layout)
     search = BudgetSearch(
@@ -128,12 +128,12 @@ def measure_budget(
     )
     proposal: int | None = search.first(FIRST_BUDGET)
     while proposal is not None:
-        # Every rank tries what suits all of them, and learns whether it did.
+        # All ranks try the same budget, and agree on whether it fits.
         peak = trial_peak(backend, samples.learned, objective, proposal, adapter)
         fits = not backend.any_rank(peak > search.limit)[0]
         search.add(proposal, peak, fits)
         tokens = search.next()
-        # The smallest of all proposals: ranks differ in memory, with pipeline stages above all.
+        # The smallest of all proposals: ranks need different amounts of memory, in particular as pipeline stages.
         agreed = int(backend.smallest(0 if tokens is None else tokens)[0])
         proposal = agreed or None  # 0: some rank needs no further trial
     set_random_state(engine, random_streams)
@@ -152,7 +152,7 @@ def measure_budget(
 
 
 def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayout, topology: Topology) -> int:
-    """Return the most tokens of a step for a data parallel rank; with pipeline parallelism so many that stages stay busy."""
+    """Return the tokens of a data parallel rank's largest useful micro batch: a whole step's, or fewer to keep stages busy."""
     lengths = np.sort(samples.learned.lengths)[::-1]
     sides = 2 if samples.learned.has_pairs else 1
     # More would change nothing: a micro batch never holds more than a data parallel rank has in a step.
@@ -165,7 +165,7 @@ def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayou
 
 
 def largest_fitting(smallest: int, largest: int, fits: Callable[[int], bool]) -> int:
-    """Search for the largest budget that ``fits``, where more tokens never fit better; ``smallest`` if none does. Pure."""
+    """Search for the largest budget that ``fits``, which must be monotonic; ``smallest`` if none does. Pure."""
     while largest > smallest:
         middle = max(smallest + 1, (smallest + largest + 1) // 2 // BUDGET_MULTIPLE * BUDGET_MULTIPLE)
         if fits(middle):
@@ -182,7 +182,7 @@ def trial_peak(
 ) -> float:
     """Measure the peak memory of this rank, in bytes, of a forward and a backward pass of full micro batches."""
     backend.set_micro_batch_tokens(tokens)
-    # Two, so that gradients of one are there while the next is computed; a pipeline holds as many as it has stages.
+    # Two, so that one's gradients are in memory while the next is computed; a pipeline holds as many as it has stages.
     count = 2 * backend.topology.pipeline
     batch = [sample for _ in range(count) for sample in longest_samples(samples, tokens, backend)]
     backend.platform.free_cached_memory()
@@ -195,7 +195,7 @@ def trial_peak(
             raise  # the others are in a collective
         backend.engine.trainable.abandon()
         return math.inf
-    # The peak is that of kernels which have run, and kernels are only queued when the call returns.
+    # The call returns when kernels are queued, and the peak covers only those that have run.
     backend.platform.synchronize()
     return float(backend.platform.memory().peak)
 
@@ -220,16 +220,17 @@ def longest_samples(samples: SampleSubset, tokens: int, backend: Backend) -> lis
 
 @dataclass
 class BudgetSearch:
-    """One rank's view of the search; ranks agree on what is tried and on whether it fitted.
+    """One rank's view of the search; ranks agree on each trial and on whether it fitted.
 
-    Peaks grow with the tokens of a micro batch along a line whose constant part is at least what was there before: a line from
-    there through the first trial can only promise too little. Later trials are extrapolated from the last two that fitted.
+    Peaks grow linearly with the tokens of a micro batch, from a constant that is at least the memory in use before. A line from
+    that memory through the first trial therefore never promises too many tokens. Later trials are extrapolated from the last two
+    that fitted.
 
     Attributes:
         smallest: lower bound: tokens of the longest sample (or pair) with its padding.
         largest: upper bound: tokens that a step can use.
         limit: bytes that a peak may have.
-        before: bytes that are there without a step.
+        before: bytes in use without a step.
     """
 
     smallest: int
@@ -240,11 +241,11 @@ class BudgetSearch:
     failed: list[tuple[int, float]] = field(default_factory=list)
 
     def first(self, usual: int) -> int:
-        """Return what to try first: ``usual`` tokens, unless samples are longer or steps smaller."""
+        """Return the first budget to try: ``usual`` tokens, unless samples are longer or steps smaller."""
         return max(self.smallest, min(usual, self.largest))
 
     def add(self, tokens: int, peak: float, fits: bool) -> None:
-        """Take the peak of a trial (infinite if memory ran out), and whether it fitted on all ranks."""
+        """Record the peak of a trial (infinite if memory ran out), and whether it fitted on all ranks."""
         (self.fitted if fits else self.failed).append((tokens, peak))
 
     def next(self) -> int | None:

@@ -17,7 +17,7 @@ from megascend.app.preflight import RunPlan
 from megascend.app.resume import saved_manifests, with_template_date
 from megascend.app.run import run
 from megascend.app.run_log import EMPTY, MetricsRecord, RunLog, rounded
-from megascend.app.training import Run, Training, World, model_line, too_many_skips
+from megascend.app.training import Run, RunContext, Training, model_line, too_many_skips
 from megascend.config import RunConfig
 from megascend.config.data import PREFERENCE_LOSSES
 from megascend.distributed.launch import Launch
@@ -114,7 +114,7 @@ def train(
 
 @dataclass
 class TrainCounts:
-    """Sums over the steps of a run, those before it was resumed included.
+    """Totals of a run, including the steps before it was resumed.
 
     Attributes:
         tokens: input tokens of all ranks.
@@ -122,10 +122,10 @@ class TrainCounts:
         seconds: time spent in steps, on this rank.
         loss: loss of the last step.
         validation_loss: the last one that was measured.
-        best_value, best_step: the best value of ``validation.metric`` so far that is an improvement, and its step; None: none
-            has been measured.
+        best_value, best_step: the best value of ``validation.metric`` so far, and its step; None before the first measurement.
         stale: measurements since then.
-        measure: digest of what is compared, see :meth:`SupervisedTraining._measure`; None: of an earlier version, or nothing.
+        measure: digest of what the best value depends on, see :meth:`SupervisedTraining._measure`; None without a metric, or in
+            a checkpoint of an earlier version.
     """
 
     tokens: int = 0
@@ -138,8 +138,8 @@ class TrainCounts:
     stale: int = 0
     measure: str | None = None
 
-    def measured(self, value: float, step: int, min_delta: float, *, higher_is_better: bool = False) -> None:
-        """Count a measurement of ``validation.metric``. One that is not finite is no improvement."""
+    def add_measurement(self, value: float, step: int, min_delta: float, *, higher_is_better: bool = False) -> None:
+        """Record a value of ``validation.metric``. One that is not finite is no improvement."""
         sign = -1 if higher_is_better else 1
         if math.isfinite(value) and (self.best_value is None or sign * (value - self.best_value) < -min_delta):
             self.best_value, self.best_step, self.stale = value, step, 0
@@ -176,7 +176,7 @@ class SupervisedTraining(Training[RunConfig]):
         self._batch: Sequence[Sample] = ()
         self._step_start = 0.0
 
-    def prepare(self, world: World[RunConfig]) -> RunConfig:
+    def prepare(self, context: RunContext[RunConfig]) -> RunConfig:
         from megascend.app.generation import AnswerSampler
         from megascend.app.objectives import make_objective
         from megascend.app.run_samples import RunSamples
@@ -184,21 +184,21 @@ class SupervisedTraining(Training[RunConfig]):
         from megascend.app.token_budget import check_platform
         from megascend.data.prepare import set_template
 
-        plan, config = world.plan, world.plan.config
-        self._resume = world.resume
+        plan, config = context.plan, context.plan.config
+        self._resume = context.resume
         # Before the data, which may take minutes to read.
-        check_platform(config, world.runtime.platform)
+        check_platform(config, context.runtime.platform)
         tokenizer, limits = plan.tokenizer, plan.limits
         self._tokenizer = tokenizer
         # Set on the tokenizer, and kept for the export: the model must be used with the template that it was trained with.
         self.chat_template = set_template(config.data, tokenizer)
-        config = with_template_date(config, tokenizer, world.resume, world.launch)
+        config = with_template_date(config, tokenizer, context.resume, context.launch)
         self.samples = RunSamples.prepare(config, tokenizer, limits)
         if config.generation is not None:
             self._answer_sampler = AnswerSampler.prepare(
                 config.generation, config.data, tokenizer, limits, config.model, config.template_date
             )
-        if config.validation is not None and config.validation.tasks is not None and world.launch.rank == 0:
+        if config.validation is not None and config.validation.tasks is not None and context.launch.rank == 0:
             from megascend.app.harness import TaskSuite
 
             self._task_suite = TaskSuite(config.validation.tasks, "validation.tasks")
@@ -220,17 +220,17 @@ class SupervisedTraining(Training[RunConfig]):
     def after_build(self, run: Run[RunConfig]) -> None:
         config, backend, samples, objective = run.config, run.backend, self.samples, self.objective
         # Every host reads its own files. If they differed, ranks would silently train on different batches.
-        samples.check_alike(backend)
+        samples.check_same_on_all_ranks(backend)
         samples.check_lengths(backend)
         size = config.data.global_batch_size
         saved: list[tuple[int, dict[str, Any]]] = []
         if objective.has_reference:
-            # Of another batch size, or of changed data, a resumed run draws others than from the beginning.
+            # With another batch size or changed data, a resumed run draws other samples than a run from the beginning.
             resume, launch = self._resume, backend.groups.launch
             saved = backend.from_rank_0(lambda: saved_positions(config.output, resume, launch))
         objective.prepare(backend, samples.learned, samples.drawn_units(config, objective, saved), size)
-        # A reference model's scores of the validation set, too: they have to be computed before the first step changes the
-        # model that serves as the reference.
+        # The validation set needs a reference model's scores, too: before the first step changes the model, which is the
+        # reference.
         if samples.held_out is not None:
             objective.prepare(backend, samples.held_out, range(objective.units(samples.held_out)), size)
 
@@ -273,12 +273,12 @@ class SupervisedTraining(Training[RunConfig]):
             self._print_start(run)
 
     def _compare_measure(self, run: Run[RunConfig]) -> None:
-        """Forget the best value of a checkpoint whose measurements cannot be compared with those of this run."""
+        """Reset the best value if the checkpoint's measurements cannot be compared with those of this run."""
         counts, measure = self.counts, self._measure(run.config)
         if counts.best_value is not None and measure is not None and counts.measure not in (None, measure):
             message = (
-                f"step {counts.best_step} with {counts.best_value:.4f} does not count as the best one any more: "
-                "validation.metric, or what it is measured with, has changed since; the best step is sought from here on"
+                f"step {counts.best_step} with {counts.best_value:.4f} no longer counts as the best one: validation.metric, or "
+                "what it is measured with, has changed since; the best step is chosen from the steps of this run"
             )
             run.event_log.event("best_forgotten", step=counts.best_step, value=counts.best_value)
             if run.main_rank:
@@ -287,7 +287,7 @@ class SupervisedTraining(Training[RunConfig]):
         counts.measure = measure
 
     def _measure(self, config: RunConfig) -> str | None:
-        """Return a digest of ``validation.metric`` and all that its values depend on beside the model; None without one."""
+        """Return a digest of ``validation.metric`` and what its values depend on besides the model; None without validation."""
         from megascend.data.prepare import json_digest
 
         validation, held_out = config.validation, self.samples.held_out
@@ -300,7 +300,7 @@ class SupervisedTraining(Training[RunConfig]):
         return json_digest([validation.metric, None if held_out is None else held_out.fingerprint, loss])
 
     def _print_start(self, run: Run[RunConfig]) -> None:
-        """Print what is trained, on what, and the verdict of the self-check."""
+        """Print the model, the data, remarks on the settings, and the verdict of the self-check."""
         config, backend = run.config, run.backend
         print(f"{model_line(config, backend)}: {self._trained(run)}", flush=True)
         for line in (*self.samples.remarks, *self.samples.mixture(config, self._stream)):
@@ -325,7 +325,7 @@ class SupervisedTraining(Training[RunConfig]):
             if self._task_scorer is not None:
                 scores = self._measure_tasks(self._task_scorer, 0)
                 if validation.metric != "loss":
-                    scores.metric(validation.metric)  # now, and not after many steps
+                    scores.metric(validation.metric)  # raises for an unknown metric now, not after many steps
                 self._show_tasks("before the first step")
         self._step_start = time.perf_counter()
 
@@ -353,10 +353,10 @@ class SupervisedTraining(Training[RunConfig]):
         decode_together([sample.images for sample in share])
         share = objective.complete(backend, share, run.adapter)
         result = backend.forward_backward(share, loss=objective.loss, adapter=run.adapter)
-        # On a GPU the host runs ahead: this is the time to launch the kernels; the rest of the step waits for the device.
+        # On a GPU the host runs ahead: until here it has launched the kernels; in the rest of the step it waits for the device.
         dispatched = time.perf_counter() - self._step_start
         step = backend.optimizer_step()
-        # Counted at once: after an error from here on, a checkpoint of this step is saved with these counts.
+        # Updated at once: if an error follows, a checkpoint of this step is saved with these counts.
         seconds = time.perf_counter() - self._step_start
         self._batch, self._skipped_in_a_row, self._stream_state = (
             batch,
@@ -374,17 +374,17 @@ class SupervisedTraining(Training[RunConfig]):
             metrics |= figures
             counts.validation_loss = validation_loss
             if validation.metric == "loss":
-                counts.measured(validation_loss, number, validation.min_delta)
+                counts.add_measurement(validation_loss, number, validation.min_delta)
             elif validation.needs_labels:
                 value = figures[f"validation_{validation.metric}"]
-                counts.measured(value, number, validation.min_delta, higher_is_better=True)
+                counts.add_measurement(value, number, validation.min_delta, higher_is_better=True)
         scorer = self._task_scorer
         if validation is not None and scorer is not None and (number % validation.tasks_interval == 0 or last):
             scores = self._measure_tasks(scorer, number)
             metrics |= {f"tasks/{name}": value for name, value in scores.values.items()}
             if validation.metric != "loss":
                 value, higher = scores.metric(validation.metric)
-                counts.measured(value, number, validation.min_delta, higher_is_better=higher)
+                counts.add_measurement(value, number, validation.min_delta, higher_is_better=higher)
         tokens_per_s = result.total_tokens / seconds
         return StepRecord(
             step=number,
@@ -455,7 +455,7 @@ class SupervisedTraining(Training[RunConfig]):
         return {"data": self._stream_state, "counts": vars(self.counts), "budget": self._budget.state_dict()}
 
     def weights(self, config: RunConfig) -> dict[str, Path]:
-        """Return the directories of base model and teacher, as far as they are not in the checkpoint."""
+        """Return the directories of base model and teacher, unless a checkpoint contains them."""
         weights = super().weights(config)
         if self.objective.has_reference:  # the model that training starts from
             weights["model"] = config.model
@@ -492,7 +492,7 @@ class SupervisedTraining(Training[RunConfig]):
         if self._run.config.data.streaming:
             stream: Any = self._stream
             values["bad_records"] = stream.bad_records
-            # Known only now: of other data they are printed at the start.
+            # A stream's remarks are known at its end only; those of other data are printed at the start.
             line = "".join(f"data: {remark}\n" for remark in stream.remarks) + line
             if stream.bad_records:
                 line += f"; {stream.bad_records} bad records were skipped (data.max_bad_records)"

@@ -1,4 +1,4 @@
-"""What a kind of run implements (:class:`Training`), and what it gets: the run before and after its model is built."""
+"""Interface of a kind of run (:class:`Training`), and its arguments: the run before and after the model is built."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class World(Generic[AnyConfig]):
-    """Context of a run before its model is built.
+class RunContext(Generic[AnyConfig]):
+    """Process, plan and start point of a run before its model is built.
 
     Attributes:
         plan: result of the preflight checks.
@@ -79,10 +79,10 @@ class Training(ABC, Generic[AnyConfig]):
         """Check settings that :func:`megascend.app.preflight.check_run` does not know. Called before torch is imported."""
 
     def start(self, plan: RunPlan[AnyConfig], launch: Launch, stack: ExitStack) -> None:
-        """Start other processes that need long, before this one uses a device. The stack ends them with the run."""
+        """Start other processes that take long to start, before this one uses a device. The stack ends them with the run."""
 
     @abstractmethod
-    def prepare(self, world: World[AnyConfig]) -> AnyConfig:
+    def prepare(self, context: RunContext[AnyConfig]) -> AnyConfig:
         """Read the data, check everything that can be checked without the model, and return the completed settings. Local."""
 
     def model_config(self, config: AnyConfig) -> AnyConfig:
@@ -94,7 +94,7 @@ class Training(ABC, Generic[AnyConfig]):
 
     @abstractmethod
     def begin(self, run: Run[AnyConfig], progress: dict[str, Any] | None) -> None:
-        """Resume from ``progress`` of a checkpoint, or begin; print what is about to happen. Collective."""
+        """Resume from ``progress`` of a checkpoint, or begin at step 1; print a summary of the run. Collective."""
 
     @abstractmethod
     def start_loop(self, log: RunLog) -> None:
@@ -123,18 +123,18 @@ class Training(ABC, Generic[AnyConfig]):
 
     @abstractmethod
     def progress(self) -> dict[str, Any]:
-        """Return the state to save beside the model, as of the last optimizer step, even if a later batch has been taken."""
+        """Return the state to save with the model, as of the last optimizer step, even if a later batch has been drawn."""
 
     def weights(self, config: AnyConfig) -> dict[str, Path]:
-        """Return the checkpoint directories that a resumed run reads again, by setting: they must be as they were."""
+        """Return the checkpoint directories that a resumed run reads again, by setting; they must be unchanged."""
         return {} if config.lora is None else {"model": config.model}
 
     def code(self, config: AnyConfig) -> dict[str, str]:
-        """Return the names of functions and modules that decide what is learned, by setting."""
+        """Return the names of functions and modules that determine what is learned, by setting."""
         return {f"plugins: {name}": name for name in config.plugins}
 
     def packages(self, config: AnyConfig) -> dict[str, str]:
-        """Return the names of installed packages that decide what is learned, by setting."""
+        """Return the names of installed packages that determine what is learned, by setting."""
         return {}
 
     @abstractmethod
@@ -162,14 +162,14 @@ class RunResult:
 
 
 def model_line(config: TrainerConfig, backend: Backend) -> str:
-    """Name the model that a run trains: its architecture, its size, and where it is from."""
+    """Describe the model that a run trains: its architecture, its size, and its directory."""
     count = backend.parameter_count
     size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
     return f"{read_config(config.model).get('model_type', 'a model')} with {size} parameters ({config.model})"
 
 
 def too_many_skips(config: TrainerConfig, step: int, in_a_row: int, batch: Path | None) -> NonFiniteError:
-    """Make the error that ends a run whose gradients stay non-finite.
+    """Build the error that ends a run whose gradients stay non-finite.
 
     Args:
         in_a_row: number of consecutive skipped steps.

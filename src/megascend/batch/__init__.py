@@ -1,1 +1,1 @@
-"""What a batch is made of: samples, losses, packing, micro batches, agreement of ranks, results."""
+"""Parts of a batch: samples, losses, packing, micro batches, agreement of ranks, results."""

@@ -19,7 +19,7 @@ from megascend.errors import DataError
 from megascend.topology.topology import Topology
 
 WEIGHT_LIMIT = 1e30
-"""Largest sum of weights, and inverse of the smallest: leaves room for losses up to 1e8 in float32."""
+"""Largest sum of weights, and inverse of the smallest: losses up to 1e8 times these still fit into float32."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RankReport:
     """A rank's report on its samples.
 
     Attributes:
-        problem: why they cannot be trained on, or None.
+        problem: reason why they cannot be trained on, or None.
         micro_batches: planned micro batches.
         counts: sums over the samples of each adapter; "" is the model itself.
         checksums: checksums of each per-token field of all samples, and of their adapters and pairs; equal on ranks with the same
@@ -63,7 +63,7 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
     for index, (sample, name) in enumerate(zip(samples, names, strict=True)):
         pair = None if sample.pair is None else pairs.setdefault(sample.pair, len(pairs))
         for label, content in _contents(sample, name, index, pair):
-            # Against mistakes, not malice: cheap, and the same in every process.
+            # CRC-32: cheap, and the same in every process; it only has to detect mistakes.
             checksums[label] = zlib.crc32(content, checksums.get(label, 0))
         counts[name] = counts.get(name, TokenCounts()) + TokenCounts(
             weight=_weight(sample.weights, loss),
@@ -77,7 +77,7 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
 
 
 def _weight(weights: torch.Tensor, loss: Loss | None) -> float:
-    """Return the part of a sample's targets of these weights in the divisor of averages."""
+    """Return the share of targets with these weights in the divisor of averages."""
     if loss is not None and loss.reduction == "sum":
         return float((weights != 0).sum())
     # fp64: all losses are divided by the sum over all samples.
@@ -121,7 +121,7 @@ def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
         raise DataError(f"rank {rank}: {problem}{suffix}")
     replicas = topology.groups("tensor", "context", "pipeline")
     for leader, *ranks in replicas:
-        # The lowest rank of each replica stands for it; the replica's other ranks must have the same samples.
+        # The lowest rank of each replica represents it; the other ranks must have the same samples.
         first = reports[leader].checksums
         for rank in ranks:
             second = reports[rank].checksums

@@ -41,7 +41,7 @@ class Candidates:
             raise DataError(
                 f"candidates.logprobs has shape {list(logprobs.shape)}, and candidates.ids {list(self.ids.shape)}"
             )
-        # Unused slots hold whatever their sender left there: they are set to 0 before the values are checked.
+        # Unused slots may hold any values: they are set to 0 before the values are checked.
         used = self.ids >= 0
         self.logprobs = torch.where(used, logprobs, 0.0)
         wrong = ~self.logprobs.isfinite() | (self.logprobs > MASS_TOLERANCE)

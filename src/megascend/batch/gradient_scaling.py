@@ -10,7 +10,7 @@ LOSS_SCALE_WINDOW = 1000
 
 
 class GradientScaling:
-    """Base of what has gradients and makes steps.
+    """Base class with the loss scale, the gradient factor and the counts of skipped steps.
 
     Attributes:
         loss_scale: factor of losses before the backward pass; 1 except for fp16.

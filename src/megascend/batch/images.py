@@ -190,7 +190,7 @@ def positions(input_ids: Tensor, grids: Tensor | None, layout: ImageLayout) -> T
 
 def joined(images: Sequence[SampleImages | PictureSources | None], device: torch.device) -> ImageBatch | None:
     """Return the pictures of samples on a device; None if no sample has any."""
-    # None: each engine decides what a micro batch of text has to compute with the tower.
+    # None: each engine decides whether its tower must run for a micro batch without pictures.
     present = [pictures for pictures in images if isinstance(pictures, SampleImages)]
     if not present:
         return None

@@ -72,7 +72,7 @@ class LossCall:
         gather: exchanges an object between the context parallel ranks; None if there is only one.
 
     Attributes:
-        problem: why the function cannot be used, or None. Once it is set, the function is not called again.
+        problem: reason why the function cannot be used, or None. Once it is set, the function is not called again.
         cause: the exception, on the rank that raised it.
     """
 
@@ -309,13 +309,12 @@ class LossNormalizer:
         loss_grad: the gradient that the engine's backward pass starts from at a micro batch's loss.
         function: calls the loss, micro batch by micro batch.
         mtp_factor: factor of each target's weighted loss of a head for multi-token prediction; 0 without one.
-        metric_scale: factor of weights in the sums of metrics: a power of two, so that it does not round, with which float32
-            sums stay finite if the averages are.
+        metric_scale: factor of weights in the sums of metrics, with which float32 sums are finite if the averages are; a power of
+            two, so that it causes no rounding.
 
     Args:
         scales: [names], factor of each adapter's loss.
         count: divisor of averages, over all adapters.
-        mtp_factor: see above.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ def kto(
 def _log_complement(log_probability: Tensor) -> Tensor:
     """Return log(1 - exp(x)) of x < 0, exact at both ends (Maechler 2012)."""
     near_zero = log_probability > -math.log(2)
-    # Each branch sees only what it is exact for: the other one's infinite gradient times 0 would be NaN.
+    # Each branch gets only inputs for which it is exact: the other one's infinite gradient times 0 would be NaN.
     small = torch.where(near_zero, log_probability, -1.0)
     large = torch.where(near_zero, -1.0, log_probability)
     return torch.where(near_zero, torch.log(-torch.expm1(small)), torch.log1p(-torch.exp(large)))

@@ -1,4 +1,4 @@
-"""Building the tensors of a micro batch from samples: packing or padding, and this rank's context parallel share."""
+"""Build the tensors of a micro batch from samples: packing or padding, and this rank's context parallel share."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ def _allowed_column(samples: Sequence[Sample], columns: _Columns) -> Tensor | No
     """Return the tokens that each target was drawn from, -1 at unused slots; None if no sample limits them."""
     if all(sample.allowed is None for sample in samples):
         return None
-    # One unused slot stands for the whole vocabulary.
+    # A row with only unused slots means the whole vocabulary.
     allowed = [
         torch.full((len(sample), 1), -1, dtype=torch.int32) if sample.allowed is None else sample.allowed
         for sample in samples
@@ -450,7 +450,7 @@ def _packed(padded: list[int], layout: SequenceLayout, device: torch.device) -> 
     # Imported here: engines without Megatron take PackedLengths.
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    # int32, since the attention kernels take no other type for these.
+    # int32, as the attention kernels require.
     ends = torch.tensor(padded, dtype=torch.int32).cumsum(0)
     if layout.lengths_on_host:
         # The NPU kernel takes ends only, without a leading 0, and on the CPU, where reading them does not synchronise.

@@ -22,7 +22,7 @@ def units(pairs: Sequence[Hashable | None]) -> list[list[int]]:
 
 
 class FirstFit:
-    """First-fit bin packing: finds the first bin with enough room in logarithmic time.
+    """First-fit bin packing: finds the first bin with enough free space in logarithmic time.
 
     A binary tree in a list: the bins' room is in its last half, and each inner node holds the maximum of its two children.
     """
@@ -33,7 +33,7 @@ class FirstFit:
         self._count = 0
 
     def open(self, room: int) -> None:
-        """Add a bin with this much room, at least 0."""
+        """Add a bin with this much free space, at least 0."""
         if self._count == self._size:
             # Doubled, so that opening n bins costs O(n) in total.
             leaves = self._max_room[self._size :] + [-1] * self._size
@@ -45,7 +45,7 @@ class FirstFit:
         self._count += 1
 
     def take(self, size: int) -> int | None:
-        """Take ``size`` of the first bin with that much room and return the index of the bin; None if no bin has it."""
+        """Put ``size`` into the first bin with enough free space and return its index; None if no bin has it."""
         if self._max_room[1] < size:
             return None
         node = 1
@@ -94,7 +94,7 @@ def plan_micro_batches(
                 f"which is over batching.micro_batch_tokens={budget}; raise that setting or shorten the sample"
             )
         fit, opened = bins.setdefault(bin_kinds[unit[0]], (FirstFit(), []))
-        # Without packing all samples are padded to the first unit's length, the longest: room is counted in samples.
+        # Without packing all samples are padded to the first unit's length, the longest: bins are counted in samples.
         room = tokens if packing else len(unit)
         bin_index = fit.take(room)
         if bin_index is not None:
@@ -158,7 +158,7 @@ def shard(lengths: Sequence[int], pairs: Sequence[Hashable | None], parts: int) 
     shares: list[list[int]] = [[] for _ in range(parts)]
     lightest = [(0, part) for part in range(parts)]
     weighed = [(_weight(unit, lengths), unit) for unit in units(pairs)]
-    # Longest first onto the lightest share; ties by index, so that all ranks divide alike.
+    # Longest first onto the lightest share; ties by index, so that all ranks compute the same division.
     for weight, unit in sorted(weighed, key=lambda entry: (-entry[0], entry[1][0])):
         load, part = lightest[0]
         shares[part].extend(unit)

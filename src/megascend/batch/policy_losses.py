@@ -121,7 +121,7 @@ class _RatioTimes(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         root, factor = ctx.saved_tensors
-        # Where no gradient arrives, an overflowing factor must not turn it into NaN.
+        # A zero gradient times an overflowing factor must not become NaN.
         return torch.where(grads[0] != 0, grads[0] * root * factor * root, 0.0), None
 
 

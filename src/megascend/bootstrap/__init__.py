@@ -20,5 +20,5 @@ class _CallablePackage(ModuleType):
     __call__ = staticmethod(bootstrap)
 
 
-# The package has the name of its function: ``megascend.bootstrap()`` must work whichever of the two an import has bound.
+# The package has the name of its function: ``megascend.bootstrap()`` must work for whichever of them an import has bound.
 sys.modules[__name__].__class__ = _CallablePackage

@@ -1,6 +1,6 @@
-"""Parts that the providers for Ascend share: prerequisites of a host with NPUs, and guards around imports that patch.
+"""Parts shared by the providers for Ascend: prerequisites of a host with NPUs, and guards around imports that patch.
 
-Nothing here imports megatron, transformer_engine, triton or mcore_bridge: most checks use ``find_spec``.
+The prerequisites import none of megatron, transformer_engine, triton and mcore_bridge: most of them use ``find_spec``.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Prerequisite:
 
     Attributes:
         name: name in reports.
-        look: returns a short description of the state, or raises PlatformError or VersionError with the remedy.
+        check: returns a short description of the state, or raises PlatformError or VersionError with the remedy.
     """
 
     name: str
-    look: Callable[[Stack, Mapping[str, str]], str]
+    check: Callable[[Stack, Mapping[str, str]], str]
 
 
 def check(prerequisites: Sequence[Prerequisite], stack: Stack, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise for a process in which the imports would fail half-way or patch the wrong package."""
+    """Raise PlatformError or VersionError if the imports would fail half-way or patch the wrong package."""
     for prerequisite in prerequisites:
-        prerequisite.look(stack, environment)
+        prerequisite.check(stack, environment)
 
 
 def findings(
@@ -68,7 +68,7 @@ def findings(
     for prerequisite in prerequisites:
         before_each(prerequisite.name)
         try:
-            result.append(Finding(prerequisite.name, prerequisite.look(stack, environment)))
+            result.append(Finding(prerequisite.name, prerequisite.check(stack, environment)))
         except (PlatformError, VersionError) as error:
             result.append(Finding(prerequisite.name, "", str(error)))
     return result
@@ -143,14 +143,16 @@ def is_for_npu(package: Path) -> bool:
 def check_megatron(stack: Stack, environment: Mapping[str, str]) -> str:
     """Check that the ``megatron.core`` on the path is the installed one; PYTHONPATH may put another tree first."""
     megatron = find_spec("megatron")
-    places = list(megatron.submodule_search_locations or []) if megatron else []
-    # Without importing megatron: that is only allowed after the patches, and this check decides whether they come.
-    spec = PathFinder.find_spec("core", places)
+    search_path = list(megatron.submodule_search_locations or []) if megatron else []
+    # Without importing megatron, which is only allowed after the patches; they are applied only if this check passes.
+    spec = PathFinder.find_spec("core", search_path)
     folders = list(spec.submodule_search_locations or []) if spec else []
     info = Path(folders[0]) / "package_info.py" if folders else Path()
     if not info.is_file():
-        raise VersionError(f"no megatron/core/package_info.py in {places or 'sys.path'}: is megatron-core installed?")
-    # The file, not the metadata: pip's metadata describes the installed package, and this may be another tree.
+        raise VersionError(
+            f"no megatron/core/package_info.py in {search_path or 'sys.path'}: is megatron-core installed?"
+        )
+    # Not pip's metadata, which describes the installed package, while this may be another tree.
     numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", info.read_text(encoding="utf-8"), re.M))
     version = Version(".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH")))
     if version not in stack.requirement("megatron-core"):
@@ -200,9 +202,9 @@ def import_errors(package: str) -> Iterator[None]:
 def guard_module_scan() -> None:
     """Prevent MindSpeed's scan of ``sys.modules`` from importing lazy modules.
 
-    For every patch it calls ``hasattr(module, name)`` for every module. That makes lazy modules (for example transformers)
-    import the module that defines the name, and crash if an optional package is missing. Attributes of lazy modules are
-    never patched, so only attributes that exist already are considered.
+    For every patch it calls ``hasattr(module, name)`` for every module. A lazy module (for example transformers) then imports the
+    module that defines the name, and crashes if an optional package is missing. No patch concerns such attributes, so only those
+    that exist already are considered.
     """
     patch_utils: Any = import_module("mindspeed.patch_utils")
 

@@ -1,8 +1,8 @@
 """Defer imports of upstream modules that training does not need until their first use.
 
 A third of the modules that ``import mcore_bridge`` loads are pandas, pyarrow, datasets, scipy and their dependencies, for a file
-lock and a function of object detection. Nothing is missing afterwards: a caller of such a function, or a lookup of such a name,
-gets the real one. Active only while a megascend engine imports its packages.
+lock and a function of object detection. Calling such a function, or looking up such a name, later imports the real module. Active
+only while a megascend engine imports its packages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megascend.changes import changed, patch
 
 
 @dataclass(frozen=True)
-class LateCalls:
-    """Functions that module ``user``, or one of its imports, takes from module ``source`` and only calls later."""
+class DeferredCalls:
+    """Functions that module ``user``, or one of its imports, imports from module ``source`` and only calls later."""
 
     user: str
     source: str
@@ -29,15 +29,15 @@ class LateCalls:
 
     @contextlib.contextmanager
     def block(self, module: ModuleType) -> Iterator[None]:
-        """Replace ``source``, unless it is imported already, by a stand-in with these functions within the context."""
-        with standing_in(self.source, self.names) as stand_in:
+        """Replace ``source`` by a stand-in with these functions within the context, unless it is imported already."""
+        with stand_in_for(self.source, self.names) as stand_in:
             yield
         if stand_in is not None:
             changed(self.user, f"imports {self.source} when it calls {' or '.join(self.names)}")
 
 
 @dataclass(frozen=True)
-class PassedOn:
+class DeferredNames:
     """Names that module ``user`` imports from module ``source``, of the same package, only to re-export them."""
 
     user: str
@@ -45,8 +45,8 @@ class PassedOn:
 
     @contextlib.contextmanager
     def block(self, module: ModuleType) -> Iterator[None]:
-        """Replace ``source``, unless it is imported already, by a stand-in; ``user`` looks its names up at first use."""
-        with standing_in(self.source) as stand_in:
+        """Replace ``source`` by a stand-in, unless it is imported already; ``user`` looks up its names at first use."""
+        with stand_in_for(self.source) as stand_in:
             yield
         if stand_in is None or not stand_in._requested:
             return
@@ -66,15 +66,15 @@ class PassedOn:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """Module ``source``, an optional import of package ``user``."""
+class BlockedImport:
+    """Module ``source``, an optional import of package ``user``, which is made to fail."""
 
     user: str
     source: str
 
     @contextlib.contextmanager
     def block(self, module: ModuleType) -> Iterator[None]:
-        """Make the import of ``source``, unless it is imported already, fail within the context."""
+        """Make the import of ``source`` fail within the context, unless it is imported already."""
         if self.source in sys.modules:
             yield
             return
@@ -88,19 +88,19 @@ class LeftOut:
         changed(self.user, f"does not import {self.source} by itself")
 
 
-DEFERRED: tuple[LateCalls | PassedOn | LeftOut, ...] = (
-    LateCalls("mcore_bridge.utils.torch_utils", "datasets.utils.filelock", ("FileLock",)),
-    LateCalls("mcore_bridge.utils.torch_utils", "modelscope.hub.utils.utils", ("get_cache_dir",)),
-    LateCalls("transformers.loss.loss_utils", "scipy.optimize", ("linear_sum_assignment",)),
+DEFERRED: tuple[DeferredCalls | DeferredNames | BlockedImport, ...] = (
+    DeferredCalls("mcore_bridge.utils.torch_utils", "datasets.utils.filelock", ("FileLock",)),
+    DeferredCalls("mcore_bridge.utils.torch_utils", "modelscope.hub.utils.utils", ("get_cache_dir",)),
+    DeferredCalls("transformers.loss.loss_utils", "scipy.optimize", ("linear_sum_assignment",)),
     # onnxscript and onnx, for an export to ONNX
-    PassedOn("transformer_engine.pytorch.export", "transformer_engine.pytorch.onnx_extensions"),
+    DeferredNames("transformer_engine.pytorch.export", "transformer_engine.pytorch.onnx_extensions"),
     # JAX, where it is installed
-    LeftOut("transformer_engine", "transformer_engine.jax"),
+    BlockedImport("transformer_engine", "transformer_engine.jax"),
 )
 
 
 @contextlib.contextmanager
-def deferring(deferred: tuple[LateCalls | PassedOn | LeftOut, ...] = DEFERRED) -> Iterator[None]:
+def deferring(deferred: tuple[DeferredCalls | DeferredNames | BlockedImport, ...] = DEFERRED) -> Iterator[None]:
     """Defer these imports for modules that are imported within the context, on any thread."""
     undo: list[Callable[[], None]] = []
     try:
@@ -130,12 +130,12 @@ class _StandIn(ModuleType):
             raise AttributeError(name)
         if self._names is None or name in self._names:
             self._requested.add(name)
-            return _calling(self.__name__, name)
-        return getattr(_real(self.__name__), name)
+            return _deferred_function(self.__name__, name)
+        return getattr(_import_real(self.__name__), name)
 
 
 @contextlib.contextmanager
-def standing_in(source: str, names: tuple[str, ...] | None = None) -> Iterator[_StandIn | None]:
+def stand_in_for(source: str, names: tuple[str, ...] | None = None) -> Iterator[_StandIn | None]:
     """Install a stand-in for module ``source`` within the context; yield None if the module is imported already."""
     if source in sys.modules:
         yield None
@@ -147,15 +147,15 @@ def standing_in(source: str, names: tuple[str, ...] | None = None) -> Iterator[_
         _remove_stand_in(source)
 
 
-def _calling(source: str, name: str) -> Callable[..., Any]:
+def _deferred_function(source: str, name: str) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
-        return getattr(_real(source), name)(*args, **kwargs)
+        return getattr(_import_real(source), name)(*args, **kwargs)
 
     function.__name__ = function.__qualname__ = name
     return function
 
 
-def _real(source: str) -> ModuleType:
+def _import_real(source: str) -> ModuleType:
     _remove_stand_in(source)
     return import_module(source)
 

@@ -64,10 +64,10 @@ SHARE_STORAGE = "_get_share_storage"
 
 
 def patch_share_storage() -> None:
-    """Replace the compiled function by which a recomputed output takes the place of the discarded one. Idempotent.
+    """Replace the compiled function that moves a recomputed output to the place of the discarded one. Idempotent.
 
-    It avoids a copy, which megatron-core 0.16 makes. It needs a compiler and ninja on every host, and other ranks wait for the
-    build, in their first step, for half a minute. Versions without it are unchanged.
+    That function avoids a copy, which megatron-core 0.16 makes, too. But it needs a compiler and ninja on every host, and in the
+    first step the other ranks wait half a minute for the build. Versions without it are unchanged.
     """
     random = import_module(RANDOM)
     if getattr(random, SHARE_STORAGE, _get_copy_storage) is not _get_copy_storage:
@@ -80,7 +80,7 @@ def _get_copy_storage() -> Callable[[Tensor, Tensor], None]:
 
 def copy_storage(output: Tensor, recomputed: Tensor) -> None:
     """Fill the storage of ``output``, which was released, from that of ``recomputed``: views of it see the numbers too."""
-    # On storages: autograd would take a write to the tensor for a change of what it has saved.
+    # On storages: autograd would treat a write to the tensor as a modification of a saved tensor.
     storage, source = output.untyped_storage(), recomputed.untyped_storage()
     storage.resize_(source.nbytes())
     storage.copy_(source)
@@ -95,7 +95,7 @@ def patch_latent_norms() -> None:
 
     @functools.wraps(resolve)
     def without_query_norm(self: Any) -> dict[str, Any]:
-        # ``qk_layernorm`` stands for both norms of the compressed states, and there is only that of keys and values.
+        # ``qk_layernorm`` switches both norms of compressed states on, and such models have only that of keys and values.
         resolved = resolve(self)
         if not self.has_q_lora:
             resolved["linear_q_proj"] = self.submodules.linear_q_proj or self.linear_impl

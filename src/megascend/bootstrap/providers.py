@@ -45,10 +45,10 @@ class ProviderSetup:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of the check of one prerequisite: ``problem`` says what to do, and is empty if the prerequisite holds."""
+    """Result of the check of one prerequisite: its state, and the problem with its remedy; empty if there is none."""
 
     name: str
-    found: str
+    state: str
     problem: str = ""
 
 
@@ -162,9 +162,16 @@ class ProviderEntry:
 
 
 _registry: dict[str, ProviderEntry] = {
-    "mindspeed": ProviderEntry("megascend.bootstrap.mindspeed:MindSpeed", ("npu",), ("mindspeed",), ("0.16", "0.15")),
+    "mindspeed": ProviderEntry(
+        "megascend.bootstrap.mindspeed:MindSpeed",
+        platforms=("npu",),
+        packages=("mindspeed",),
+        stacks=("0.16", "0.15"),
+    ),
     "megatron_adaptor": ProviderEntry(
-        *("megascend.bootstrap.megatron_adaptor:MegatronAdaptor", ("npu",), ("megatron_adaptor", "mindspeed")),
+        "megascend.bootstrap.megatron_adaptor:MegatronAdaptor",
+        platforms=("npu",),
+        packages=("megatron_adaptor", "mindspeed"),
         stacks=("0.19", "0.18"),
     ),
     "transformer_engine": ProviderEntry("megascend.bootstrap.providers:TransformerEngine", ("cuda",)),
@@ -221,7 +228,7 @@ def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
             )
         name = suitable[0]
     if ":" in name:
-        # A provider that is given by import path names no platforms, so it suits all.
+        # An import path comes without platforms, so it suits all of them.
         entry = ProviderEntry(name)
     elif name not in _registry:
         raise ConfigError(
@@ -241,7 +248,7 @@ def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
             f"{platform!r}: {', '.join(names(platform, stack)) or 'none'}"
         )
     provider = (_import_factory(entry.factory) if isinstance(entry.factory, str) else entry.factory)(setup)
-    # A factory from outside may return anything; a missing method would fail only after others have patched.
+    # An external factory may return anything; a missing method would fail only after part of the patching.
     if not isinstance(provider, PatchProvider):
         raise ConfigError(
             f"provider {name!r}: its factory returned a {type(provider).__name__}, not a megascend.PatchProvider"
@@ -274,7 +281,7 @@ def _import_factory(path: str) -> ProviderFactory:
 
 class TransformerEngine(PatchProvider):
     name: ClassVar[str] = "transformer_engine"
-    # It replaces no class: the environment variable only has to precede the first use of the device.
+    # It replaces no class; it sets an environment variable, which only has to precede the first use of the device.
     must_come_first: ClassVar[bool] = False
 
     def before_megatron(self) -> list[str]:

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 QUIET_MODULES = (r"megatron\.core", r"mcore_bridge", r"torch\.distributed")
-"""Regular expressions of modules whose deprecation warnings are meant for their own developers."""
+"""Regular expressions of modules whose deprecation warnings only their developers can act on."""
 QUIET_MESSAGES = {
     # From 0.19 on, for every model that is built: mcore-bridge builds its models from these classes.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
 }
-"""Loggers, and beginnings of those of their messages that are meant for the developers of programs on Megatron-Core."""
+"""By logger, the beginning of a message that only developers of programs on Megatron-Core can act on."""
 
 
 @dataclass
@@ -87,12 +87,12 @@ class Runtime:
             # Deprecations inside these packages, a missing Apex, parts of a dummy Transformer Engine that mcore-bridge could
             # not patch: a user cannot act on any of them.
             warnings.simplefilter("ignore")
-            # By name, inside the function: an import at the top of this file would load Megatron before it is patched.
+            # Inside the function: an import at the top of this file would load Megatron before it is patched.
             mcore_bridge = import_module("mcore_bridge")
             mcore_bridge.get_logger().setLevel(logging.WARNING)  # before its modules report settings at import
             for module in ("mcore_bridge.bridge", "mcore_bridge.model", "megatron.core.models.gpt"):
                 import_module(module)
-        # Again for the time after the imports: these modules also warn when they are called, once for every rank.
+        # These modules also warn later, when they are called, once for every rank.
         for pattern in QUIET_MODULES:
             warnings.filterwarnings("ignore", module=pattern)
         changed(f"warnings raised in {', '.join(QUIET_MODULES)} are ignored; mcore_bridge logs warnings only")
@@ -154,8 +154,8 @@ class Runtime:
                 f"this process was bootstrapped with affinity={self.affinity!r}; it cannot become {affinity!r}: threads have "
                 f"been started since. Pass it in the first call: megascend.bootstrap(affinity={affinity!r})"
             )
-        # These two share one patched Megatron-Core; two engines without Megatron share an unpatched process. All
-        # other pairs would put the patches of one engine under the other.
+        # These two share a patched Megatron-Core, and engines without Megatron share an unpatched process. In any other pair,
+        # one engine would run with the patches of the other.
         on_megatron_core = {engines.DEFAULT, engines.MEGATRON_CORE}
         if (
             engine not in (None, self.engine)
@@ -204,7 +204,7 @@ def suppress_logs_below(level: int) -> Iterator[None]:
 def gc_paused() -> Iterator[None]:
     """Pause cyclic garbage collection within the context.
 
-    Imports create half a million objects that stay, and scanning them again and again took a fifth of the imports' time.
+    Imports create half a million permanent objects; scanning them repeatedly took a fifth of the imports' time.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,8 +1,8 @@
-"""Stubs of modules that megatron-core and mcore-bridge import without a guard, though not every machine has them.
+"""Stubs of modules that megatron-core and mcore-bridge import unconditionally, and that cannot be imported on every machine.
 
-Each is a leaf: a file of triton kernels, or one function of another project. If the requirement is missing, the leaf is put
-into ``sys.modules`` in advance, with functions that raise when called. The requirement itself (triton, swift) is never
-faked: other packages probe for it and change their behaviour if it is present.
+Each is a leaf: a file of triton kernels, or one function of another project. If its requirement is missing, a stub of the leaf is
+put into ``sys.modules`` in advance, with functions that raise when called. The requirement itself (triton, swift) is never
+faked, because other packages probe for it and change their behaviour if it is present.
 """
 
 from __future__ import annotations

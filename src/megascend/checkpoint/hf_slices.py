@@ -152,7 +152,7 @@ def _first_stored(name: str, kinds: Sequence[str | None], stored: Mapping[str, T
 
 
 class _ByLeadingOffsets:
-    """Index of a tensor's slices by their offsets in the leading dimensions in which all of them are one thick.
+    """Index of a tensor's slices by their offsets in the leading dimensions in which all of them have size 1.
 
     A tensor of all layers and experts may have tens of thousands of slices, of which a slice of a rank overlaps with one or two.
     """
@@ -248,8 +248,6 @@ def read(directory: Path) -> HfSlices:
             for name, rows in values["tensors"].items()
         }
     except FileNotFoundError:
-        raise CheckpointError(
-            f"it has no {NAME}: a version of megascend has written it that did not write one"
-        ) from None
+        raise CheckpointError(f"it has no {NAME}: it was written by a version of megascend without that file") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"its {NAME} cannot be read: {error}") from error

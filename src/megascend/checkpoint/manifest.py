@@ -71,7 +71,7 @@ def parse(text: str, path: Path) -> CheckpointManifest:
     digest = values.pop("digest", None)
     if values.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {values.get('format')!r}; this version of megascend reads {FORMAT}")
-    # The text as well: another spelling of the same values is a change, too.
+    # The text, too: another spelling of the same values is a change.
     if digest != _digest_of(values) or text != _dump({**values, "digest": digest}):
         raise CheckpointError(f"{path} is damaged: it has changed since it was written")
     return CheckpointManifest(**values)
@@ -129,7 +129,9 @@ def verify(directory: Path, groups: ProcessGroups) -> CheckpointManifest:
     Raises:
         CheckpointError: on every rank: it is incomplete or damaged; the message names the files.
     """
-    from megascend.distributed.objects import gather_objects  # torch: retention looks for checkpoints without it
+    from megascend.distributed.objects import (
+        gather_objects,  # here, because it imports torch, which listing checkpoints must not
+    )
 
     problem, manifest = None, None
     try:

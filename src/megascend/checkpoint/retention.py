@@ -89,7 +89,7 @@ class Retention:
 
     def _step(self, name: str) -> int | None:
         match = NAME.fullmatch(name)
-        # Only the spelling of path(), which would not find any other.
+        # Only names in the spelling of path(); others could not be found by it.
         return int(match[1]) if match and self.path(int(match[1])).name == name else None
 
 

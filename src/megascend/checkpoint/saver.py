@@ -280,7 +280,7 @@ class Saver:
         contents: CheckpointState,
         after: Callable[[Path], None] | None,
     ) -> None:
-        # The verdict if the thread ends with an exception that is not caught below.
+        # The outcome if the thread ends with an exception that is not caught below.
         problem: str | None = (
             f"save: {pending.path} could not be written (rank {self._groups.rank}): its thread was ended"
         )
@@ -304,7 +304,7 @@ class Saver:
                     adapter_io.write(temporary / "adapters" / name, saved, contents.base_model, contents.projections)
                 if contents.hf_slices is not None:
                     (temporary / hf_slices.NAME).write_text(hf_slices.to_text(contents.hf_slices), encoding="utf-8")
-                # With common.pt, what Megatron-Core's dist_checkpointing expects beside the tensors.
+                # This file and common.pt are required by Megatron-Core's dist_checkpointing.
                 (temporary / "metadata.json").write_text(json.dumps(MEGATRON_CONFIG), encoding="utf-8")
                 with (temporary / "common.pt").open("wb") as file, raising_system_errors():
                     torch.save({"step": contents.manifest.step}, file)

@@ -38,7 +38,7 @@ class SliceSavePlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        # torch takes TensorSlices for objects, as they are not tensors.
+        # torch treats TensorSlices as objects, as they are not tensors.
         return value.at(index) if isinstance(value, TensorSlices) else value
 
 
@@ -100,7 +100,7 @@ def stored_tensors(directory: Path) -> tuple[dict[str, TensorSlices], set[str]]:
 
 
 class ChunkWriter(dcp.FileSystemWriter):
-    """torch's writer on :class:`HashingWriter`; raises an OSError itself, not the error that torch makes of it.
+    """torch's writer on :class:`HashingWriter`; raises an OSError unchanged, instead of torch's wrapper.
 
     Attributes:
         digests: size and digest of each file of tensors, by its name; entries of the manifest.
@@ -108,7 +108,7 @@ class ChunkWriter(dcp.FileSystemWriter):
 
     def __init__(self, directory: Path) -> None:
         # sync_files: the manifest, written last, must not outlive the tensors in a crash of the machine.
-        # No copies ahead: the tensors are in host memory.
+        # No prefetched copies: the tensors are in host memory.
         super().__init__(directory, sync_files=True, per_thread_copy_ahead=0)
         self.digests: dict[str, dict[str, Any]] = {}
         # The base class has no parameter for its file system.

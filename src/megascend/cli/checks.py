@@ -40,7 +40,7 @@ class Check:
 
 @dataclass(frozen=True)
 class HelperOutcome:
-    """Outcome of a helper process: its JSON answer, or why there is none."""
+    """Outcome of a helper process: its JSON answer, or the problem."""
 
     answer: dict[str, Any] | None
     problem: str = ""
@@ -71,7 +71,7 @@ def run_python(arguments: Sequence[str], timeout: float, **environment: str) -> 
 
 def start_python(arguments: Sequence[str], **environment: str) -> subprocess.Popen[str]:
     """Start this Python with the search path of this process."""
-    # sys.path as it is now, so that the helper imports the same packages as this process.
+    # The current sys.path, so that the helper imports the same packages as this process.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return subprocess.Popen(
         [sys.executable, *arguments],
@@ -178,8 +178,8 @@ def check_npu(timeout: float) -> list[Check]:
         "import simnpu\n"
         "from megascend.bootstrap.providers import provider_for\n"
         f"tell = lambda name: print({LOOKING_AT!r} + name, file=sys.stderr, flush=True)\n"
-        "found = [asdict(each) for each in provider_for('npu').findings(before_each=tell)]\n"
-        "print(json.dumps({'findings': found, 'simulated': simnpu.is_active()}))"
+        "findings = [asdict(finding) for finding in provider_for('npu').findings(before_each=tell)]\n"
+        "print(json.dumps({'findings': findings, 'simulated': simnpu.is_active()}))"
     )
     # Without autoload: torch itself would fail on a broken torch_npu before any check could name the cause.
     outcome = run_python(["-c", code], timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -191,7 +191,7 @@ def check_npu(timeout: float) -> list[Check]:
         return [Check(name, "fail", *explain_import_failure(problem))]
     checks = [
         Check(
-            finding["name"], "fail" if finding["problem"] else "ok", finding["found"] or "not ready", finding["problem"]
+            finding["name"], "fail" if finding["problem"] else "ok", finding["state"] or "not ready", finding["problem"]
         )
         for finding in outcome.answer["findings"]
     ]

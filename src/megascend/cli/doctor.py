@@ -122,7 +122,7 @@ def _devices(results: dict[str, Check]) -> str | None:
 
 
 def verdict(checks: list[Check]) -> str:
-    """Summarize in a line what this host can train on and what is missing."""
+    """Summarize in one line the devices that this host can train on, and the missing packages."""
     from megascend.bootstrap import engines
 
     results = {check.name: check for check in checks}

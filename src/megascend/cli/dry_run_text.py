@@ -43,7 +43,7 @@ class Style:
     @classmethod
     def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> Style:
         """Use colours on a terminal, unless NO_COLOR (https://no-color.org) is set or it is a dumb one."""
-        # NO_COLOR counts if it is set and not empty, whatever its value (no-color.org).
+        # NO_COLOR counts if it is set to any non-empty value (no-color.org).
         allowed = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
         encoding = (stream.encoding or "").lower().replace("-", "")
         return cls(allowed and stream.isatty(), encoding.startswith("utf"))
@@ -272,7 +272,7 @@ def data_table(dry: DryRun) -> Iterator[str]:
 
 
 def source_table(dry: DryRun) -> Iterator[str]:
-    """Yield the kinds of documents of each source, and how many samples are no longer than powers of two."""
+    """Yield the kinds of documents of each source, and the numbers of samples up to each power of two in length."""
     edges = sorted({edge for source in dry.sources for edge in source.histogram})
     if not edges:
         return

@@ -356,7 +356,7 @@ def inference_settings(
 
 
 def run_template_options(export: Path | None) -> dict[str, Any]:
-    """Return ``data.chat_template_options`` of the run that exported a model or adapter, as far as that lies within the run's."""
+    """Return ``data.chat_template_options`` of the run that exported a model or adapter, if its directory is inside the run's."""
     import yaml
 
     if export is None or export.resolve().name not in ("hf", "adapter"):

@@ -56,7 +56,7 @@ def init_command(
     files = run_files(task, request, out).files
     command = TASKS[task].command
     if schema:
-        # Beside the run file: editors take the path as relative to it.
+        # In the run file's directory: editors resolve the path relative to it.
         name = f"{command}.schema.json"
         content = json_schema(TASKS[task].kind, f"Settings of megascend {command}")
         files[out] = f"# yaml-language-server: $schema={name}\n{files[out]}"

@@ -1,7 +1,7 @@
 """Start and stop the ranks of a run on this machine, with torch's elastic launcher, the one below ``torchrun``.
 
 On a signal the launcher would signal its workers, kill them 30 seconds later even if they are saving, and fail itself. It runs in
-a thread here, where it installs no signal handlers; the main thread passes signals on and waits for the workers' results.
+a thread here, where it installs no signal handlers; the main thread forwards signals and waits for the workers' results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, start it again
 EXIT_INTERRUPTED = 130
-LOOK_S = 0.2
+POLL_S = 0.2
 """Seconds between two checks for workers that have not been signalled yet."""
 SEMAPHORES = 64 * 1024
 """Maximum shared memory of the launcher's semaphores per process, in bytes."""
@@ -59,14 +59,14 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
     """Call ``function(*args)`` in ``nproc`` fresh processes that see torchrun's environment; return rank 0's result.
 
     ``function`` must be importable by name. OMP_NUM_THREADS is 1 in the workers unless it is set, as under torchrun.
-    Signals that stop a run are passed on to the workers (SIGINT as SIGTERM), and their results waited for: they may take as long
-    as they need to finish a step and save.
+    Signals that stop a run are forwarded to the workers (SIGINT as SIGTERM). The workers may take as long as they need to finish
+    a step and save.
 
     Raises:
-        KeyboardInterrupt: SIGINT came a second time, or before the workers could handle it; they are gone.
-        SystemExit: another of them came before the workers could handle it; the code is 128 and its number.
-        PlatformError: the processes cannot be started: ``/dev/shm`` is full, for example.
-        MegascendError: the first error of our hierarchy that a worker raised, with the worker's message.
+        KeyboardInterrupt: on a second SIGINT, or one before the workers could handle it; the workers have ended.
+        SystemExit: on another stop signal before the workers could handle it; the code is 128 plus the signal's number.
+        PlatformError: the processes cannot be started, for example because ``/dev/shm`` is full.
+        MegascendError: the first megascend error that a worker raised, with the worker's message.
         WorkerError: a worker failed in another way; the message holds its traceback or its signal.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -80,7 +80,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
         _environment_default("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
         _quiet("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"),
     ):
-        # torch's own launcher: a run with --nproc and one under torchrun start alike.
+        # torch's own launcher, so that runs with --nproc and under torchrun start in the same way.
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -98,10 +98,10 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
         )
         with StopLaunch() as stop:
             try:
-                return call_in_thread(elastic_launch(config, call), function, args, os.getpid(), stop=stop)[0]
+                return call_in_thread(elastic_launch(config, run_worker), function, args, os.getpid(), stop=stop)[0]
             except ChildFailedError as failure:
                 cause = root_cause(failure, Path(folder))
-                # The signal itself ended workers that were still starting: that is no failure to report.
+                # Workers that were still starting are ended by the signal itself, which is no failure to report.
                 if stop.received and isinstance(cause, WorkerError) and ended_by_signal(failure):
                     stop.exit()
             except OSError as error:
@@ -110,7 +110,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
 
 
 def start_failure(error: OSError, nproc: int, semaphores: Path = Path("/dev/shm")) -> str:
-    """Say why the launcher could not start ``nproc`` processes: where semaphores lie, containers have little room."""
+    """Describe why the launcher could not start ``nproc`` processes; a container's ``/dev/shm`` is often too small."""
     text = f"--nproc {nproc}: the processes cannot be started: {error}"
     if (
         error.errno != errno.ENOSPC
@@ -124,15 +124,15 @@ def start_failure(error: OSError, nproc: int, semaphores: Path = Path("/dev/shm"
     )
 
 
-def call(function: Callable[..., Any], args: tuple[Any, ...], launcher: int) -> Any:
-    """Call ``function(*args)`` in a worker; end the process if the launcher, which reads the result, is gone."""
+def run_worker(function: Callable[..., Any], args: tuple[Any, ...], launcher_pid: int) -> Any:
+    """Call ``function(*args)`` in a worker; end the process if the launcher, which reads the result, has ended."""
     atexit.register(gc.freeze)  # as in the command's own process
     try:
         result = function(*args)
     except KeyboardInterrupt:
         raise SystemExit(EXIT_INTERRUPTED) from None  # on KeyboardInterrupt the launcher would wait for the worker
-    # The launcher was killed, and this process was handed to init.
-    if os.getppid() != launcher:
+    # Another parent: the launcher was killed, and init has adopted this process.
+    if os.getppid() != launcher_pid:
         raise SystemExit(EXIT_INTERRUPTED)
     return result
 
@@ -201,14 +201,14 @@ def _quiet(*names: str) -> Iterator[None]:
 
 
 class StopLaunch(SignalRecorder):
-    """Recorder of the launcher's signals, to pass them on to the workers."""
+    """Recorder of the launcher's signals, which forwards them to the workers."""
 
     def __init__(self) -> None:
         super().__init__()
         self._interrupted = False
         self._notified: set[int] = set()
 
-    def pass_on(self) -> None:
+    def forward(self) -> None:
         """Signal each worker once. Workers that are still starting have no handler yet, and end."""
         # SIGTERM for SIGINT: a terminal has sent SIGINT to the workers too, and a second one would end them at once.
         if self.received:
@@ -232,17 +232,17 @@ class StopLaunch(SignalRecorder):
 
 
 def call_in_thread(function: Callable[..., Any], *args: Any, stop: StopLaunch) -> Any:
-    """Return ``function(*args)``, called in a thread, while signals are passed on to this process's children.
+    """Call ``function(*args)`` in a thread and return its result; meanwhile forward signals to this process's children.
 
     Raises:
         Exception: what the function raises.
-        KeyboardInterrupt: SIGINT came twice; the children are gone.
+        KeyboardInterrupt: on a second SIGINT; the children have been killed.
     """
-    # Python runs signal handlers on the main thread alone, between bytecodes: it must not sit in the launcher's wait.
+    # Python runs signal handlers on the main thread only, between bytecodes, so that thread must not wait in the launcher.
     with ThreadPoolExecutor(1, "megascend-launch") as pool:
         future = pool.submit(function, *args)
-        while not wait([future], LOOK_S).done:
-            stop.pass_on()
+        while not wait([future], POLL_S).done:
+            stop.forward()
         return future.result()
 
 

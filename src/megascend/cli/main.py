@@ -139,7 +139,7 @@ app.command("simnpu", context_settings=run.CONTEXT_SETTINGS)(run.simnpu_command)
 
 def main() -> None:
     """Run the ``megascend`` script."""
-    # First: some packages look up the user's name at import, and fail in containers whose user id has none.
+    # First: some packages look up the user's name when imported, and fail in containers where the user id has none.
     set_user_variables()
     atexit.register(gc.freeze)  # skips the final GC pass, about 1 s after importing Megatron
     app(prog_name="megascend")

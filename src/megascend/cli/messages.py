@@ -1,4 +1,4 @@
-"""Log handler of the commands: megascend's messages on stderr, with the rank in front if there are several."""
+"""Log handler of the commands: megascend's messages on stderr, prefixed with the rank if there are several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ READS_RUN_FILES = "megascend.config.run_file"
 
 
 def show_messages() -> None:
-    """Write what is logged under ``megascend`` to stderr, from warnings on. For commands: importing megascend sets up nothing.
+    """Write megascend's log messages, from warnings on, to stderr. For commands; importing megascend configures no logging.
 
     Idempotent. A program of the user's own configures the logger ``megascend`` as it likes.
     """

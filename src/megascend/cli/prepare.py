@@ -60,7 +60,7 @@ def prepare_command(
             print(f"{name}: {figures.samples // figures.members:,} {figures.unit}, {figures.tokens:,} tokens")
     if output is None:
         return
-    # From the cache: they have just been made.
+    # From the cache, which has just been filled.
     sources = settings.data_sources()
     stores = {
         source.setting: prepare_samples(

@@ -193,7 +193,7 @@ def byte_tokenizer(context: int, pictures: Images | None = None) -> PreTrainedTo
 
     characters = byte_characters()
     tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
-    # Without the regular expression, which would split words: with no merges it has no effect but cost.
+    # Without the regular expression that splits words: without merges it would only cost time.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     tokenizer.add_special_tokens([*SPECIAL_TOKENS, *(pictures.special_tokens if pictures else ())])

@@ -1,4 +1,4 @@
-"""``megascend rollouts``: read what the model did in a run of ``megascend rl``."""
+"""``megascend rollouts``: read the rollouts of a run of ``megascend rl``."""
 
 from __future__ import annotations
 

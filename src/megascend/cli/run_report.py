@@ -89,7 +89,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class SaveCounts:
-    """Counts of the saves of all attempts. ``stall_s``: seconds that training stood still for each, on rank 0."""
+    """Counts of the saves of all attempts. ``stall_s``: seconds that each blocked training, on rank 0."""
 
     started: int
     completed: int
@@ -196,7 +196,7 @@ def attempts_of(events: Sequence[dict[str, Any]], errors: Sequence[dict[str, Any
     for record in sorted(errors, key=lambda record: _seconds(record.get("time"))):
         index = _attempt_of(record, [part[0] for part in parts])
         if index is None:
-            # Without a start event, attempts of one launcher are told apart by their ranks: a rank's second error is of the next.
+            # Without a start event, attempts of one launcher are distinguished by rank: a rank's second error is of the next one.
             launch = str(record.get("agent")), _number(record.get("attempt"))
             same = [records for key, records in early.items() if key[:2] == launch]
             repeats = sum(any(earlier.get("rank") == record.get("rank") for earlier in records) for records in same)

@@ -59,7 +59,7 @@ def render_run_json(report: RunReport) -> str:
 
 
 def entry(label: str, paragraphs: list[str]) -> list[str]:
-    """Format wrapped paragraphs beside a label; an empty list if there are none."""
+    """Format wrapped paragraphs next to a label; an empty list without paragraphs."""
     lines = [line for text in paragraphs for line in wrapped(text)]
     return [f"{label if index == 0 else '':<{LABEL}}{line}" for index, line in enumerate(lines)]
 
@@ -243,7 +243,7 @@ def next_steps(report: RunReport) -> list[str]:
 
 
 def cause(report: RunReport, attempt: Attempt) -> str:
-    """Name what to look at before the run is restarted."""
+    """Return advice on what to check before the run is restarted."""
     if attempt.outcome in ("lost", "no end"):
         victim = ranks_named(attempt.silent) if attempt.silent else "the run"
         return f"find out what killed {victim}: the scheduler's log; on its machine, dmesg for the out-of-memory killer"
@@ -259,7 +259,7 @@ def cause(report: RunReport, attempt: Attempt) -> str:
 
 
 def space(report: RunReport) -> str:
-    """Return a warning if the disk has no room for another checkpoint."""
+    """Return a warning if the disk has no space for another checkpoint."""
     largest = max((checkpoint.size_bytes for checkpoint in report.checkpoints), default=0)
     if largest and report.free_bytes < 2 * largest:
         return (

@@ -136,7 +136,7 @@ def serve_process(settings: str, keys: dict[str, str], generated_key: str | None
     LastingOutput().install()
     for number in stopping():
         if number not in ALWAYS:  # uvicorn handles SIGINT and SIGTERM itself
-            # As SIGTERM, which uvicorn answers by finishing open requests.
+            # As on SIGTERM, on which uvicorn finishes open requests.
             signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     serve_rank(settings, keys, generated_key, client)
 

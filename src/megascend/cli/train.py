@@ -5,7 +5,7 @@ torchrun; or print it with every default filled in.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -35,7 +35,7 @@ Resume = Annotated[
         help="Resume from a checkpoint: the newest complete one in the output directory, or that at PATH.",
     ),
 ]
-RecordedSteps = Annotated[
+ProfileOption = Annotated[
     bool, typer.Option("--profile", help="Record three steps: a trace for Perfetto, and what took the time in them.")
 ]
 
@@ -52,7 +52,7 @@ def train_command(
             "--dry-run", help="Check all that can be known before training, show samples and figures; no training."
         ),
     ] = False,
-    profile: RecordedSteps = False,
+    profile: ProfileOption = False,
 ) -> None:
     """Train a Hugging Face checkpoint as CONFIG says.
 
@@ -67,10 +67,7 @@ def train_command(
     show_messages()
     settings = with_snapshots(load_config(config, overrides))
     if dry_run:
-        from megascend.app.dry_run import dry_run as plan_run
-        from megascend.cli.dry_run_text import report
-
-        print_dry_run(settings, nproc, overwrite, resume, plan_run, report)
+        print_dry_run(settings, nproc, overwrite, resume)
         return
     LastingOutput().install()  # until the process ends
     start_training(train_rank, profiled(settings) if profile else settings, nproc, overwrite, resume)
@@ -89,7 +86,7 @@ def rl_command(
             help="Check all that can be known before training, with one episode of a canned response; no training.",
         ),
     ] = False,
-    profile: RecordedSteps = False,
+    profile: ProfileOption = False,
 ) -> None:
     """Train a Hugging Face checkpoint on responses that inference engines sample, graded by a reward function.
 
@@ -104,10 +101,7 @@ def rl_command(
     show_messages()
     settings = with_snapshots(load_rl_config(config, overrides))
     if dry_run:
-        from megascend.app.dry_run import dry_run_rl
-        from megascend.cli.dry_run_text import report_rl
-
-        print_dry_run(settings, nproc, overwrite, resume, dry_run_rl, report_rl)
+        print_dry_run(settings, nproc, overwrite, resume)
         return
     LastingOutput().install()  # until the process ends
     start_training(rl_rank, profiled(settings) if profile else settings, nproc, overwrite, resume)
@@ -205,32 +199,27 @@ def settings_class(command: SettingsCommand) -> type[Section]:
     return RunConfig
 
 
-def print_dry_run(
-    settings: TrainerConfig,
-    nproc: int | None,
-    overwrite: bool,
-    resume: str | None,
-    plan_run: Callable[..., Any],
-    report: Callable[..., Iterable[str]],
-) -> None:
-    """Check a run and print what it would be; under torchrun, the first rank does so for all.
-
-    Args:
-        plan_run: :func:`megascend.app.dry_run.dry_run`, or of its form.
-        report: yields the lines of its result.
-    """
+def print_dry_run(settings: TrainerConfig, nproc: int | None, overwrite: bool, resume: str | None) -> None:
+    """Check a run without starting it, and print the result; under torchrun on rank 0 only."""
     import sys
 
+    from megascend.app.dry_run import dry_run, dry_run_rl
     from megascend.app.preflight import preflight
-    from megascend.cli.dry_run_text import Style
+    from megascend.cli.dry_run_text import Style, report, report_rl
+    from megascend.config.rl import RlConfig
     from megascend.distributed.launch import Launch
 
     launch = Launch.from_environment()
-    # Reading the data once is enough: all ranks would find the same.
+    # All ranks would read the same data and report the same problems.
     if launch.rank > 0:
         return
-    plan = preflight(settings, nproc or launch.world_size, overwrite, resume, starts=not under_torchrun())
-    for line in report(plan_run(plan, overwrite, resume), Style.of(sys.stdout)):
+    plan: Any = preflight(settings, nproc or launch.world_size, overwrite, resume, starts_ranks=not under_torchrun())
+    style = Style.of(sys.stdout)
+    if isinstance(settings, RlConfig):
+        lines = report_rl(dry_run_rl(plan, overwrite, resume), style)
+    else:
+        lines = report(dry_run(plan, overwrite, resume), style)
+    for line in lines:
         print(line)
     print("\ndry run: no problem found before training; nothing was trained or written", flush=True)
 
@@ -284,7 +273,7 @@ def rl_rank(config: RlConfig, overwrite: bool, resume: str | None, plan: RunPlan
 
 
 def prepare_rank(config: TrainerConfig) -> None:
-    """Set up a rank's output for a terminal that may disappear, its log messages, and a closed stdin."""
+    """Set up a rank's output, which must survive a closed terminal, its log messages, and a closed stdin."""
     import warnings
 
     from megascend.cli.messages import close_stdin, show_messages

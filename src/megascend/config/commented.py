@@ -130,7 +130,7 @@ def type_text(annotation: Any, metadata: Iterable[Any] = (), quote: str = "") ->
 
 
 def bounds(metadata: Iterable[Any]) -> str:
-    """Format the bounds in a setting's metadata: `` >= 1``. Upper bounds that no user meets are left out."""
+    """Format the bounds in a setting's metadata: `` >= 1``. Upper bounds that are irrelevant in practice are left out."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     limits = {}
     for item in metadata:

@@ -176,7 +176,7 @@ class Data(Section):
         return str(self.path) if self.path is not None else ", ".join(str(source.path) for source in self.sources)
 
     def training_sources(self) -> list[DataSource]:
-        """Return what is read: the path, or each of the sources."""
+        """Return the sources to read: the path, or each of ``sources``."""
         if self.path is not None:
             return [DataSource(self.path, self, "data.path")]
         return [

@@ -57,7 +57,7 @@ class EnvironmentSettings(Section):
 
 
 class RolloutRecords(Section):
-    """Records of what the model did, for people: rollouts.jsonl in the run directory (``megascend rollouts``)."""
+    """Records of rollouts, for people: rollouts.jsonl in the run directory (``megascend rollouts``)."""
 
     every: Count = Field(1, description="interval in steps of the trajectories in rollouts.jsonl; 0: none")
     tokens: bool = Field(

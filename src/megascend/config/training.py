@@ -160,7 +160,7 @@ class Adam(Section):
 
     @property
     def kind_counter(self) -> dict[str, str]:
-        """Entry of a checkpoint's counters that names the state beside AdamW's; none for AdamW, as in earlier versions."""
+        """Entry of a checkpoint's counters that names an optimizer other than AdamW; none for AdamW, as in earlier versions."""
         return {} if self.kind == "adamw" else {"kind": self.kind}
 
     def check_without_offload(self, engine: str) -> None:

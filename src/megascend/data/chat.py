@@ -47,7 +47,7 @@ def check_template(text: str, path: Path) -> None:
 
 
 def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Check whether a chat template may ask for the date. In transformers' sandbox only this function knows it."""
+    """Check whether a chat template may ask for the date. In transformers' sandbox only this function returns it."""
     templates = tokenizer.chat_template
     return CLOCK in str(list(templates.values()) if isinstance(templates, dict) else templates)
 
@@ -188,7 +188,7 @@ class ChatTemplate:
         if not isinstance(content, list):
             return message
         if any(part["type"] == "image" for part in content):
-            # Without the picture itself, which a template would write if it wrote the part as it is.
+            # Without the picture itself, which a template that prints the whole part would write.
             return message | {"content": [{"type": "image"} if part["type"] == "image" else part for part in content]}
         if self._takes_parts is None:
             self._takes_parts = False  # while the probe below renders
@@ -213,7 +213,7 @@ class ChatTemplate:
         # A template that prints the list itself would have the probes in it too, with its keys between them.
         return match is not None and "type" not in match[1]
 
-    # --- what the assistant writes ---
+    # --- the assistant's tokens ---
 
     def assistant_spans(
         self,
@@ -324,7 +324,7 @@ class ChatTemplate:
             before = upto
         return assigned
 
-    # --- what the template leaves out ---
+    # --- omissions of the template ---
 
     def check_written(
         self,
@@ -336,7 +336,7 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> None:
-        """Report what the template leaves out; ``prompt``: it was rendered up to the assistant's continuation."""
+        """Report the parts that the template omits; ``prompt``: it was rendered up to the assistant's continuation."""
         messages, rendered = conversation.messages, conversation.text
         self._check_words_written(conversation, source, findings)
         # Rendered without the tools for comparison: a template that ignores them gives the same text.
@@ -416,7 +416,7 @@ class ChatTemplate:
 
     @staticmethod
     def _drops_thought(conversation: Rendering, index: int) -> bool:
-        """Check whether the template leaves out what the assistant says before its answer, or under a key for thoughts."""
+        """Check whether the template omits the assistant's text before its answer, or under a key for thoughts."""
         message, positions = conversation.messages[index], conversation.positions
         if positions.is_cut(index, "thought") or (message["role"] == "assistant" and positions.is_cut(index, "words")):
             return True
@@ -429,7 +429,7 @@ class ChatTemplate:
     def check_endings(
         self, rendered: str, turns: Sequence[tuple[int, list[Span]]], source: str, findings: Findings
     ) -> None:
-        """Remark that turns end without a special token: what is learned has no end then."""
+        """Remark that turns end without a special token, so that the model does not learn to stop."""
         # The last span of each turn: a turn may have several generation blocks.
         last = [max(pieces) for _, pieces in turns if pieces]
         ended = [rendered[start:end].rstrip().endswith(tuple(self._ends)) for start, end in last]

@@ -261,7 +261,7 @@ def _parse_alpaca(values: Mapping[str, Any], source: str) -> Document:
 
 
 def _number(value: Any) -> Any:
-    """Return the number, true or false that a string holds as JSON, as tables have them; other values as they are."""
+    """Parse a string that is a JSON number or boolean, as tables may have them; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -298,7 +298,7 @@ def _side(side: list[Any], prompt: Any, label: str) -> Messages:
     """Return one side as a complete conversation; the prompt is put in front unless the side begins with a user or system."""
     first = side[0] if side else None
     role = first.get("role") if isinstance(first, dict) else "assistant"
-    # TRL's data sets come in both forms: with the prompt apart, and with it repeated in both sides.
+    # TRL's data sets have both forms: a separate prompt, and one that is repeated in both sides.
     is_complete = role not in ("assistant", "tool", *CALLS, *RESULTS)
     prompt = from_sharegpt(prompt, label)
     before: list[Any] = []

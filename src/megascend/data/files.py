@@ -129,7 +129,7 @@ def _text_blocks(path: Path, findings: Findings, start: Position) -> Iterator[Re
                 text = _decode(content[:cut].removeprefix(BYTE_ORDER_MARK if first else b""), f"{path}:{number + 1}")
                 source = f"{path}:{number + 1}"
                 document = Document(source, text=text, begins=first, ends=last)
-                # As of a text that is read as a whole: one of spaces only is no document.
+                # As for a text that is read as a whole: one of spaces only does not count as a document.
                 if text.strip() or (text and not (first and last)):
                     yield Record(source, document, (offset + cut, number + content[:cut].count(b"\n")))
             offset, number = offset + cut, number + content[:cut].count(b"\n")
@@ -412,7 +412,7 @@ def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
     """
     read_template(data.chat_template)
     findings = Findings(setting)
-    # What was prepared on another machine is compared when it is opened.
+    # Data prepared on another machine are compared when they are opened.
     if data.prepared is not None:
         return findings
     if is_saved(path):

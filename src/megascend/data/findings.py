@@ -21,7 +21,7 @@ VARIES = re.compile(r"(?<=found )(?!:).*|(?<=got ).*|\(\.\..*?\)|\d+", re.DOTALL
 
 @dataclass
 class Kind:
-    """Problems or remarks that say the same of several sources.
+    """Problems or remarks of one kind, with their sources.
 
     Attributes:
         text: the first one.
@@ -78,7 +78,7 @@ class Findings:
         self.more_remarks += not _count(self.remarks, text, text, source)
 
     def skip_problems(self, reason: str) -> None:
-        """Turn the problems so far into remarks: what has them is left out, for ``reason``."""
+        """Turn the problems so far into remarks that their documents are left out for ``reason``."""
         for key, kind in self.problems.items():
             for source in [*kind.sources, *[""] * (kind.count - len(kind.sources))]:
                 self.more_remarks += not _count(self.remarks, key, f"left out ({reason}): {kind.text}", source)
@@ -98,7 +98,7 @@ class Findings:
                 self.problem(line)
 
     def raise_problems(self, subject: str | None = None) -> None:
-        """Raise DataError with all problems, if any; ``subject``: what has them, by default the data that the setting names."""
+        """Raise DataError with all problems, if any; ``subject``: the source of the problems; default: the setting's data."""
         if not self.problems:
             return
         count = sum(kind.count for kind in self.problems.values()) + self.more_problems

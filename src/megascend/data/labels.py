@@ -1,4 +1,4 @@
-"""Labels of sequence classifiers: from a column of the data to what a loss compares, and remarks on how they are distributed."""
+"""Labels of sequence classifiers: conversion of a column of the data to a loss's targets, and remarks on their distribution."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LabelSet:
                 number = int(value)
             except ValueError:
                 raise DataError(self._unknown(value)) from None
-        if isinstance(number, float) and number.is_integer():  # as tables have integers beside missing ones
+        if isinstance(number, float) and number.is_integer():  # tables store integers as floats if some are missing
             number = int(number)
         if type(number) is not int:
             raise DataError(f"'label' must be {self._description}, found {value!r:.60}")
@@ -81,7 +81,7 @@ class LabelSet:
         return number
 
     def _indicators(self, values: list[Any]) -> list[float]:
-        """Return 1 for each label of a list of labels, else 0; a list of as many zeros and ones is returned as it is."""
+        """Encode a list of labels as zeros and ones; return a list of as many zeros and ones unchanged."""
         count = len(self.names)
         binary = all(isinstance(value, bool | int | float) and value in (0, 1) for value in values)
         if len(values) == count and binary:

@@ -93,7 +93,7 @@ EMPTY_ANSWER = (
 
 
 def is_empty_answer(message: Message) -> bool:
-    """Check whether the assistant says nothing: no words, no thoughts, no tool calls."""
+    """Check whether an assistant's message is empty: no text, no thoughts, no tool calls."""
     content = message.get("content", "")
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
     return (
@@ -167,7 +167,7 @@ def _role(role: str, label: str) -> str:
 
 
 def _content(message: Message, label: str) -> dict[str, Any]:
-    """Return ``{"content": ...}``, a string or a list of texts and pictures; empty where there is none and need not be."""
+    """Return ``{"content": ...}``, a string or a list of texts and pictures; empty if there is none and none is required."""
     content = message.get("content")
     if content is None and ("tool_calls" in message or "reasoning_content" in message):
         return {}
@@ -255,7 +255,7 @@ def _loss_weight(message: Message, label: str) -> float | None:
 
 
 def parse_tools(value: Any, label: str) -> tuple[dict[str, Any], ...] | None:
-    """Return the functions that a conversation may call, in OpenAI's form; None where there are none."""
+    """Return the functions that a conversation may call, in OpenAI's form; None without any."""
     value = decoded(value)
     if value is None or value in ([], ""):
         return None
@@ -265,7 +265,7 @@ def parse_tools(value: Any, label: str) -> tuple[dict[str, Any], ...] | None:
 
 
 def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool in OpenAI's form; one that names no function, a template's own perhaps, as it is."""
+    """Return a tool in OpenAI's form; one without a function, perhaps in a template's own form, is returned unchanged."""
     if isinstance(tool.get("function"), dict):
         return {"type": "function"} | tool
     if isinstance(tool.get("name"), str) and tool.get("type", "function") == "function":
@@ -319,7 +319,7 @@ TYPED = {"type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref"}
 
 
 def from_sharegpt(raw: Any, label: str) -> Any:
-    """Convert ``{"from": "human", "value": ...}`` to ``{"role": "user", "content": ...}``; leave other forms as they are."""
+    """Convert ``{"from": "human", "value": ...}`` to ``{"role": "user", "content": ...}``; leave other forms unchanged."""
     raw = conversation_or_text(raw)
     if not isinstance(raw, list) or not any(isinstance(message, dict) and "from" in message for message in raw):
         return raw

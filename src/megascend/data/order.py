@@ -169,7 +169,7 @@ class Batches(Generic[T]):
         return self._turns.shares
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it depends on, as JSON."""
+        """Return the position, and the fingerprints that it depends on, as JSON."""
         mixture = [{"epoch": order.epoch, "position": order.position} for order in self._orders]
         return {
             "epoch": self._epoch,
@@ -180,7 +180,7 @@ class Batches(Generic[T]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``; :attr:`changes` says how the samples differ, where that is allowed."""
+        """Resume from ``state``; :attr:`changes` describes differences of the samples, if these are allowed."""
         if "streams" in state:
             raise DataError(
                 "cannot resume the data order: the checkpoint is of a run with data.streaming: true; set that, or begin a new run"

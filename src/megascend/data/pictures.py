@@ -76,7 +76,7 @@ def picture_source(value: Any, label: str) -> PictureSource:
         raise DataError(f"{label} is a data: URL without base64, {value!r:.60}")
     if value.startswith("file://"):
         value = value.removeprefix("file://")
-    # A drive letter of Windows is no scheme.
+    # Not a drive letter of Windows.
     if re.match(r"[a-zA-Z][\w+.-]+:", value) and not re.match(r"[a-zA-Z]:[\\/]", value):
         raise DataError(
             f"{label} is {value!r:.60}; pictures are read from files and data: URLs, never from a network: fetch them first"
@@ -169,7 +169,7 @@ def folder_of(source: str) -> Path:
 
 
 # --- decoding ---
-# The only place in which pictures are read and decoded, for data, stores, prompts and requests alike.
+# The only place where pictures are read and decoded: for data, stores, prompts and requests.
 
 
 def location(source: PictureSource, folder: Path | None, limits: PictureLimits) -> Path:
@@ -199,7 +199,7 @@ def location(source: PictureSource, folder: Path | None, limits: PictureLimits) 
 
 
 def encoded(source: PictureSource, limits: PictureLimits, folder: Path | None = None) -> bytes:
-    """Return a picture's file as it is stored.
+    """Return the bytes of a picture's file.
 
     Args:
         folder: that a path is relative to.
@@ -271,7 +271,7 @@ def decode(content: bytes, name: str, limits: PictureLimits, formats: Sequence[s
         ) from None
     except Image.UnidentifiedImageError:
         raise DataError(f"picture {name} is in none of the formats {', '.join(formats)}, or damaged") from None
-    except Exception as error:  # damaged files raise whatever their decoder stumbles over
+    except Exception as error:  # decoders raise any kind of error for damaged files
         raise DataError(f"picture {name} is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -438,6 +438,6 @@ class EncodedPictures:
         for number, weight in zip(ids, weights, strict=True):
             copies = next(features) if number == token else 1
             all_ids += [number] * copies
-            # Also with train_on_prompt: the token is the same for every feature, and what it stands for is input only.
+            # Also with train_on_prompt: the token is the same for every feature, and the features are inputs only.
             all_weights += [0.0 if number == token else weight] * copies
         return all_ids, all_weights

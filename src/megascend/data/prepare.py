@@ -97,7 +97,7 @@ def prepare_samples(
         encoder = make_encoder(data, tokenizer, limits, findings, template_date, pictures)
         write_store(fresh, _encoded(path, data, encoder, findings), findings, sources, scored=limits.scored)
         changed = [file for file, state in _states(files_read).items() if states.get(file) != state]
-        # A new time alone is no change.
+        # A new time of modification is not a change.
         if changed and content_of(path, files_read, setting)[1] != content[1]:
             raise DataError(f"{changed[0]} ({setting}) has changed while it was read: start again once it is complete")
         # After write_store: raising here makes cached() discard the directory, so only data without problems is kept.
@@ -116,7 +116,7 @@ def prepare_samples(
 
 
 def check_store(store: SampleStore, path: Path) -> None:
-    """Refuse samples of data at ``path`` that cannot be trained on together, or of which there are none."""
+    """Raise DataError if there are no samples of the data at ``path``, or if they cannot be trained on together."""
     if not len(store):
         remarks = "".join(f"; {line}" for line in store.remarks)
         raise DataError(f"no training samples: {path} holds no token to predict{remarks}")
@@ -243,7 +243,7 @@ def _data_name(path: Path) -> str:
 
 
 def pair_inputs(limits: SampleLimits) -> dict[str, str]:
-    """Return the limits on pairs, which samples are made from beside :func:`sample_inputs`."""
+    """Return the limits on pairs, which samples depend on in addition to :func:`sample_inputs`."""
     layout = f"{limits.budget} tokens, multiples of {limits.multiple}, packing {limits.packing}"
     head = f"a scalar head, padding token {limits.padding}" if limits.scored else "logits"
     return {PAIR_LIMITS: f"{layout}, for {head}"}
@@ -311,7 +311,7 @@ def named_inputs(inputs: Mapping[str, str], setting: str) -> dict[str, str]:
 
 
 def _in_cache(key: str, make: Callable[[Path], None], pictures: PictureProcessor | None) -> SampleStore:
-    """Return the samples that the cache folder keeps under ``key``; they are made if there are none.
+    """Return the samples that the cache folder has under ``key``; build them if it has none.
 
     One process of the machine makes them; the others wait at the lock and then map the same files.
     """

@@ -32,7 +32,7 @@ THOUGHT_TAG = re.compile(r"\s*<think>")
 
 @dataclass(frozen=True)
 class MarkKinds:
-    """Kinds of text to mark. A template that looks at how a text begins, or whether it is empty, takes fewer marks."""
+    """Kinds of text to mark. Templates that test the beginning of a text, or whether it is empty, allow fewer marks."""
 
     beginnings: bool = True
     empty: bool = True
@@ -174,7 +174,7 @@ class Rendering:
         except DataError:
             return None
         mark = re.compile(f"{self._open}(\\d+){self._close}")
-        # The marks changed what the template does, so their positions say nothing about the unmarked text.
+        # The marks changed the template's behaviour, so their positions do not apply to the unmarked text.
         if mark.sub("", text) != self.text:
             return None
         removed = 0

@@ -50,7 +50,7 @@ class SampleLimits:
         length: longest sample, in tokens.
         setting: setting that the limit comes from, for messages.
         vocab_size: token ids must be below it; None: unknown.
-        budget: most tokens of a preference pair, ``batching.micro_batch_tokens``; None: unlimited.
+        budget: maximum tokens of a preference pair, ``batching.micro_batch_tokens``; None: unlimited.
         multiple: each sample of a pair is padded to a multiple of it.
         packing: False if both are padded to the length of the longer.
         scored: samples are for a scalar head (:meth:`Sample.scored`), which has a value after their last token, too.
@@ -70,7 +70,7 @@ class SampleLimits:
 
     @property
     def targets(self) -> int:
-        """Tokens of a sample beyond those that it reads: the last target, which nothing follows."""
+        """Return the tokens that a document needs beyond a sample's length: the last target, which is not an input."""
         return 0 if self.scored else 1
 
     def pair_tokens(self, lengths: Sequence[int]) -> int:
@@ -94,7 +94,7 @@ class Encoder:
         template_date: date | None = None,
         pictures: PictureProcessor | None = None,
     ) -> None:
-        """Collect what is left out or cut in ``findings``; ``on_too_long`` does not apply to texts, which are cut into pieces.
+        """Report omitted and cut documents to ``findings``; ``on_too_long`` does not apply to texts, which are cut into pieces.
 
         Args:
             pictures: loads the pictures of samples (:class:`PictureSources`); None: the model takes none.
@@ -147,7 +147,7 @@ class Encoder:
         )
 
     def _classified(self, document: Document, labels: LabelSet) -> Sample | None:
-        """Return a sample with its label, whose tokens are those that the tokenizer, or the chat template, gives."""
+        """Return a sample with its label, tokenised by the tokenizer or the chat template."""
         if document.is_pair:
             raise DataError(
                 "a preference pair has no label: classification learns from texts, completions, conversations or token_ids with "
@@ -217,10 +217,10 @@ class Encoder:
         for side in (document.chosen, document.rejected):
             pictures = None
             if isinstance(side, str):
-                # Losses by means over a response's tokens would count the prompt's.
+                # Losses that average over a response's tokens would include the prompt's.
                 tokens, weights = self._completion(document.prompt or "", side, document.source, learn_prompt=False)
             else:
-                # The common beginning cancels out in the loss of a pair, so nothing of it is learned.
+                # The common beginning cancels out in the loss of a pair, so it gets no weight.
                 shared = common_messages(document.chosen, document.rejected)
                 learned = tuple(
                     float(index >= shared and m["role"] == "assistant") for index, m in enumerate(side or ())
@@ -268,7 +268,7 @@ class Encoder:
                 )
                 tokens, weights, pictures = self._conversation(document, messages, learned, learn_all=False)
             if samples:
-                # Only an estimate is made from it, for which the beginning does.
+                # It is used for an estimate only, for which the beginning suffices.
                 tokens, weights = tokens[: self._limits.length + 1], weights[: self._limits.length + 1]
                 if not any(weights[1:]):
                     self._findings.remark(
@@ -550,7 +550,7 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     from tokenizers.processors import ByteLevel
 
     changed = ByteLevel()
-    # __setstate__ turns it into a processor of whatever kind the state is of.
+    # __setstate__ turns it into a processor of the state's kind.
     changed.__setstate__(json.dumps(_untrimmed(state)).encode())
     untrimmed: Any = copy.deepcopy(tokenizer)
     untrimmed.backend_tokenizer.post_processor = changed

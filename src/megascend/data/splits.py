@@ -97,7 +97,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
 
 
 def _check_config_name(path: Path, config_name: str | None, setting: str) -> None:
-    """Raise DataError if a config is named of what has none; validation data need not have those of ``data.path``."""
+    """Raise DataError if a config is named for data without configs; validation data need not have those of ``data.path``."""
     if config_name is not None and setting != "validation.path":
         kind = "a folder that datasets has saved" if path.is_dir() else "one file"
         raise DataError(f"{path} is {kind} and has no configs (data.config_name: {config_name}): leave it out")
@@ -162,7 +162,7 @@ def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bo
                 split_files = datasets.load_dataset_builder(str(root), name=chosen, cache_dir=cache).config.data_files
     except DataError:
         raise
-    except Exception as error:  # datasets, YAML and the card's reader raise whatever they like about a folder
+    except Exception as error:  # datasets, YAML and the card's reader raise many kinds of error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
             f"{path} ({setting}): datasets cannot tell its splits: {reason}; data.split: {ALL} reads every file"

@@ -86,7 +86,7 @@ class SampleStore(Sequence[Sample]):
 
     @property
     def _unpredicted(self) -> int:
-        """Return the number of first tokens of a sample that are no target."""
+        """Return the number of tokens at the beginning of a sample that are not targets."""
         return 0 if self.scored else 1
 
     @overload
@@ -161,7 +161,7 @@ class SampleStore(Sequence[Sample]):
         """Return [path, size, time of change] of all pictures that are files, if any has changed since the writing; else None."""
         files, changed = [], False
         for kind, start, length, _, size, modified in self._picture_index.tolist():
-            # By size and time, without reading: every start of a run looks at all pictures of its data.
+            # By size and time, without reading: every start of a run checks all pictures of its data.
             if kind == PATH:
                 path = os.fsdecode(self._pictures[start : start + length].tobytes())
                 now = [*file_state(Path(path))]
@@ -181,7 +181,7 @@ class SampleStore(Sequence[Sample]):
         for first in range(0, len(self), BLOCK):
             rows = self._index[first : first + BLOCK]
             start, end = rows[0, 0], rows[-1, 0] + rows[-1, 1]
-            # The weight of a first token, which is no target, is stored as 0.
+            # A first token is never a target: its weight is stored as 0.
             weighted = (self._weights[start:end] > 0).astype(np.int64)
             # Samples are stored back to back, so a block of rows is one contiguous range of weights.
             counts[first : first + BLOCK] = np.add.reduceat(weighted, rows[:, 0] - start)
@@ -320,7 +320,7 @@ def write_store(
 
 
 def _sample_digest(arrays: Iterable[np.ndarray], side: int, margin_bits: int) -> int:
-    """Return a digest of what a store has of a sample, as a signed integer of 64 bits."""
+    """Return a digest of a sample as stored, as a signed integer of 64 bits."""
     state = xxhash.xxh3_64(f"{side} {margin_bits}".encode())
     for array in arrays:
         state.update(array.tobytes())
@@ -358,7 +358,7 @@ class _PictureWriter:
             else:
                 # Absolute: the store is in the cache, and the next run may start in another working directory.
                 kind, stored = PATH, os.fsencode(str(identity.file))
-            # Tokens say how large a picture is, not what it shows.
+            # Tokens depend on a picture's size only, not on its content.
             state.update(identity.digest.to_bytes(8, "little", signed=True))
             self._content.write(stored)
             row = [kind, self._offset, len(stored), identity.digest, identity.size, identity.modified]

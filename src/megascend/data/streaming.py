@@ -1,4 +1,4 @@
-"""Samples that are read and tokenised beside the steps, from files of any size.
+"""Samples that are read and tokenised during training, from files of any size.
 
 Every rank reads the same stream. A source is read in blocks of ``data.shuffle_buffer`` records, each drawn in an order of its
 own; a position is the block's beginning and the number of records drawn from it, so that a resumed run reads one block again.
@@ -87,7 +87,7 @@ class BadRecords:
 
 
 class SourceFiles:
-    """Files of a source, which must stay as they are while a run reads them.
+    """Files of a source, which must not change while a run reads them.
 
     Attributes:
         files: in the order in which they are read without shuffling.
@@ -109,7 +109,7 @@ class SourceFiles:
             raise DataError(f"{error.filename} cannot be read: {error.strerror or error}") from error
 
     def check(self, number: int) -> None:
-        """Raise DataError if a file has changed; a new time alone is no change."""
+        """Raise DataError if a file has changed; a new time of modification is not a change."""
         file = self.files[number]
         try:
             if (states := _file_states(file)) == self._states[number]:
@@ -198,7 +198,7 @@ class RecordStream:
         inside = 0.0
         if self._file < len(self.files):
             inside = min(1.0, self._position[0] / self._lengths[self._order[self._file]])
-        # Every file counts alike: some are measured in bytes, others in rows.
+        # Every file has the same weight: some are measured in bytes, others in rows.
         return self._epoch + (self._file + inside) / len(self.files)
 
     def _read_block(self) -> None:
@@ -272,7 +272,7 @@ class SampleStream:
         first_epoch = self.records.epoch
         while self._consumed == len(self._units):
             self._units, self._consumed = self._encode(next(self.records)), 0
-            # A complete pass without a sample would be followed by others for ever.
+            # After a complete pass without a sample, there would be endless further ones.
             if self.records.epoch > first_epoch + 1:
                 remarks = "".join(f"; {line}" for line in self._bad.findings.lines())
                 raise DataError(f"no training samples: {self._path} holds no token to predict{remarks}")
@@ -416,7 +416,7 @@ class StreamedBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state``; :attr:`changes` says how the data differ, where that is allowed."""
+        """Resume from ``state``; :attr:`changes` describes differences of the data, if these are allowed."""
         if "streams" not in state:
             raise DataError(
                 "cannot resume the data order: the checkpoint is of a run with data.streaming: false; set that, or begin a new "
@@ -482,7 +482,7 @@ def _position(stream: StreamedBatches) -> tuple[dict[str, Any], float, list[floa
 
 
 class PrefetchedBatches:
-    """Batches of a stream that a thread reads and tokenises ahead, beside the steps, in the stream's order.
+    """Batches of a stream that a thread reads and tokenises in advance, in the stream's order.
 
     A thread, since the tokenizer and the step's computations run without the interpreter's lock, and what the thread holds it
     for would otherwise be done between the steps. Position and figures are those after the last batch that was taken. An error
@@ -514,7 +514,7 @@ class PrefetchedBatches:
         if self._thread is None:
             # A daemon: a read that never returns must not keep the process from ending.
             self._thread = threading.Thread(target=self._read, name="megascend-stream", daemon=True)
-            # One that comes back to the interpreter from C++ while this ends would abort the process.
+            # A thread that returns from C++ to an interpreter that is shutting down would abort the process.
             atexit.register(self.close)
             self._thread.start()
         result = self._results.get()

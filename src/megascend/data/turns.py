@@ -76,7 +76,7 @@ class AppendedTurns:
             ) from None
 
     def _start_by_words(self, index: int, head: Rendering) -> int | None:
-        """Return the start of a turn whose generation prompt history does not have as it is; None if that is not exact.
+        """Return the start of a turn whose generation prompt differs from the history's; None if that is not exact.
 
         History may lack the end of a generation prompt (``<think>``), and have words of earlier messages elsewhere (Mistral's
         system message). What the template itself writes before the turn must be the same in both.
@@ -158,7 +158,7 @@ class AppendedTurns:
         return first[: min(cut, default=length)]
 
     def _end_of_turn(self, index: int, start: int, end: int, head: Rendering) -> int:
-        """Return ``end`` without what the model never generates: white space, text after the last token, opening tokens."""
+        """Return ``end`` without parts that the model never generates: white space, text after the last token, opening tokens."""
         text = self._conversation.text[:end]
         words = self._conversation.positions.end_of(index, start)
         if words is not None and words <= end and "tool_calls" not in self._conversation.messages[index]:

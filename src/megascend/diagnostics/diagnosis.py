@@ -16,7 +16,7 @@ from weightwire.liveness import Identity
 
 SILENT_S = 3.0
 """Seconds without a new heartbeat after which a rank counts as gone, unless its process is known to run; heartbeats are sent
-every second. Large worlds have longer ones (:class:`megascend.diagnostics.survey.Pace`)."""
+every second. Large worlds wait longer (:class:`megascend.diagnostics.survey.Pace`)."""
 MAX_LISTED = 16
 """Maximum number of ranks whose positions a message lists."""
 TEXT_LIMIT = 400
@@ -121,7 +121,7 @@ class PeerStatus:
     @property
     def gone(self) -> bool:
         """Check whether the peer disappeared without publishing its end or a failure."""
-        # A process of a starved machine, or one whose GIL is held by a long call, is silent and comes back.
+        # A process on an overloaded machine, or one whose GIL is held by a long call, is silent for a while only.
         silent = (self.silent >= self.limit and self.state != "running") or self.state == "ended"
         return silent and not self.record.ended and self.record.failure is None
 
@@ -129,7 +129,7 @@ class PeerStatus:
     def conclusive(self) -> bool:
         """Check whether the peer is to blame regardless of the other ranks' states."""
         failure = self.record.failure
-        # A failure that follows from another's says nothing yet: that other rank may publish its own a moment later.
+        # A secondary failure is not conclusive: the rank that caused it may publish its own failure a moment later.
         return self.state == "ended" if failure is None else not failure.secondary
 
 
@@ -185,7 +185,7 @@ def diagnose(
     blamed = set(peers) if suspects is None else set(suspects)
     for peer in [] if suspects is None else blamed:
         kind, reason = verdicts[peer]
-        # It is known not to have joined, whatever its record shows.
+        # It did not join, whatever its record shows.
         if kind in (PeerVerdict.FINE, PeerVerdict.LEFT):
             verdicts[peer] = PeerVerdict.LATE, _describe_late(peer, local, peers[peer])
         elif kind is PeerVerdict.GAVE_UP:
@@ -213,7 +213,7 @@ def judge(peer: int, local: RankRecord, status: PeerStatus | None) -> tuple[Peer
     if status is None:
         return PeerVerdict.LATE, f"rank {peer} has sent no heartbeat"
     record, peer_name = status.record, name(peer, local, status)
-    # Records are of different moments, but every rank enters an outermost phase equally often: the counts compare positions.
+    # Records are written at different times, but every rank enters an outermost phase equally often, so counts are comparable.
     entered, expected = record.counts.get(local.outer, 0), local.counts.get(local.outer, 0)
     if record.failure is not None:
         reason = f"{peer_name} failed in {record.failure.phase} with {record.failure.error}"

@@ -143,7 +143,7 @@ class ArmedFaults:
 
 
 def hang() -> None:
-    """Sleep for ever, in Python."""
+    """Sleep forever, in Python."""
     while True:
         time.sleep(3600)
 

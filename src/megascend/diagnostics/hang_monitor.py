@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PUBLISH_S = 1.0
-"""Seconds that a failure waits to be published."""
+"""Maximum number of seconds to wait until a failure is published."""
 PUBLICATION = "_megascend_publication"
 """The attribute by which a published exception carries its :class:`Publication`."""
 
@@ -134,7 +134,7 @@ class HangMonitor:
         self.on_phase: Callable[[str], None] | None = None
         self._rank, self._waits_on_host = rank, waits_on_host
         self._process = Identity.current()
-        # One table for all threads: which thread enters an outermost phase does not matter, only how often the rank did.
+        # One table for all threads: it counts how often the rank entered a phase, on whichever thread.
         self._counts: dict[str, int] = {}
         self._main = PhaseStack[Phase](threading.get_ident(), since=time.monotonic())
         self._background: dict[int, PhaseStack[Phase]] = {}
@@ -313,8 +313,8 @@ class HangMonitor:
     ) -> CollectiveTimeoutError | ProcessGroupError:
         stack = self._stack()
         phase = stack.phases[-1]
-        # Without a mark: if a caller raises the original error again, it has to be explained again.
-        # Secondary, whatever its class: Gloo's wait for a part of the timeout raises a plain RuntimeError.
+        # Not marked as published: if a caller raises the original error again, it has to be explained again.
+        # Secondary, whatever its class: Gloo's wait for part of the timeout raises a plain RuntimeError.
         self._publish_failure(phase, error, mark=False, secondary=True)
         # After the failure is published: peers that fail at the same moment read each other's.
         peers = self._poll_peers()
@@ -408,9 +408,9 @@ class HangMonitor:
 
     def _store_lock(self) -> AbstractContextManager[object]:
         """Return a lock that keeps this monitor's threads out of the store."""
-        return contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.io
+        return contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.store_lock
 
-    # --- what the thread publishes ---
+    # --- records that the thread publishes ---
 
     def _moved(self) -> object:
         return self._main.generation, len(self._background), self._failure, self.step, self.sequence.counts
@@ -425,7 +425,7 @@ class HangMonitor:
         seconds = time.monotonic() - stack.since
         frame, waits = "", False
         if phases and seconds >= min(2.0, self._watchdog.check_after_s / 2):
-            # Only after a while: most phases are short, and reading another thread's frames costs time.
+            # Not in short phases, which are most of them: reading another thread's frames costs time.
             frame, waits = stack.line()
         return RankRecord(
             heartbeat=heartbeat,

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet  # not the built-in before Python 3.11
+from concurrent.futures import TimeoutError as FutureTimeoutError  # not the built-in before Python 3.11
 from typing import TYPE_CHECKING, TypeVar
 
 from megascend.diagnostics.diagnosis import PeerStatus, RankRecord
@@ -32,7 +32,7 @@ class HeartbeatThread:
         store: a connection that no other code uses.
         snapshot: returns this rank's current record for a heartbeat number.
         changed: returns a value that differs when the rank has made progress.
-        attend: called at every tick, to check deadlines.
+        on_tick: called at every tick, to check deadlines.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class HeartbeatThread:
         world_size: int,
         snapshot: Callable[[int], RankRecord],
         changed: Callable[[], object],
-        attend: Callable[[HeartbeatThread], None],
+        on_tick: Callable[[HeartbeatThread], None],
     ) -> None:
         self._store, self._rank = store, rank
         self.store_address = _address(store)
         self._peers = [peer for peer in range(world_size) if peer != rank]
-        self._snapshot, self._changed, self._attend = snapshot, changed, attend
+        self._snapshot, self._changed, self._on_tick = snapshot, changed, on_tick
         self.pace = Pace(world_size)
         self._observer = Observer(self.pace)
         keys = [_key(number) for number in range(world_size)]
@@ -57,9 +57,8 @@ class HeartbeatThread:
         self._tasks: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = queue.SimpleQueue()
         # Held while the store is in use. Fault injection takes it before it stops this process: a process stopped in the
         # middle of a request would block the store for all ranks.
-        self.io = threading.Lock()
-        self.lost: str | None = None
-        # A daemon: interpreter exit would otherwise wait for ever if the store does not answer.
+        self.store_lock = threading.Lock()
+        # A daemon: otherwise the interpreter could not exit if the store does not answer.
         self._thread = threading.Thread(target=self._run, name="megascend-monitor", daemon=True)
         self._thread.start()
 
@@ -75,14 +74,14 @@ class HeartbeatThread:
         self._ask(self._publish, limit_s)
 
     def poll_until_certain(self) -> dict[int, PeerStatus | None] | None:
-        """Poll the peers until each has sent a heartbeat or has been silent for long; return their statuses.
+        """Poll the peers until each has sent a heartbeat or counts as gone; return their statuses.
 
         Every status describes the time of the call or later. None if there is no answer within ``pace.answer_s``.
         """
         return self._ask(self._observe, self.pace.answer_s)
 
     def read(self, peers: Sequence[int]) -> dict[int, RankRecord | None] | None:
-        """Return records of ``peers``: the current ones, or for many peers those of the last survey, if there is one.
+        """Return the current records of ``peers``; for many peers, those of the last survey.
 
         None if the store does not answer within ``pace.answer_s``.
         """
@@ -105,10 +104,10 @@ class HeartbeatThread:
         while self._thread.is_alive() and (left := until - time.monotonic()) > 0:
             try:
                 return answer.result(min(left, TICK_S))  # type: ignore[return-value]
-            except NotYet:
-                continue  # waiting in ticks notices a thread that has ended
+            except FutureTimeoutError:
+                continue  # waits in ticks, to notice a thread that has ended
             except RuntimeError:
-                return None  # the store is gone; self.lost holds the reason
+                return None  # the store's server is gone
         return None
 
     # --- on the thread ---
@@ -121,11 +120,11 @@ class HeartbeatThread:
                 if self._changed() != self._last_change or now - self._published >= self.pace.heartbeat_s:
                     self._publish()
                 if self._survey is not None:
-                    with self.io:
+                    with self.store_lock:
                         self._survey.step()
-                self._attend(self)
-        except RuntimeError as error:  # the store's server is gone: at the end of a run, or with its host
-            self.lost = str(error)
+                self._on_tick(self)
+        except RuntimeError:  # the store's server is gone: at the end of a run, or with its host
+            return
 
     def _next(self) -> bool:
         """Run a task of another thread, or wait a tick; return False to end the thread."""
@@ -136,7 +135,7 @@ class HeartbeatThread:
         if item is None:
             self._publish()
             if self._survey is not None:
-                with self.io:
+                with self.store_lock:
                     self._survey.close()
             return False
         task, answer = item
@@ -152,14 +151,14 @@ class HeartbeatThread:
         # Before the snapshot: a change in between is published twice rather than not at all.
         self._last_change = self._changed()
         self._count += 1
-        with self.io:
+        with self.store_lock:
             self._store.set(_key(self._rank), self._snapshot(self._count).encode())
         self._published = time.monotonic()
 
     def poll(self) -> dict[int, PeerStatus | None]:
-        """Return the peers' statuses; read their records at most every ``pace.poll_s`` seconds. For ``attend``.
+        """Return the peers' statuses; read their records at most every ``pace.poll_s`` seconds. For ``on_tick``.
 
-        In a large world these are of the last survey, none at first, and a new one is asked for.
+        In a large world these are the statuses of the last survey, none at first, and a new survey is requested.
         """
         due = time.monotonic() - self._polled >= self.pace.poll_s
         if self._survey is None:
@@ -168,7 +167,7 @@ class HeartbeatThread:
             return self._observer.statuses(self._peers)
         if due and not self._survey.pending:
             self._polled = time.monotonic()
-            with self.io:
+            with self.store_lock:
                 self._survey.request()
         return self._surveyed_peers(self._survey)
 
@@ -181,7 +180,7 @@ class HeartbeatThread:
         self._observer.poll(records, self._polled, time.time(), 3 * self.pace.poll_s + self.pace.silent_s)
 
     def _read(self, peers: Sequence[int]) -> dict[int, RankRecord | None]:
-        with self.io:
+        with self.store_lock:
             values = liveness.read_records(self._store, [_key(peer) for peer in peers])
         return {
             peer: None if value is None else RankRecord.decode(value) for peer, value in zip(peers, values, strict=True)
@@ -191,7 +190,7 @@ class HeartbeatThread:
         start = time.monotonic()
         self._publish()
         if self._survey is not None:
-            with self.io:
+            with self.store_lock:
                 self._survey.request()
         while True:
             if self._survey is None:
@@ -200,13 +199,13 @@ class HeartbeatThread:
                 if self._observer.certain(statuses, start):
                     return statuses
             else:
-                with self.io:
+                with self.store_lock:
                     self._survey.step()
                 if not self._survey.pending:
                     return self._surveyed_peers(self._survey)
-                if time.monotonic() - start > self.pace.answer_s:  # the caller waits no longer
+                if time.monotonic() - start > self.pace.answer_s:  # the caller no longer waits
                     return None
-            time.sleep(min(self.pace.look_s, TICK_S) if self._survey is not None else self.pace.look_s)
+            time.sleep(min(self.pace.urgent_poll_s, TICK_S) if self._survey is not None else self.pace.urgent_poll_s)
             if time.monotonic() - self._published >= self.pace.heartbeat_s:
                 self._publish()
 

@@ -1,13 +1,13 @@
-"""Read the records of a large world once for all ranks that ask: one of them collects, and the others read its summary.
+"""Surveys of a large world: one rank, the collector, reads all ranks' records, and the other ranks read its summary.
 
-When a collective of n ranks fails, all of them ask who is to blame. If each read every record, one server would serve n^2. The
-first rank that asks becomes the collector, by an atomic exchange in the store: it reads all records until each rank has sent a
-heartbeat or has been silent for too long, as a reader of its own would, and publishes a summary. A request is a number, and a
-summary says up to which number it answers: its records are younger than these requests. A collector that makes no progress, or
-leaves, is replaced by the next rank that asks.
+When a collective of n ranks fails, all of them look for the culprit. If each read every record, one server would serve n^2
+records. So a rank that needs them requests a survey, by incrementing a counter in the store. The first one becomes the collector,
+by an atomic exchange: it reads all records until each rank has sent a heartbeat or counts as gone, and publishes a summary with
+the number of the last request older than its records, up to which it answers. A collector that makes no progress, or leaves, is
+replaced by the next rank with a request.
 
-The summary has the ranks whose records lead to the same verdict as one set, with the texts and times of the first
-:data:`~megascend.diagnostics.diagnosis.MAX_LISTED` of each set: no message lists more of them.
+The summary groups ranks whose records lead to the same verdict, and has texts and times for the first
+:data:`~megascend.diagnostics.diagnosis.MAX_LISTED` ranks of each group only: no message lists more.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 1.0
 """Seconds between two records of a rank that makes no progress."""
 TICK_S = 0.2
-"""Seconds between two checks for progress of a rank; a change is published at once."""
-LOOK_S = 0.25
+"""Seconds between two checks of a rank for its own progress; a change is published at once."""
+URGENT_POLL_S = 0.25
 """Seconds between two reads of the records, or of the collector's progress, while a caller waits for a diagnosis."""
 
 _REQUESTS, _COLLECTOR, _PROGRESS, _SUMMARY = (
@@ -60,9 +60,9 @@ class Pace:
         return SILENT_S * self.heartbeat_s / HEARTBEAT_S
 
     @property
-    def look_s(self) -> float:
-        """Return the seconds between two looks at the store while a caller waits."""
-        return max(LOOK_S, self.world_size / 4096)
+    def urgent_poll_s(self) -> float:
+        """Return the seconds between two reads of the store while a caller waits."""
+        return max(URGENT_POLL_S, self.world_size / 4096)
 
     @property
     def poll_s(self) -> float:
@@ -119,28 +119,28 @@ class Observer(liveness.HeartbeatObserver[RankRecord]):
 
 @dataclass(frozen=True)
 class Progress:
-    """State of a collection.
+    """State of a survey, published by its collector.
 
     Attributes:
-        turn: number of the collector: of each one that takes over, one more.
-        looks: how often it has read the records.
+        turn: number of the collector, incremented by each one that takes over.
+        reads: number of times it has read the records.
         covered: number of the last request that its newest summary answers.
-        ended: it collects no longer.
+        ended: it no longer collects.
     """
 
     turn: int
-    looks: int = 0
+    reads: int = 0
     covered: int = 0
     ended: bool = False
 
 
 class Survey:
-    """A rank's part in the collections: its requests, its turns as the collector, and the newest summary that it has read.
+    """A rank's part in surveys: its requests, its turns as the collector, and the newest summary that it has read.
 
     Only one thread uses it.
 
     Args:
-        store: where the ranks' records are, under ``keys``.
+        store: holds the ranks' records, under ``keys``.
     """
 
     def __init__(self, store: Store, rank: int, keys: list[str], pace: Pace) -> None:
@@ -150,7 +150,9 @@ class Survey:
         self._holder, self._progress = "", Progress(0)
         self._changed = self._stepped_at = float("-inf")  # times of the last progress seen, and of the last step
         self._collecting: Progress | None = None
-        self._marks: list[tuple[float, int]] = []  # times, and the number of requests that there were
+        self._request_counts: list[
+            tuple[float, int]
+        ] = []  # of unanswered requests: time, and number of requests so far
         self.statuses: dict[int, PeerStatus | None] = {}
 
     @property
@@ -160,22 +162,22 @@ class Survey:
 
     @property
     def active(self) -> bool:
-        """Check whether :meth:`step` has something to do: for this rank, or for others."""
+        """Check whether :meth:`step` has work to do, for this rank's request or as the collector."""
         return self.pending or self._collecting is not None
 
     def request(self) -> None:
-        """Ask for a summary of records that are younger than this call; :meth:`step` until :attr:`pending` ends."""
+        """Request a summary of records that are younger than this call; call :meth:`step` while :attr:`pending`."""
         self._requested = self._store.add(_REQUESTS, 1)
         self._stepped_at = float("-inf")
 
     def step(self) -> None:
-        """Collect, or look whether the collector has answered; at most every ``look_s`` seconds."""
+        """Collect, or check whether the collector has answered; at most every ``urgent_poll_s`` seconds."""
         now = time.monotonic()
-        if not self.active or now - self._stepped_at < self._pace.look_s:
+        if not self.active or now - self._stepped_at < self._pace.urgent_poll_s:
             return
         self._stepped_at = now
         if self._collecting is None and not self._follow(now):
-            self._contest(now)
+            self._try_to_collect(now)
         if self._collecting is not None:
             self._collect(self._collecting)
 
@@ -186,10 +188,10 @@ class Survey:
             self._collecting = None
 
     def _follow(self, now: float) -> bool:
-        """Read the collector's progress, and its summary if that answers; return whether to wait for it further."""
+        """Read the collector's progress, and its summary if it answers the request; return whether to keep waiting for it."""
         progress = self._read()
         if progress is None or progress.turn < self._progress.turn:
-            return now - self._changed < self._pace.silent_s  # the next collector has not begun
+            return now - self._changed < self._pace.silent_s  # the next collector has not started
         if progress != self._progress:
             self._progress, self._changed = progress, now
         if progress.covered >= self._requested:
@@ -198,19 +200,18 @@ class Survey:
             return True
         return not progress.ended and now - self._changed < self._pace.silent_s
 
-    def _contest(self, now: float) -> None:
-        """Become the collector, unless another rank has done so since this one looked."""
+    def _try_to_collect(self, now: float) -> None:
+        """Become the collector, unless another rank has done so since the last read."""
         claim = f"{self._progress.turn + 1} {self._rank}"
         holder = self._store.compare_set(_COLLECTOR, self._holder, claim).decode()
         turn = int(holder.split()[0])
-        if (
-            turn <= self._progress.turn and holder != self._holder
-        ):  # the last collector, whose name this rank did not know
+        # The previous collector, which this rank had not read yet: try again with its value.
+        if turn <= self._progress.turn and holder != self._holder:
             holder = self._store.compare_set(_COLLECTOR, holder, claim).decode()
             turn = int(holder.split()[0])
         self._holder, self._changed = holder, now
         if holder == claim:
-            self._collecting, self._marks = Progress(turn), []
+            self._collecting, self._request_counts = Progress(turn), []
         if turn > self._progress.turn:
             self._progress = Progress(turn)
 
@@ -218,25 +219,25 @@ class Survey:
         """Read all records, and publish a summary if it answers more requests than the last one."""
         current = self._read()
         if current is not None and current.turn > progress.turn:
-            self._collecting = None  # this process was stopped for long, and another rank has taken over
+            self._collecting = None  # this process was suspended, and another rank has taken over
             return
         now = time.monotonic()
         requests = self._store.add(_REQUESTS, 0)
-        if not self._marks or self._marks[-1][1] < requests:
-            self._marks.append((now, requests))
+        if not self._request_counts or self._request_counts[-1][1] < requests:
+            self._request_counts.append((now, requests))
         values = liveness.read_records(self._store, self._keys)
         records = {rank: None if value is None else RankRecord.decode(value) for rank, value in enumerate(values)}
         self._observer.poll(records, time.monotonic(), time.time(), 3 * self._pace.poll_s + self._pace.silent_s)
         statuses = self._observer.statuses(records)
-        certain = [count for since, count in self._marks if self._observer.certain(statuses, since)]
-        if certain:
-            self._marks = [mark for mark in self._marks if mark[1] > certain[-1]]
+        covered = [count for since, count in self._request_counts if self._observer.certain(statuses, since)]
+        if covered:
+            self._request_counts = [entry for entry in self._request_counts if entry[1] > covered[-1]]
             self._store.set(_SUMMARY, encode(statuses))  # type: ignore[reportArgumentType]  torch's stub takes text only
         progress = replace(
             progress,
-            looks=progress.looks + 1,
-            covered=max([progress.covered, *certain]),
-            ended=not self._marks,
+            reads=progress.reads + 1,
+            covered=max([progress.covered, *covered]),
+            ended=not self._request_counts,
         )
         self._write(progress)
         self._collecting = None if progress.ended else progress
@@ -246,11 +247,10 @@ class Survey:
     def _read(self) -> Progress | None:
         if not self._store.check([_PROGRESS]):
             return None
-        turn, looks, covered, ended = json.loads(self._store.get(_PROGRESS))
-        return Progress(turn, looks, covered, ended)
+        return Progress(*json.loads(self._store.get(_PROGRESS)))
 
     def _write(self, progress: Progress) -> None:
-        self._store.set(_PROGRESS, json.dumps([progress.turn, progress.looks, progress.covered, progress.ended]))
+        self._store.set(_PROGRESS, json.dumps([progress.turn, progress.reads, progress.covered, progress.ended]))
 
 
 def encode(statuses: Mapping[int, PeerStatus | None]) -> bytes:
@@ -272,7 +272,7 @@ def encode(statuses: Mapping[int, PeerStatus | None]) -> bytes:
 
 
 def decode(summary: bytes, pace: Pace) -> dict[int, PeerStatus | None]:
-    """Return the statuses of all ranks; those that no message lists have times and texts of another rank with their verdict."""
+    """Return the statuses of all ranks; beyond the first ones of a group, times and texts are those of another member."""
     statuses: dict[int, PeerStatus | None] = {}
     for bits, fields, entries in json.loads(zlib.decompress(summary)):
         members = int(bits, 16)
@@ -282,19 +282,19 @@ def decode(summary: bytes, pace: Pace) -> dict[int, PeerStatus | None]:
             continue
         first = [_status(fields, entry, pace) for entry in entries]
         statuses |= zip(ranks, first, strict=False)
-        # The name of a host would be that of the other rank.
+        # Without the process, whose host would be the other rank's.
         rest = replace(first[-1], record=replace(first[-1].record, process=None))
         statuses |= dict.fromkeys(ranks[len(first) :], rest)
     return dict(sorted(statuses.items()))
 
 
 def _same_fields(status: PeerStatus | None) -> tuple[RankRecord, bool, str | None] | None:
-    """Return what :func:`megascend.diagnostics.diagnosis.judge` looks at; None for a rank without a record."""
+    """Return the fields that decide the verdict of :func:`megascend.diagnostics.diagnosis.judge`; None without a record."""
     if status is None:
         return None
     record = status.record
     failure = None if record.failure is None else replace(record.failure, error="")
-    # The line of Python counts if there is one.
+    # Only the presence of a Python frame matters, not its line.
     same = replace(
         record, heartbeat=0, seconds=0.0, clock=0.0, process=None, failure=failure, frame="line" if record.frame else ""
     )
@@ -318,6 +318,6 @@ def _status(fields: list[Any], entry: list[Any], pace: Pace) -> PeerStatus:
     record = replace(
         record, heartbeat=heartbeat, seconds=seconds, clock=clock, frame=frame, process=identity, failure=failure
     )
-    # This rank may see the process, on its own host, where the collector could not.
+    # The process may be on this rank's host, which the collector cannot see.
     state_here = None if identity is None else identity.state()
     return PeerStatus(record, silent, age, state if state_here is None else state_here, pace.silent_s)

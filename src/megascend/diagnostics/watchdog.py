@@ -1,6 +1,6 @@
 """Watchdog of a stuck rank: log past the deadline, and end the process if another rank is gone or has failed.
 
-It sees a thread as a stack of phases, and the line of Python where it is.
+It represents a thread by its stack of phases and its current line of Python.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Watchdog:
 
     def _give_up(self, message: str) -> None:
         logger.error("%s. The peer will not recover: exiting with code %d", message, EXIT_PEER_LOST)
-        # Where the main thread hangs, for the error file: its own traceback will never be printed.
+        # The main thread's stack, for the error file: the thread itself will never print a traceback.
         frame = sys._current_frames().get(self._stack.thread)
         error = PeerLostError(message)
         self._on_fatal(error)

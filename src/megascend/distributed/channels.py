@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 RELAYED_ABOVE = 256
-"""Ranks above which frames are relayed, in log2(n) rounds. Below, each rank sends its frame to every other one: that is faster,
-and connects every pair of ranks, with a socket on each side and a read of the store."""
-LOOK_S = 1.0
+"""Ranks above which frames are relayed, in log2(n) rounds. Below, each rank sends its frame to every other one, which is faster,
+but connects every pair of ranks, with a socket on each side and a read of the store."""
+FIRST_CHECK_S = 1.0
 """Seconds that a rank waits before its first check for ranks that left and for a deadlock between groups."""
 MAX_PAUSE_S = 30.0
-"""Longest pause between two checks, in seconds: each reads the store at most twice for every rank of the group."""
+"""Longest pause between two such checks, in seconds; each reads the store up to twice per rank of the group."""
 MARGIN_S = 1.0
 """Seconds that a rank waits past the group's timeout, so that Gloo's own error, which says more, arrives first."""
 
 
 class ExchangeWork(Protocol):
-    """Handle of an exchange under way, as ``torch.distributed.Work``."""
+    """Handle of a running exchange, like ``torch.distributed.Work``."""
 
     def wait(self, timeout: timedelta = ...) -> object:
         """Return once the exchange has completed. RuntimeError: it failed, or the time has elapsed."""
@@ -48,14 +48,14 @@ class RelayedExchange:
     Args:
         buffer: rows of all ranks, to be received; row 0 is this rank's. Rows are in group order, beginning with this rank.
         ranks: global ranks, in group order.
-        tag: number that the messages of no other exchange under way have.
+        tag: tag of the messages, unique among concurrent exchanges.
     """
 
     def __init__(self, buffer: torch.Tensor, ranks: Sequence[int], rank: int, group: ProcessGroup, tag: int) -> None:
         self._buffer, self._ranks, self._group, self._tag = buffer, ranks, group, tag
         self._position = list(ranks).index(rank)
         self._completed, self._error = threading.Event(), None
-        # A daemon: a rank may end while others have not come, and its other work need not wait for them.
+        # A daemon: a rank may end although others have not joined.
         threading.Thread(target=self._run, name="megascend-exchange", daemon=True).start()
 
     def wait(self, timeout: timedelta = timedelta.max) -> None:
@@ -126,7 +126,7 @@ class Channel:
 
         Args:
             timeout_s: default: the group's timeout.
-            on_slow: called with growing pauses while this rank waits; see :data:`LOOK_S`.
+            on_slow: called with growing pauses while this rank waits; see :data:`FIRST_CHECK_S`.
         """
         if self.is_single:
             return [frame]
@@ -137,7 +137,7 @@ class Channel:
         data = received.numpy().tobytes()
         return [data[start : start + frames.SIZE] for start in range(0, len(data), frames.SIZE)]
 
-    def take_part(self, frame: bytes) -> None:
+    def join_next(self, frame: bytes) -> None:
         """Join the next exchange without waiting for it, so that the other ranks can complete it."""
         self._unfinished = [entry for entry in self._unfinished if not entry[1].is_completed()]
         self._unfinished.append(self._send(frame))
@@ -160,7 +160,7 @@ class Channel:
         return received, work
 
     def _wait(self, work: ExchangeWork, limit_s: float, on_slow: Callable[[], None] | None) -> None:
-        deadline, pause = time.monotonic() + limit_s, LOOK_S
+        deadline, pause = time.monotonic() + limit_s, FIRST_CHECK_S
         while True:
             left = deadline - time.monotonic()
             try:

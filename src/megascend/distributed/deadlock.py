@@ -1,4 +1,4 @@
-"""Find deadlocks between groups: rank 0 waits in a collective of the world, rank 1 in one of their pair. Pure.
+"""Detect deadlocks between groups, such as rank 0 in a collective of the world while rank 1 is in one of the pair (0, 1). Pure.
 
 No exchange inside a group can reveal this, since neither exchange ends. Every rank publishes the collectives that it enters
 (:mod:`megascend.diagnostics.collective_sequence`); a rank that has waited long follows these records from rank to rank.
@@ -28,8 +28,8 @@ def find_cycle(
 ) -> list[Pending]:
     """Return the cycle of collectives through that of ``rank``, each waiting for a rank in the next; empty if there is none.
 
-    A rank leaves a collective only when all others have entered it. A cycle therefore never resolves, and it is real even if the
-    records were read at different moments: each rank in it still waits for the next.
+    A rank leaves a collective only when all others have entered it. So a cycle never resolves, and one that is found in records
+    of different moments exists: each of its ranks is still waiting for the next.
 
     Args:
         read: returns the collective counts that ranks have published.
@@ -50,7 +50,7 @@ def find_cycle(
                 if counts[other].of(count.last) < count.of(count.last):
                     if other == rank:
                         return _path(waiting, rank, came_from, counts)
-                    # Without a last collective the rank computes (or died): it waits for no rank, so no cycle passes through it.
+                    # Without a last collective the rank is computing, or has died: it waits for no rank, so it is in no cycle.
                     if other not in came_from and counts[other].last:
                         came_from[other] = waiting
                         waited_for[other] = None

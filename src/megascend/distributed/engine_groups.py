@@ -62,7 +62,7 @@ class PlainGroups:
         groups: dict[tuple[int, ...], ProcessGroup] = {
             tuple(range(topology.world_size)): dist.distributed_c10d._get_default_group()
         }
-        # new_group is collective over the world: every rank calls it for every group, also for those it is not in.
+        # new_group is collective over the world: every rank calls it for every group, including those that it is not in.
         for ranks, name in rank_lists(topology).items():
             if ranks not in groups:
                 self._add(groups, ranks, dist.new_group([*ranks], timeout=timeout, group_desc=name.upper()), rank)

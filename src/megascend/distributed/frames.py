@@ -124,7 +124,7 @@ def decode(frame: bytes) -> Frame | None:
 
 @lru_cache(maxsize=64)  # most ranks are at the same position
 def _position(number: int, step: int, text: bytes, refused: bool) -> Position:
-    # The two empty strings stand in for a refusal that did not fit.
+    # The two empty strings replace a refusal that did not fit.
     kind, group, purpose, phase, *rest = (*text.decode(errors="replace").split(_SEPARATOR), "", "")
     return Position(kind, group, number, step, purpose, phase, (rest[0], rest[1]) if refused else None)
 

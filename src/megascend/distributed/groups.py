@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-CARRIERS = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
+OBJECT_GROUPS = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
 """Groups that carry objects, in the order in which every rank creates their channels."""
 BACKGROUND_TIMEOUT = timedelta(days=1)
 """Timeout of collectives on threads other than the main one."""
@@ -91,13 +91,13 @@ class ProcessGroups:
         return group  # type: ignore[reportReturnType]
 
     @property
-    def carriers(self) -> tuple[str, ...]:
+    def object_groups(self) -> tuple[str, ...]:
         """Return the names of the groups that carry objects."""
-        return CARRIERS
+        return OBJECT_GROUPS
 
-    def carried_to(self, name: str, rank: int) -> list[int]:
-        """Return the ranks of ``rank``'s group ``name``; none if that group carries no objects."""
-        return self.topology.group_of(rank, *axes_of(name)) if name in CARRIERS else []
+    def object_group_ranks(self, name: str, rank: int) -> list[int]:
+        """Return the ranks of ``rank``'s group ``name``; empty if that group carries no objects."""
+        return self.topology.group_of(rank, *axes_of(name)) if name in OBJECT_GROUPS else []
 
     def register(self, group: ProcessGroup) -> None:
         """Register ``group`` to be destroyed with the others."""
@@ -108,7 +108,7 @@ class ProcessGroups:
 
         Its timeout is that of :meth:`new_gloo`.
         """
-        # Not one of CARRIERS: deadlocks are looked for among the main threads' collectives only.
+        # Not one of OBJECT_GROUPS: deadlock detection covers the main threads' collectives only.
         ranks = list(range(self.world_size))
         self._channels[name] = Channel(name, ranks, self.rank, self.new_gloo(name), BACKGROUND_TIMEOUT.total_seconds())
 
@@ -119,18 +119,18 @@ class ProcessGroups:
     def destroy(self, limit_s: float | None = None) -> None:
         """Destroy the engine's groups, the channels and, if it was created with them, the default group.
 
-        NCCL destroys a communicator only together with the other ranks of the host. Those that wait for this one in a channel
-        learn from its record that it left.
+        NCCL destroys a communicator only together with the other ranks of the host. Ranks that wait for this one in a channel
+        read in its record that it left.
 
         Args:
-            limit_s: seconds after which to go on without: after an error, which has to become known although other ranks are in
-                a collective. Default: wait.
+            limit_s: seconds after which to return anyway; for use after an error, which must be reported although other ranks
+                are still in a collective. Default: wait.
         """
-        # First: peers that are still in a collective then see that this rank left, not that it went silent.
+        # First, so that peers that are still in a collective see that this rank has left, not that it is silent.
         self.monitor.close()
         if not self._device_groups:
             return
-        # Before the groups go: the redirected functions of torch.distributed look up channels here.
+        # Before the groups are cleared: the redirected functions of torch.distributed look up channels here.
         while self._undo:
             self._undo.pop()()
         self._device_groups.clear()
@@ -143,7 +143,7 @@ class ProcessGroups:
         thread.join(limit_s)
         if thread.is_alive():
             logger.warning(
-                "rank %d: its process groups were not destroyed within %g s, since other ranks have not left theirs; going on",
+                "rank %d: its process groups were not destroyed within %g s, since other ranks have not left theirs; continuing",
                 self.rank,
                 limit_s,
             )

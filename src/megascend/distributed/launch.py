@@ -57,7 +57,7 @@ def plain_environment() -> dict[str, str]:
     from simnpu.environment import own_paths
     from simnpu.settings import ACTIVE_VARIABLE
 
-    # The simulated NPU puts its stand-ins for torch_npu and others on sys.path; a helper process must import without them.
+    # The simulated NPU puts stand-ins of torch_npu and other packages on sys.path; a helper process must not import them.
     simulated = {str(path) for path in own_paths()} if ACTIVE_VARIABLE in os.environ else set()
     # sys.path, not PYTHONPATH: the parent may have extended it at run time, and relative entries depend on its directory.
     path = [str(Path(entry).absolute()) for entry in sys.path if entry and entry not in simulated]
@@ -65,7 +65,7 @@ def plain_environment() -> dict[str, str]:
     environment.pop(ACTIVE_VARIABLE, None)
     return environment | {
         "PYTHONPATH": os.pathsep.join(path),
-        # One thread: a helper runs beside ranks that use the cores themselves.
+        # One thread: the ranks themselves need the other cores.
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         # Stops torch from importing torch_npu: helpers use plain packages.

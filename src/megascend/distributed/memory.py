@@ -20,7 +20,7 @@ def _attempt(make: Callable[[], T], rank: int) -> tuple[T | None, OutOfDeviceMem
         return make(), None
     except torch.OutOfMemoryError as error:
         text = str(error)
-    # Built after the except block: torch's error refers to the frames of `make`, and so keeps their tensors alive.
+    # After the except block: torch's error refers to the frames of `make`, which would keep their tensors alive.
     return None, OutOfDeviceMemoryError(f"the device's memory has no room for this request (rank {rank}): {text}")
 
 

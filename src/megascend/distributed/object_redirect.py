@@ -77,7 +77,7 @@ class ObjectCollectiveRedirect:
     def _name(self, group: ProcessGroup | None, caller: str) -> str:
         if group is None:
             return "world"
-        for name in self._groups.carriers:
+        for name in self._groups.object_groups:
             if self._groups.device_group(name) is group:
                 return name
         raise ProcessGroupError(

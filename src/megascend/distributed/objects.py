@@ -41,7 +41,7 @@ def gather_objects(
     """Return every rank's object, in group order, on every rank of the group. Objects travel pickled.
 
     Args:
-        purpose: the call it belongs to, with the arguments that must be equal on all ranks; errors repeat it.
+        purpose: the call it belongs to, with the arguments that must be equal on all ranks; error messages contain it.
         step: the optimizer step it belongs to; default: the current one.
 
     Raises:
@@ -73,7 +73,7 @@ def collect_objects(
 def broadcast_object(
     obj: T | None, group_name: str, groups: ProcessGroups, source: int = 0, purpose: str = "", step: int | None = None
 ) -> T:
-    """Return the object that the group's rank ``source`` passes, on every rank of the group; the others' is ignored.
+    """Return the object passed by the group's rank ``source``, on every rank of the group; the other ranks' objects are ignored.
 
     Args:
         source: rank within the group (not a global rank).
@@ -141,11 +141,11 @@ def agree(
 
     Args:
         purpose: the call, with the arguments that must be equal.
-        problem: the error because of which this rank cannot make it.
+        problem: the error that keeps this rank from making the call, or None.
 
     Raises:
         OutOfStepError: as :func:`gather_objects`.
-        MegascendError: ``problem`` itself; on the other ranks an error of its class that repeats it.
+        MegascendError: ``problem`` itself; on the other ranks an error of the same class and text.
         ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
     """
     with _collective("agree", group_name, groups, purpose, None) as collective:
@@ -185,7 +185,7 @@ def from_rank_0(produce: Callable[[], T], groups: ProcessGroups, purpose: str) -
     if groups.rank == 0:
         try:
             outcome = produce(), None
-        # Any other exception is a bug: it leaves rank 0, and the hang monitor tells the others.
+        # Any other exception is a bug: it is raised on rank 0, and the hang monitor reports it to the others.
         except MegascendError as error:
             outcome = None, error
     value, problem = broadcast_object(outcome, "world", groups, purpose=purpose)
@@ -253,14 +253,16 @@ class _Collective:
         return frames.aligned_frames(received, channel.ranks, self._groups.rank)
 
     def _check_others(self, position: Position) -> None:
-        """Raise if a rank left for good without coming here; resolve a deadlock between groups that involves this rank."""
+        """Raise if a rank left without entering this collective; resolve a deadlock between groups that involves this rank."""
         groups = self._groups
-        # Its connections may stay open: destroying NCCL's groups waits for the ranks that wait here.
+        # A rank that left may keep its connections open: destroying NCCL's groups waits for the ranks that wait here.
         if departed := groups.monitor.departed(self._channel.name, position.number, self._channel.ranks):
             self._departed = departed
             raise RuntimeError(f"ranks {departed} left their process groups")
-        if self._channel.name in groups.carriers:
-            self._release(find_cycle(groups.rank, groups.monitor.collective_counts, groups.carried_to), position)
+        if self._channel.name in groups.object_groups:
+            self._release(
+                find_cycle(groups.rank, groups.monitor.collective_counts, groups.object_group_ranks), position
+            )
 
     def _release(self, pending: Sequence[Pending], position: Position) -> None:
         """Complete the ``pending`` collectives that wait for this rank, with a frame that shows where it is instead."""
@@ -269,10 +271,10 @@ class _Collective:
             sequence = groups.monitor.sequence
             # A rank that has entered it meanwhile, or released it already, must not send a second frame.
             late = sequence.counts.of(collective.channel) < collective.number
-            if late and groups.rank in groups.carried_to(collective.channel, collective.rank):
-                # Counted as entered, or this rank's later collectives of that channel would be one number behind the others'.
+            if late and groups.rank in groups.object_group_ranks(collective.channel, collective.rank):
+                # Counted as entered: otherwise this rank's later collectives of that channel would be numbered one too low.
                 sequence.enter(collective.channel, waits=False)
-                groups.channel(collective.channel).take_part(frames.encode_stray(position, pending))
+                groups.channel(collective.channel).join_next(frames.encode_stray(position, pending))
 
     def gather(self, content: bytes, timeout_s: float | None = None) -> list[bytes]:
         """Return every rank's bytes, on every rank."""
@@ -281,11 +283,11 @@ class _Collective:
         members = self.exchange(content, timeout_s)
         if all(frame.complete for frame in members):
             return [frame.content for frame in members]
-        # All ranks know the lengths from the frames, so they decide alike on a second round and on its size.
+        # All ranks know the lengths from the frames, so they make the same decision about a second round and its size.
         size = max(frame.length for frame in members)
         larger = [number for number, frame in enumerate(members) if not frame.complete]
         if sum(members[number].length for number in larger) < len(members) * size // 2:
-            # Few ranks have more than a frame holds: padding all to the largest would take memory for the others' nothing.
+            # Only few objects are larger than a frame: padding all of them to the largest would waste memory.
             contents = [frame.content for frame in members]
             for number in larger:
                 contents[number] = self._broadcast(content, number, members[number].length, timeout_s)
@@ -362,12 +364,12 @@ class _Collective:
                 )
             if late:
                 return did_not_arrive(self._groups.rank, self._activity, late, len(channel.ranks), limit)
-            reason = f"although ranks {channel.ranks} came; one may have died since"
+            reason = f"although ranks {channel.ranks} had entered it; one may have died since"
             return f"rank {self._groups.rank}: {self._activity} failed {reason}"
 
         try:
             yield
-        except RuntimeError as error:  # Gloo raises it for timeouts and for lost peers alike
+        except RuntimeError as error:  # Gloo raises it both for timeouts and for lost peers
             raise monitor.explain_collective(error, channel.name, self._number, channel.ranks, headline) from error
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.distributed.channels import RELAYED_ABOVE, Channel
 from megascend.distributed.engine_groups import GroupFactory, PlainGroups
-from megascend.distributed.groups import CARRIERS, ProcessGroups
+from megascend.distributed.groups import OBJECT_GROUPS, ProcessGroups
 from megascend.distributed.launch import Launch, reconnect
 from megascend.distributed.object_redirect import ObjectCollectiveRedirect
 from megascend.distributed.rendezvous import (
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LAZY_CONNECTIONS_ABOVE = RELAYED_ABOVE
-"""Ranks above which Gloo connects two ranks when they first communicate. Below, each rank stores something for every other, and
-reads what all have stored: 8 n^3 bytes for a group of n ranks, 134 MB for 256 and 9 GB for 1024."""
+"""Ranks above which Gloo connects two ranks when they first communicate. Below, each rank stores an address for every other, and
+reads all of them: 8 n^3 bytes for a group of n ranks, 134 MB for 256 and 9 GB for 1024."""
 WORLD_GROUPS = 3
-"""Further Gloo groups of all ranks, which are created when they are needed: of checkpoints, and of one more thread."""
+"""Further Gloo groups of all ranks, created on demand: two for checkpoints, one for another thread."""
 OTHER_FILES = 256
 """Open files and sockets of a rank besides those of Gloo groups: the store, data, logs, libraries, devices."""
 
@@ -122,7 +122,7 @@ def initialize(
             engine_groups = factory.create(topology, launch.rank, timeout_s)
             groups._device_groups = engine_groups.device
             _create_channels(groups, engine_groups.cpu)
-            # A rank that left here, with an error too, while another still connects to it would look lost to that one.
+            # All must be connected before any rank leaves, even with an error: to a rank still connecting it would seem lost.
             if launch.world_size > 1:
                 dist.barrier(groups.channel("world").group)
             _check_ranks(groups, factory)
@@ -143,19 +143,19 @@ def gloo_sockets(topology: Topology, rank: int, *, device_groups: bool) -> int:
     """Count the sockets of a rank's Gloo groups: one to each member that it communicates with, and one that listens. Pure.
 
     Args:
-        device_groups: those for tensors are on Gloo, too.
+        device_groups: the groups for tensors are on Gloo, too.
     """
-    carriers, axes = (
-        {tuple(topology.group_of(rank, *axes_of(name))) for name in names} for names in (CARRIERS, GROUP_AXES)
+    object_groups, axis_groups = (
+        {tuple(topology.group_of(rank, *axes_of(name))) for name in names} for names in (OBJECT_GROUPS, GROUP_AXES)
     )
-    total = sum(carrier_sockets(rank, ranks) for ranks in carriers)
-    total += WORLD_GROUPS * carrier_sockets(rank, range(topology.world_size))
+    total = sum(object_group_sockets(rank, ranks) for ranks in object_groups)
+    total += WORLD_GROUPS * object_group_sockets(rank, range(topology.world_size))
     if device_groups:
-        total += sum(len(ranks) for ranks in axes if len(ranks) > 1)
+        total += sum(len(ranks) for ranks in axis_groups if len(ranks) > 1)
     return total
 
 
-def carrier_sockets(rank: int, ranks: Sequence[int]) -> int:
+def object_group_sockets(rank: int, ranks: Sequence[int]) -> int:
     """Count the sockets of a rank's Gloo group that carries objects. Pure."""
     size = len(ranks)
     if size == 1:
@@ -191,7 +191,7 @@ def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | No
         starts = launch.store(timeout_s, "starts")  # open until the next one is: keeps rank 0's server alive
         start = "start-" + agree_on_start(starts, launch.rank, launch.world_size, timeout_s)
     opened = launch.store(timeout_s, start)
-    # Keys of an earlier group in the same store (after destroy()) would confuse a new one: count the times.
+    # Numbered, because an earlier group may have left keys in the same store (after destroy()).
     prefix = f"megascend/{opened.add(f'megascend/times/{launch.rank}', 1)}"
     # A store serializes the requests of a connection: a wait of the main thread would block the monitor's on the same one.
     second = dist.PrefixStore(prefix, launch.store(timeout_s, start)) if launch.world_size > 1 else None
@@ -224,7 +224,7 @@ def _adopted_launch() -> Launch:
     same_world = from_launcher.world_size == dist.get_world_size()
     return Launch(
         rank=rank,
-        # The trainer made the group its own way: the launcher's variables count only if they describe the same world.
+        # The trainer created the group: the launcher's variables apply only if they describe the same world.
         local_rank=from_launcher.local_rank if same_world else rank,
         world_size=dist.get_world_size(),
         attempt=from_launcher.attempt,
@@ -286,8 +286,8 @@ def _check_ranks(groups: ProcessGroups, factory: GroupFactory) -> None:
         actual, expected = dist.get_process_group_ranks(group), groups.ranks(name)
         if actual != expected:
             raise ProcessGroupError(
-                f"rank {groups.rank}: {type(factory).__name__} made the group {name} of ranks {actual}, the topology has "
-                f"{expected}; the engine's library, or a patch to it, orders ranks in a way megascend does not know"
+                f"rank {groups.rank}: {type(factory).__name__} created group {name} with ranks {actual}, the topology has "
+                f"{expected}; the engine's library, or a patch to it, orders ranks in a way that megascend does not know"
             )
 
 
@@ -301,7 +301,7 @@ def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup])
     # Reversed: of several names with the same ranks, the first one's group counts, as in rank_lists().
     gloo_groups = {tuple(groups.ranks(name)): cpu_groups[name] for name in reversed(cpu_groups)}
     existing = rank_lists(groups.topology, cpu_groups)
-    for ranks, name in rank_lists(groups.topology, CARRIERS).items():
+    for ranks, name in rank_lists(groups.topology, OBJECT_GROUPS).items():
         if ranks not in existing:
             # On all ranks, members or not: new_group is collective over the world.
             group = dist.new_group([*ranks], timeout=timeout, backend="gloo", group_desc=f"{name.upper()}_OBJECTS")
@@ -309,7 +309,7 @@ def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup])
                 gloo_groups[ranks] = group  # type: ignore[reportArgumentType]
                 groups._created.append(group)  # type: ignore[reportArgumentType]
     channels: dict[tuple[int, ...], Channel] = {}
-    for name in CARRIERS:
+    for name in OBJECT_GROUPS:
         ranks = tuple(groups.ranks(name))
         if ranks not in channels:
             channels[ranks] = Channel(name, ranks, groups.rank, gloo_groups.get(ranks), groups.timeout_s)

@@ -1,8 +1,8 @@
 """Rendezvous of the ranks in the store, before there is a process group.
 
-torchrun counts restarts on each host: a host that came back begins at 0, and one whose ranks did not fail does not count. Its
-store may outlive the ranks. With several hosts, the count therefore does not identify the keys of a start; the ranks agree on a
-name for it instead.
+torchrun counts restarts on each host separately: a replaced host begins at 0, and a host whose ranks did not fail does not count.
+The store may outlive the ranks. With several hosts the count therefore cannot identify a start, and the ranks agree on a name for
+it instead, which prefixes their keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BRANCHES = 32
 
 
 class Arrivals:
-    """Ranks that have announced themselves in the store, counted in a tree: no rank asks for every other one.
+    """Ranks that have announced themselves in the store, counted in a tree, so that no rank has to query every other one.
 
     Args:
         name: prefix of the keys.
@@ -50,7 +50,7 @@ class Arrivals:
         return min(self._store.add(self._key(self._spans[-1], 0), 0), self._world_size)
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not; costs some requests for each of them, and few for all others."""
+        """Return the ranks that have not announced themselves; takes a few requests for each of them, and few for all others."""
         return self._missing(0, len(self._spans) - 1)
 
     def _missing(self, first: int, level: int) -> list[int]:
@@ -76,7 +76,7 @@ def wait_for_all(store: Store, rank: int, world_size: int, timeout_s: float) -> 
     arrivals = Arrivals(store, "started", world_size)
     arrivals.announce(rank)
     deadline = time.monotonic() + timeout_s
-    # Polled: whenever Store.wait() times out, torch writes two warnings to the terminal.
+    # Polling, because torch prints two warnings whenever Store.wait() times out.
     pause_s, longest_s = 0.002, _pause(world_size)
     while arrivals.count() < world_size:
         if time.monotonic() >= deadline:
@@ -124,10 +124,10 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -
         if time.monotonic() >= deadline:
             missing = arrivals.missing()
             if not missing:
-                # Every rank has a number, but some are of an earlier start, and this rank cannot tell which.
+                # Every rank has a number, but some are of an earlier start, and this rank cannot know which.
                 raise CollectiveTimeoutError(
                     f"rank {rank}: the ranks did not agree on a start within {timeout_s:g} s, although each had stored a number "
-                    "at some time: one of them, often all of a host, has not come back. Look at torchrun's "
+                    "in this start or an earlier one: a rank, often all ranks of a host, has not restarted. Look at torchrun's "
                     "output on every host"
                 )
             raise CollectiveTimeoutError(did_not_arrive(rank, "start-up", missing, world_size, timeout_s))
@@ -151,7 +151,7 @@ class _Proposer:
         # A rank has replaced the number of an earlier start: the old proposal can no longer be accepted by all.
         if numbers != self._numbers:
             self._numbers, self._name = numbers, secrets.token_hex(8)
-            # To each rank its own: one proposal for all would hold n numbers, and n ranks would read it.
+            # One for each rank: a proposal for all would hold n numbers, and be read n times.
             self._store.multi_set(  # type: ignore[reportAttributeAccessIssue]  torch's stub lacks it
                 [f"proposal/{rank}" for rank in range(self._world_size)],
                 [f"{self._name} {number}" for number in numbers],

@@ -184,7 +184,7 @@ class MainAdamW(GradientScaling):
             self.loss_scale, self.good_steps = counters["scaler"]["scale"], counters["scaler"]["good_steps"]
 
     def tensors(self, *, loading: bool) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (parameter's name, kind, fp32 tensor): live ones, but for 8-bit moments, which are copies in host memory.
+        """Yield (parameter's name, kind, fp32 tensor): live ones, except 8-bit moments, which are copies in host memory.
 
         Kinds are ``exp_avg`` and ``exp_avg_sq`` of AdamW, ``momentum_buffer`` of Muon and, for 16-bit parameters, ``param``.
 

@@ -151,7 +151,7 @@ class Trainable(Protocol):
         ...
 
     def loss_scales(self, names: Sequence[str]) -> list[float]:
-        """Return each adapter's factor of its loss in the backward pass, beside the engine's own scale."""
+        """Return each adapter's factor of its loss in the backward pass, in addition to the engine's own scale."""
         ...
 
     def collect(self) -> None:
@@ -305,20 +305,20 @@ class Engine(ABC):
     # --- checkpoints ---
 
     @abstractmethod
-    def state(self, *, everything: bool) -> dict[str, Any]:
+    def state(self, *, include_replicas: bool) -> dict[str, Any]:
         """Return this rank's part of the model and its optimizer: ``checkpoint.slices.TensorSlices`` and objects by name.
 
-        Tensors are live, or copies that ``trainable.restore()`` takes when they have been filled. Empty for a frozen model.
+        Tensors are live, or copies that ``trainable.restore()`` reads after a load has filled them. Empty for a frozen model.
 
         Args:
-            everything: include replicas that another rank writes, as needed to load.
+            include_replicas: include replicas that another rank writes, as loading requires.
         """
 
     @abstractmethod
     def hf_slices(self) -> HfSlices:
         """Return the slices of Hugging Face weights that make up the tensors of :meth:`state`, for all ranks. Collective.
 
-        Engines of other kinds read a checkpoint by them.
+        Other kinds of engine use them to read a checkpoint of this one.
 
         Raises:
             CheckpointError: on every rank: a tensor is not made up of such slices.
@@ -327,9 +327,9 @@ class Engine(ABC):
     def weight_state(self) -> dict[str, TensorSlices]:
         """Return this rank's slices of the model's tensors, replicas included, without optimizer state. Live tensors; local.
 
-        Empty for a frozen model. The same object only as long as its slices are the model's: pushes keep views of them.
+        Empty for a frozen model. While the same object is returned, the slices are unchanged: pushes keep views of them.
         """
-        state = self.state(everything=True)
+        state = self.state(include_replicas=True)
         return {
             name: value
             for name, value in state.items()
@@ -394,7 +394,7 @@ def longest_sample(spec: EngineSpec, info: ModelInfo) -> int:
 
 
 def adapter_settings(spec: EngineSpec, info: ModelInfo, device: torch.device) -> AdapterSettings:
-    """Return what the adapters of an engine with these settings share."""
+    """Return the settings that all adapters of an engine share."""
     assert spec.adapters is not None
     spec.optimizer.check_for_adapters()
     settings = AdapterSettings(spec.adapters, spec.optimizer, spec.schedule, spec.seed, DTYPES[spec.precision], device)
@@ -407,7 +407,7 @@ def adapter_settings(spec: EngineSpec, info: ModelInfo, device: torch.device) ->
 
 
 def refuse_quantised_base(spec: EngineSpec, engine: str) -> None:
-    """Raise ConfigError for quantised base weights, on an engine that has none."""
+    """Raise ConfigError for quantised base weights on an engine that does not support them."""
     if spec.adapters is not None and spec.adapters.base_weights != "unquantised":
         raise ConfigError(
             f"base_weights: {spec.adapters.base_weights} is a setting of engine megatron, and this is engine {engine}: leave it "
@@ -427,6 +427,6 @@ def check_head(spec: EngineSpec, info: ModelInfo) -> None:
         )
     if info.scalar_head is not None and info.scalar_head.unit == "token" and spec.adapters is not None:
         raise ConfigError(
-            "adapters: LoRA on a token classifier (a critic) is not supported: an adapter has the weight of its head, as that of "
-            "a sequence classifier (a reward model), and neither bias nor dropout; leave adapters out"
+            "adapters: LoRA on a token classifier (a critic) is not supported: an adapter stores the weight of a head, as for a "
+            "sequence classifier (a reward model), but neither its bias nor its dropout; leave adapters out"
         )

@@ -25,7 +25,7 @@ QUANTISED = "quantised"
 
 
 def dynamic_codes(*, signed: bool) -> Tensor:
-    """Return the 256 values in [-1, 1], or in (0, 1], that a code stands for, ascending.
+    """Return the 256 values of the code in [-1, 1], or in (0, 1], ascending.
 
     They are bitsandbytes' dynamic codes: seven decades, each with twice the values of the one below it. Unsigned ones begin with
     1e-7 in place of 0: a second moment that is rounded to 0 beside a first moment that is not would be a division by ``eps``.
@@ -84,7 +84,7 @@ class BlockwiseMoment:
         self.scales[blocks] = scales
 
     def on_host(self) -> Tensor:
-        """Return the values in fp32, in host memory: the device may have no room for them."""
+        """Return the values in fp32, in host memory, since the device may have no memory for them."""
         values = torch.empty(self.count, dtype=torch.float32)
         for start in range(0, self.count, CHUNK):
             stop = min(start + CHUNK, self.count)

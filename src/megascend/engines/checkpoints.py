@@ -84,7 +84,7 @@ def checkpoint_state(engine: Engine, manifest: CheckpointManifest, base_model: s
             # Saved as a reason: this engine can still resume the checkpoint, engines of other kinds report why they cannot.
             slices = str(error)
     return CheckpointState(
-        state={**engine.state(everything=False), _random_key(engine): random_state(engine)},
+        state={**engine.state(include_replicas=False), _random_key(engine): random_state(engine)},
         manifest=manifest,
         adapters=trainable.saved_adapters(),
         base_model=base_model,
@@ -107,7 +107,7 @@ def load(engine: Engine, directory: Path, saved: CheckpointManifest, current: Ch
         ConfigError: an adapter does not fit; the present ones are kept.
     """
     # Live tensors: dcp.load writes into them.
-    state: dict[str, Any] = engine.state(everything=True)
+    state: dict[str, Any] = engine.state(include_replicas=True)
     same_engine = saved.engine == current.engine
     same_layout = same_engine and saved.layout == current.layout
     counters = saved.optimizer if same_engine else _translate_counters(current.optimizer, saved.optimizer)
@@ -194,7 +194,7 @@ def _require_all_used(
     purpose = f"the entries required of {directory}"
     raise_on_all_ranks(None if problem is None else CheckpointError(refusal(problem)), engine.groups, purpose)
     # A rank reads its own slices only, so only the union over ranks shows what nobody has read.
-    # As numbers in the order of the names: all ranks read the same checkpoint, and its names from each of them would be many.
+    # As flags in the order of the names, which are the same on all ranks: gathering the names themselves would be expensive.
     names, local = sorted(stored), set(used)
     flags = all_reduce_numbers([float(name in local) for name in names], "world", engine.groups, "max", purpose)
     unused = [name for name, flag in zip(names, flags, strict=True) if not flag]

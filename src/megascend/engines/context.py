@@ -84,7 +84,7 @@ class EngineSpec:
 
     @classmethod
     def of(cls, model: str | Path, settings: Mapping[str, Any]) -> EngineSpec:
-        """Build the spec from settings by field name; None stands for the default."""
+        """Build the spec from settings by field name; None means the default."""
         return cls(Path(model), **{name: value for name, value in settings.items() if value is not None})
 
 
@@ -158,7 +158,7 @@ def engine_context(
     launch = Launch.from_environment()
     # Prefetched while packages are imported and ranks connect.
     with read_ahead(_weights(model_dir, launch), launch.local_rank, launch.local_size):
-        runtime = bootstrap(platform, layout, tf32, engine, precision, provider)
+        runtime = bootstrap(platform, parallel=layout, tf32=tf32, engine=engine, precision=precision, provider=provider)
         info = inspect_checkpoint(model_dir, head, mtp)
         if info.quantised is not None and launch.rank == 0:
             logger.warning(
@@ -173,7 +173,7 @@ def engine_context(
         runtime.configure_topology(topology, timeout_s)
         groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch, factory)
         try:
-            # The switch is read when cuBLAS is loaded, perhaps before the bootstrap: measure a product.
+            # cuBLAS reads the TF32 switch when it is loaded, perhaps before the bootstrap: verify with a product.
             if precision == "fp32" and not runtime.tf32:
                 runtime.platform.check_products()
             with groups.monitor.phase("build"):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _FAULTS = (OSError, ValueError, TypeError, LookupError, AttributeError)
 """Unforeseen errors of the writing rank (files, names), which it must report to the ranks that wait for it."""
 _BROKEN_GROUPS = (CollectiveTimeoutError, ProcessGroupError)
-"""Errors, some of them OSErrors, after which another collective would only time out, so that ranks cannot agree any more."""
+"""Errors, some of them OSErrors, after which any further collective would only time out."""
 
 
 def export(
@@ -124,7 +124,7 @@ def check_export_files(source: Path, target: Path, dtype: str, info: ModelInfo, 
         exported_config(source, info, dtype)
         for path in companions(source):
             with path.open("rb") as file:
-                # That a file can be opened does not show that it can be read.
+                # A file that can be opened may still be unreadable.
                 file.read(1)
         removed = replaces and not is_kept(target)
         if not removed:

@@ -31,15 +31,15 @@ class ModelOptimizer(Protocol):
         ...
 
     def discard(self) -> None:
-        """Drop all gradients, and statistics gathered with them."""
+        """Drop all gradients, and the statistics accumulated with them."""
         ...
 
     def counters(self) -> dict[str, Any]:
-        """Return the optimizer's state beside tensors, JSON."""
+        """Return the optimizer's state other than tensors, JSON."""
         ...
 
     def restore(self, counters: dict[str, Any]) -> None:
-        """Continue from :meth:`counters`; moments have been loaded."""
+        """Restore :meth:`counters`, after moments have been loaded."""
         ...
 
 
@@ -127,7 +127,7 @@ class FullModel:
     def restore(self, step: int, counters: dict[str, Any] | None) -> None:
         assert counters is not None
         self._optimizer.restore(counters)
-        # Gradients from before the load are those of other parameters.
+        # Gradients from before the load do not belong to the loaded parameters.
         self._optimizer.discard()
         self.step_count, self._accumulated = step, False
 

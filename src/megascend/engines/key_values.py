@@ -121,7 +121,7 @@ class KeyValues:
             self._reserve(layer, longest)
         # Once for all layers and for the micro batches of all pipeline stages, so that each layer copies nothing from the host.
         self._positions = torch.tensor(self.lengths, device=self._device)
-        # Rows differ in length: behind the end of a shorter one are zeros, which are no keys.
+        # Rows differ in length: shorter ones end with zeros, which are not keys.
         self._visible = torch.arange(longest, device=self._device) <= self._positions[:, None]
 
     def attend(

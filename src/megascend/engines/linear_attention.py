@@ -67,7 +67,7 @@ def delta_rule_modules(root: nn.Module) -> list[nn.Module]:
 
 
 def _calls_both(code: CodeType | None) -> bool:
-    # By the names that the code calls, not by class: families copy the module, and what has to be replaced are these functions.
+    # By the functions that the code calls, not by class: families copy the module, and these functions are replaced.
     return code is not None and {CONVOLUTION, DELTA_RULE} <= set(code.co_names)
 
 
@@ -183,7 +183,7 @@ def _replacement(function: Any) -> Mapping[str, Any] | None:
 
 @contextlib.contextmanager
 def on_the_cpu(model: nn.Module) -> Iterator[None]:
-    """Let the linear attention of a transformers model run on the CPU within the context, whatever kernels it has.
+    """Let the linear attention of a transformers model run on the CPU within the context, even if it has CUDA kernels.
 
     Complete rows are computed by transformers' own functions, packed samples by :mod:`megascend.reference_fla`.
     """
@@ -192,7 +192,7 @@ def on_the_cpu(model: nn.Module) -> Iterator[None]:
             for function in BORDERS:
                 variables = _replacement(getattr(owner, function)) or {}
                 if getattr(variables.get("implementation"), "__module__", "").split(".")[0] in KERNEL_PACKAGES:
-                    # Other implementations, transformers' own and the reference, run on the CPU as they are.
+                    # Other implementations, transformers' own and the reference, run on the CPU unchanged.
                     portable = _portable(function, variables["torch_function"])
                     stack.enter_context(patched(owner, function, portable, "self-check: the slice is on the CPU"))
         yield

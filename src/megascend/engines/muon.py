@@ -1,4 +1,4 @@
-"""Muon over matrices whose pieces lie on several ranks: each is assembled on one rank, orthogonalised there, and sent back.
+"""Muon for matrices that are divided over several ranks: each is assembled on one rank, orthogonalised there, and sent back.
 
 A matrix is one of Hugging Face's: q, k and v, gate and up, and every expert are separate ones, however an engine fuses, stacks
 and divides them. Ranks that share one, by tensor parallelism, by ZeRO-1 or by FSDP, divide the work: every matrix has an owner
@@ -153,7 +153,7 @@ class MuonOptimizer:
                 self._run(works, updates, lr)
 
     def _update_momentum(self, number: int, grad: Tensor | None) -> Tensor:
-        """Add a gradient to its momentum; return what is to be orthogonalised, in the gradient's memory."""
+        """Add a gradient to its momentum; return the matrix to orthogonalise, in the gradient's memory."""
         beta, momentum = self._settings.momentum, self.momentum[number]
         grad = torch.zeros_like(momentum) if grad is None else grad.contiguous()
         momentum.lerp_(grad.view_as(momentum), 1 - beta)

@@ -181,7 +181,7 @@ class _Staging:
             self._free = [self._module.Event() for _ in range(SLOTS)]
 
     def begin(self) -> None:
-        """Order this step's fills after what the last step wrote back, and after the allocation of the buffers."""
+        """Order this step's fills after the last step's write-backs, and after the allocation of the buffers."""
         if self._overlaps:
             self._fill.wait_stream(self._write_back)
             self._fill.wait_stream(self._module.current_stream(self._device))

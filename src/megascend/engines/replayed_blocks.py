@@ -62,7 +62,7 @@ class BlockReplay(RouterReplay):
 
     @contextmanager
     def replaying(self, batch: MicroBatch) -> Iterator[None]:
-        """Replay a micro batch's experts in the forward pass in the block, and in what is recomputed of it afterwards."""
+        """Replay a micro batch's experts in the forward pass within the context, and in its later recomputation."""
         routed = None if batch.routed_experts is None else self.layers.columns(batch.routed_experts)
         self._pass = ReplayedPass(routed, ~batch.padding)
         yield
@@ -76,7 +76,7 @@ class BlockReplay(RouterReplay):
         choice = _Choice(self, current.routed[:, column], None if current.complete else current.real)
         with choice:
             result = forward(*args, **options)
-        # Without a call the model has chosen by other means, and the recorded experts would silently have been ignored.
+        # Without a call the model has chosen experts elsewhere, and has silently ignored the recorded ones.
         if choice.calls != 1:
             raise MegascendError(
                 f"router replay: the block of layer {self.layers.numbers[column]} chose {self.layers.topk} of "

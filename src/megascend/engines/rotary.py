@@ -65,7 +65,7 @@ class RotaryByLength:
             kinds = [length if kind else 0 for kind, length in zip(kinds, self._lengths, strict=True)]
         longest: dict[int, int] = {}
         for kind, length in zip(kinds, self._lengths, strict=True):
-            # Lengths between two borders have the same frequencies: the longest stands for all of them.
+            # Lengths between two borders have the same frequencies: use the longest.
             longest[kind] = max(length, longest.get(kind, 0))
         if len(longest) == 1:
             return [(max(self._lengths), torch.ones_like(self._sample, dtype=torch.bool))]

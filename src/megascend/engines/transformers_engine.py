@@ -14,7 +14,7 @@ from megascend.engines.adamw import MainAdamW, WeightMap
 from megascend.engines.base import Engine
 from megascend.engines.context import EngineSpec
 from megascend.engines.heads import plain_slice
-from megascend.selfcheck.check import require_agreement_here
+from megascend.selfcheck.check import require_agreement_in_process
 from megascend.selfcheck.in_process import Subject
 
 
@@ -40,7 +40,7 @@ class TransformersEngine(Engine):
             SelfCheckError, ConfigError: on every rank: they disagree, or the engine cannot compute the model.
         """
         start = time.monotonic()
-        self.self_check = require_agreement_here(
+        self.self_check = require_agreement_in_process(
             self.model_dir, config, self.max_length, self.groups, subject, enabled=enabled
         )
         self.self_check_s = time.monotonic() - start

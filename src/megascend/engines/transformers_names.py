@@ -93,7 +93,7 @@ def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, 
 
 def is_transposed(stored: Sequence[int], sizes: Sequence[int]) -> bool:
     """Check whether a checkpoint has fused experts as [experts, in, out] where the model's ``sizes`` are [experts, out, in]."""
-    # transformers decides by the shapes too: square matrices are read as they are.
+    # transformers decides by the shapes, too: square matrices are not transposed.
     return len(stored) == 3 and tuple(stored) != tuple(sizes) == (stored[0], stored[2], stored[1])
 
 
@@ -103,7 +103,7 @@ def as_stored(tensor: Tensor, header: TensorHeader | None) -> Tensor:
 
 
 def check_rows(slices: Mapping[str, Sequence[HfSlice]], headers: Mapping[str, TensorHeader]) -> None:
-    """Raise CheckpointError if a slice of a parameter is no slice of its weight as the checkpoint stores it."""
+    """Raise CheckpointError if a slice of a parameter is not a slice of its weight as the checkpoint stores it."""
     for hf_slice in (part for parts in slices.values() for part in parts):
         if is_transposed(headers[hf_slice.weight].shape, hf_slice.sizes):
             raise CheckpointError(

@@ -42,7 +42,7 @@ class ExportBarrier:
         self._layer = 0
 
     def stop(self, reason: str) -> None:
-        """Make all ranks raise StreamStopped at the next barrier: this rank reads no further."""
+        """Make all ranks raise StreamStopped at the next barrier, because this rank stops reading."""
         self._reason = reason
 
     def before_layer(self) -> None:

@@ -75,7 +75,7 @@ def _classifier_names(unit: ClassifierUnit) -> dict[str, str]:
     """Return transformers' classes of classifiers by model type."""
     table, module = f"MODEL_FOR_{unit.upper()}_CLASSIFICATION_MAPPING_NAMES", "models/auto/modeling_auto.py"
     spec = find_spec("transformers")
-    # From the source: the import takes torch with it, which the checks before a run do without.
+    # From the source: the import would load torch, which the checks before a run avoid.
     if spec is not None and spec.origin is not None and (path := Path(spec.origin).parent / module).is_file():
         for statement in ast.parse(path.read_bytes()).body:
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == table:

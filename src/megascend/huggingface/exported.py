@@ -61,7 +61,7 @@ def fused_part(name: str, names: Collection[str]) -> FusedPart | None:
 
 
 def differences(source: Mapping[str, TensorHeader], exported: Mapping[str, TensorHeader], dtype: str) -> list[str]:
-    """List how an export differs from its source; empty if transformers will find what it looks for.
+    """List differences of an export from its source; empty if transformers can load it.
 
     ``dtype``: of the export, as safetensors spells it. What is fp32 in the source may stay so, as routers' biases do.
     """

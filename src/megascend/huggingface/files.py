@@ -15,7 +15,7 @@ from typing import Any
 from megascend.errors import CheckpointError
 from megascend.io.atomic import replacing
 
-# Files beside the weights that make a directory loadable by transformers.
+# Files other than weights that transformers needs to load a directory.
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 TOKENIZER_FILES = (
     "tokenizer", "vocab", "merges", "added_tokens", "special_tokens_map", "spiece", "sentencepiece", "chat_template",
@@ -199,7 +199,7 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def companions(source: Path) -> list[Path]:
-    """Return the files beside a checkpoint's weights that belong to its model, without indexes of weights."""
+    """Return a checkpoint's files other than weights that belong to its model, without indexes of weights."""
     return [
         path
         for path in sorted(Path(source).iterdir())
@@ -209,7 +209,7 @@ def companions(source: Path) -> list[Path]:
 
 
 def copy_companions(source: Path, target: Path, config: Mapping[str, Any]) -> None:
-    """Copy configuration and tokenizer files beside exported weights, with ``config`` as the content of ``config.json``."""
+    """Copy configuration and tokenizer files to exported weights, with ``config`` as the content of ``config.json``."""
     for path in companions(source):
         shutil.copyfile(path, target / path.name)
     copy_additional_templates(source, target)
@@ -217,7 +217,7 @@ def copy_companions(source: Path, target: Path, config: Mapping[str, Any]) -> No
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a ``config.json`` that names ``dtype``, under each key that it has for it, in its parts (``text_config``) too."""
+    """Return a ``config.json`` with ``dtype`` under each of its keys for it, also in nested parts (``text_config``)."""
     changed = dict(config)
     for name, value in config.items():
         if name in _DTYPE_KEYS:
@@ -229,7 +229,7 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, target: Path, template: str | None) -> None:
-    """Copy a model's tokenizer beside an adapter for ``AutoTokenizer``, with ``template`` in place of its chat template, if
+    """Copy a model's tokenizer to an adapter for ``AutoTokenizer``, with ``template`` in place of its chat template, if
     given.
     """
     try:
@@ -244,14 +244,14 @@ def copy_tokenizer(source: Path, target: Path, template: str | None) -> None:
 
 
 def copy_additional_templates(source: Path, target: Path) -> None:
-    """Copy the chat templates that a tokenizer has beside its default one."""
+    """Copy a tokenizer's chat templates other than its default one."""
     # transformers saves further templates as files in this folder.
     if (source / ADDITIONAL_TEMPLATES).is_dir():
         shutil.copytree(source / ADDITIONAL_TEMPLATES, target / ADDITIONAL_TEMPLATES, dirs_exist_ok=True)
 
 
 def write_chat_template(folder: Path, template: str) -> None:
-    """Make ``template`` the only chat template of the tokenizer in a directory, wherever readers look for one."""
+    """Make ``template`` the only chat template of the tokenizer in a directory, in every file where it may be stored."""
     try:
         with replacing(folder / "chat_template.jinja") as fresh:
             # newline="": a template's line ends are part of the prompt and must not be translated.

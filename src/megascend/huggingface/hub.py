@@ -52,7 +52,7 @@ def with_snapshots(config: Settings) -> Settings:
 
 
 def snapshot(path: Path, kind: Literal["model", "dataset"], setting: str) -> Path:
-    """Return a path as it is if it exists or is not a name on the Hub, else the directory with the downloaded files.
+    """Return a path unchanged if it exists or is not a name on the Hub, else the directory with the downloaded files.
 
     Without a network, that is what the Hub's cache has of an earlier download.
     """
@@ -95,7 +95,7 @@ def repository_of(path: Path | str) -> str | None:
 
 
 def check_access(repository: str) -> None:
-    """Check that there is a token, that the Hub accepts it, and that it may write to a repository, as far as its kind tells.
+    """Check that there is a token, that the Hub accepts it, and that it may write to a repository, as far as its kind shows.
 
     Raises:
         HubError: there is none, the Hub cannot be reached, or the token cannot write there.
@@ -117,7 +117,7 @@ def check_access(repository: str) -> None:
             "the role write, and set HF_TOKEN to it"
         )
     organisations = [entry.get("name") for entry in account.get("orgs") or []]
-    # Of a fine-grained token the account does not tell what it may write to.
+    # The account does not show what a fine-grained token may write to.
     if namespace not in (user, *organisations) and token.get("role") == "write":
         belongs = f", a member of {', '.join(map(str, organisations))}" if organisations else ", in no organisation"
         raise HubError(

@@ -244,7 +244,7 @@ def linear_layers(info: ModelInfo, tower: VisionTower = "frozen") -> list[str]:
     names: dict[str, None] = {}
     for weight, header in info.tensors.items():
         name = info.architecture.model_name(weight).removesuffix(".weight")
-        # transformers 5 fuses experts into one tensor; adapters are named after it whatever the files hold.
+        # transformers 5 fuses experts into one tensor; adapters are named after it even if the files have separate ones.
         name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
         name = re.sub(r"\.experts\.(gate|up)_proj$", ".experts.gate_up_proj", name)
         is_matrix = len(header.shape) > 1
@@ -385,7 +385,7 @@ def check_prediction_head(
 def _check_separate_head(
     kind: Any, config: Mapping[str, Any], heads: Mapping[str, TensorHeader], layers: Collection[int]
 ) -> None:
-    """Raise ConfigError if a head that is stored beside the model's layers, as Qwen3.5's, cannot be trained."""
+    """Raise ConfigError if a head that is stored outside the model's layers, as Qwen3.5's is, cannot be trained."""
     # Counted by the tensors: config.json need not state the number of such heads.
     if len(layers) != 1:
         raise ConfigError(
@@ -476,7 +476,7 @@ def _declares_tied(config: Mapping[str, Any], model_dir: Path) -> bool:
 
     make_known_to_transformers(model_dir)
     if config.get("model_type") not in CONFIG_MAPPING and "auto_map" not in config:
-        return False  # an architecture of a plug-in's engine: nothing but its files says what it has
+        return False  # an architecture of a plug-in's engine: only its files describe it
     try:
         full = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except Exception as error:  # its validators raise classes without a common base

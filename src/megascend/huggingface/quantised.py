@@ -46,7 +46,7 @@ class QuantisedHeader(TensorHeader):
 def dequantised_headers(
     headers: Mapping[str, TensorHeader], config: Mapping[str, Any], source: Path
 ) -> dict[str, TensorHeader]:
-    """Join the headers of quantised weights with those of their scales; others stay as they are.
+    """Join the headers of quantised weights with those of their scales; leave others unchanged.
 
     Args:
         config: ``config.json``.

@@ -67,7 +67,7 @@ class SafetensorsWriter:
         self._end = self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append ``tensor``, from whichever device. Its memory is free afterwards."""
+        """Append ``tensor``, from any device. Its memory may be reused afterwards."""
         import torch
 
         if name not in self._names or name in self._completed:
@@ -185,7 +185,7 @@ class PipelinedWriter:
             future.result()
 
     def close(self) -> None:
-        """Wait for what is being written, whatever becomes of it; the writer is of no use afterwards."""
+        """Wait for pending writes, even if they fail; the writer is unusable afterwards."""
         self._pool.shutdown(cancel_futures=True)
 
     def _raise_what_failed(self) -> None:

@@ -252,7 +252,7 @@ def padding_id(config: Mapping[str, Any], model_dir: Path) -> int | None:
         vocabulary = tokenizer["model"]["vocab"]
         return added.get(name, vocabulary.get(name) if isinstance(vocabulary, dict) else None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # a tokenizer of another form, which says nothing about padding here
+        return None  # a tokenizer of another form, whose padding is unknown
 
 
 def exported_config(config: Mapping[str, Any], head: ScalarHead | None, model_dir: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Read the tokenizer beside a model's weights."""
+"""Read the tokenizer of a model's directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside the model's weights; nothing is downloaded."""
+    """Load the tokenizer of a model's directory; nothing is downloaded."""
     from transformers import AutoTokenizer
 
     if not model.is_dir():
@@ -24,7 +24,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # tokenizers raises nothing narrower
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(f"{model}: transformers cannot load the tokenizer (tokenizer.json): {text}") from error
-    # Where the vocabulary is missing, transformers makes an empty one, by which every text is the same.
+    # Without a vocabulary, transformers creates an empty one, with which all texts are equal.
     added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ordinary = len(tokenizer) - len(added | set(tokenizer.all_special_ids))
     if ordinary < 2:

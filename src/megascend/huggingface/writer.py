@@ -31,7 +31,7 @@ PREDICTION_COUNTS = {"num_nextn_predict_layers", *ALIASES["num_nextn_predict_lay
 
 
 class CheckpointWriter:
-    """Writer of ``target`` in a temporary directory that is moved into place; what was there before stays until then.
+    """Writer of ``target`` in a temporary directory that is moved into place; the previous content is kept until then.
 
     ::
 
@@ -68,7 +68,7 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Also after finish(), where nothing is open any more.
+        # Also after finish(), when no file is open.
         self._tensors.abandon()
         remove(self._temporary)
 
@@ -81,11 +81,11 @@ class CheckpointWriter:
             self._tensors.add(name, tensor)
 
     def finish(self) -> None:
-        """Copy tensors that are not trained and the files beside the weights, compare with the source, move into place."""
+        """Copy untrained tensors and the files other than weights, compare with the source, and move the result into place."""
         with self._converting_errors():
             self._copy_extra()
             self._tensors.finish()
-            # From the files, not from what was added: it proves that they can be read.
+            # From the files, not from memory: this proves that they can be read.
             self._compare_with_source()
             # Before the move, which may replace the source itself.
             copy_companions(self._source, self._temporary, self._config)
@@ -115,7 +115,7 @@ class CheckpointWriter:
 
 
 def check_target(target: Path) -> None:
-    """Raise CheckpointError if an export to ``target`` would replace something that is no Hugging Face directory."""
+    """Raise CheckpointError if an export to ``target`` would replace something other than a Hugging Face directory."""
     try:
         replaceable = is_replaceable(target, "config.json")
     except OSError as error:

@@ -35,14 +35,14 @@ def prepare(platform: str = "auto", *, mend: bool = True) -> list[str]:
     if choose(platform).name == "cpu":
         import megascend
 
-        # Loaded now, because twinkle imports Megatron-Core itself and would get it without the bootstrap's stand-ins.
+        # Now, because twinkle imports Megatron-Core itself, without the bootstrap's stand-ins.
         megascend.bootstrap("cpu", engine="megatron").load_megatron()
         initialize_gloo()
     return mend_twinkle() if mend else []
 
 
 def initialize_gloo() -> None:
-    """Create the default process group if there is none: of torchrun's ranks, or of this single process."""
+    """Create the default process group if none exists: of torchrun's ranks, or of this single process."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -144,7 +144,7 @@ def _saving_merged(save: Any) -> Any:
 
     def _save_hf_format(self: Any, output_dir: str, adapter_name: str, lora_converter: Any = None) -> None:
         settings = getattr(self.strategy.unwrap_model(self.model)[0], "peft_config", {})
-        # twinkle merges the adapter, then looks up the settings under the name "" to save them beside the weights.
+        # twinkle merges the adapter, then looks up the settings under the name "" to save them with the weights.
         absent = adapter_name not in settings
         if absent:
             settings[adapter_name] = _MergedSettings()

@@ -1,4 +1,4 @@
-"""Atomic replacement of files and directories: written under a temporary name beside the target, then renamed."""
+"""Atomic replacement of files and directories: written under a temporary name in the same directory, then renamed."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def replace_directory(temporary: Path, target: Path) -> None:
         synchronise(path)
     put_in_place(temporary, target)
     with contextlib.suppress(OSError):
-        # The rename itself; the content is safe already, so a file system that cannot do this is no error.
+        # The rename itself; the content is safe already, so a file system that cannot do this is not an error.
         synchronise(target.parent if temporary.parent != target else target)
 
 
@@ -180,7 +180,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
             except OSError:
                 os.replace(old, target)
                 raise
-    # The new content is in place. Failing to remove leftovers is no error: the next replacement tries again.
+    # The new content is in place. Failing to remove leftovers is not an error: the next replacement tries again.
     remove(temporary)
     remove(old)
 

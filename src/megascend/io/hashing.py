@@ -123,11 +123,11 @@ class HashingWriter(io.BufferedWriter):
 
     @property
     def digest(self) -> str:
-        """Return xxh3 (128 bits, hexadecimal) of what has been written so far."""
+        """Return xxh3 (128 bits, hexadecimal) of the data written so far."""
         return self._hash.hexdigest()
 
     def _send(self) -> None:
-        # The kernel can only write back what has left Python's buffer.
+        # The kernel can only write back data that have left Python's buffer.
         self.flush()
         begin_writing_back(self.fileno(), self._flushed, self.size - self._flushed)
         self._flushed = self.size

@@ -46,7 +46,7 @@ class LastingFile(io.RawIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
-        """Write all of ``data``, or drop what is left of it; returns its length either way."""
+        """Write all of ``data``, or drop the rest; return its length in both cases."""
         left = memoryview(data).cast("B")
         size = len(left)
         while left:
@@ -83,14 +83,14 @@ class LastingOutput:
         closed = [name for name, number in DESCRIPTORS.items() if _occupy(number)]
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if stream is None:  # as Python has it where the descriptor is closed
+            if stream is None:  # as Python does for a closed descriptor
                 file = LastingFile(DESCRIPTORS[name] if name in closed else os.open(os.devnull, os.O_WRONLY), name)
                 file.note_loss(OSError(errno.EBADF, "it was closed before the start"))
                 self._replace(name, _text(io.BufferedWriter(file), encoding="utf-8", line_buffering=True))
             elif isinstance(stream, io.TextIOWrapper):
                 raw = getattr(stream.buffer, "raw", stream.buffer)
                 if isinstance(raw, io.FileIO):
-                    # The stream may be lost already; what it had buffered is lost with it.
+                    # The stream may be broken already; its buffer is then lost.
                     with contextlib.suppress(OSError):
                         stream.flush()
                     file = LastingFile(raw.fileno(), name)

@@ -98,7 +98,7 @@ def remove(path: Path) -> None:
 
 
 def unwritable_reason(directory: Path) -> str | None:
-    """Return why no file can be written to a directory, which may be missing; None if one can. Removes what it creates."""
+    """Return the reason why no file can be written to a directory, which may be missing, or None. Removes what it creates."""
     missing: list[Path] = []
     try:
         ancestor = directory = followed(directory)

@@ -27,7 +27,7 @@ IN_USE_S = 3600.0
 
 
 def cached(path: Path, make: Callable[[Path], object], timeout_s: float = TIMEOUT_S) -> Path:
-    """Return ``path``, after making it if it is missing. It appears complete, and other processes wait for it.
+    """Return ``path``; create it if it is missing. It appears only when complete, and other processes wait for it.
 
     Args:
         path: a file or a directory.

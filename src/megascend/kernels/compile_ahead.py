@@ -164,7 +164,7 @@ class Job:
 
 
 def triton_cache() -> Path:
-    """Return the folder in which Triton keeps what it has compiled; absolute."""
+    """Return the absolute path of Triton's cache folder."""
     # Triton's own order of precedence: this process and the run have to agree on the folder.
     if chosen := os.environ.get("TRITON_CACHE_DIR"):
         return Path(chosen).absolute()

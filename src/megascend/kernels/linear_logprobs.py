@@ -359,7 +359,7 @@ def gather_logits(
         if selected is not None:
             inside = selected[(selected >= part.start) & (selected < part.stop)] - part.start
             if not len(inside):
-                continue  # on all ranks alike, so no rank misses the collective below
+                continue  # on all ranks, so none misses the collective below
             logits = chunk[inside.to(chunk.device)]
         if shard.group is not None:
             # Shards have equal sizes: Megatron pads the vocabulary to a multiple of the ranks.

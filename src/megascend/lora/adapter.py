@@ -44,9 +44,8 @@ class Adapter(GradientScaling):
     """A LoRA adapter in training.
 
     Attributes:
-        name, lora: as given to ``add_adapter``.
+        name, lora: arguments of ``add_adapter``.
         values: float32, all factors of this rank in one vector; see :class:`FlatLayout`.
-        grads: gradients in the same layout; accumulated, not yet reduced over ranks.
         accumulated: True if a forward_backward has added to ``grads`` since the last step.
         step_count: optimizer steps so far, skipped ones included; the schedule follows it.
         fused: AdamW runs as one kernel.
@@ -71,7 +70,7 @@ class Adapter(GradientScaling):
 
     @property
     def grads(self) -> Tensor:
-        """See the class."""
+        """Gradients in the layout of :attr:`values`; accumulated, not yet reduced over ranks."""
         assert self.values.grad is not None
         return self.values.grad
 

@@ -64,7 +64,7 @@ COUNTERS = ("taken", "step_count", "skipped_in_a_row", "loss_scale", "good_steps
 
 
 def write(path: Path, saved: SavedAdapter, base_model: str, adaptable: list[str]) -> None:
-    """Write ``saved`` beside ``path``, then rename it onto ``path``, replacing an older adapter. Follows links."""
+    """Write ``saved`` next to ``path``, then rename it to ``path``, replacing an older adapter. Follows links."""
     try:
         check_target(path)
         with replacing_directory(path) as temporary:
@@ -75,7 +75,7 @@ def write(path: Path, saved: SavedAdapter, base_model: str, adaptable: list[str]
             state: dict[str, Any] = {"format": FORMAT, "lora": saved.lora.model_dump(mode="json")}
             if saved.labels is not None:
                 state["head"] = {"labels": saved.labels, "problem_type": saved.problem_type}
-            # Digests show a later change by peft, whose files have none.
+            # Digests reveal a later change by peft, which writes none.
             state["sha256"] = {file.name: digest(file, hashlib.sha256) for file in sorted(temporary.iterdir())}
             state |= {name: getattr(saved, name) for name in COUNTERS} if saved.moments is not None else {}
             # Last, after the digests of all other files: a directory with this file is complete.
@@ -190,7 +190,7 @@ def check_base_weights(adapter: Path, model_dir: Path) -> None:
 
 
 def equal(first: Tensor, second: Tensor | None) -> bool:
-    """Check whether two weights are the same but for a dtype that they were rounded to."""
+    """Check whether two weights are equal except for rounding to another dtype."""
     if second is None or first.shape != second.shape:
         return False
     # The narrower dtype: one of them may be a rounded copy of the other.

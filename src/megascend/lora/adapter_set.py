@@ -38,12 +38,7 @@ from megascend.topology.topology import Topology
 
 
 class AdapterSet:
-    """Adapters of a model: optimizer, saving and loading. Subclasses apply them.
-
-    Attributes:
-        registry: the adapters.
-        optimizer: updates them.
-    """
+    """Adapters of a model: optimizer, saving and loading. Subclasses apply them to the layers."""
 
     def __init__(self, registry: AdapterRegistry, topology: Topology, groups: ProcessGroups, model_dir: Path) -> None:
         self.registry, self._shape_groups = registry, registry.shape_groups
@@ -240,7 +235,7 @@ class AdapterSet:
         assert saved is not None
         settings = loaded_settings(saved, lora, self.registry.projections, path)
         adapter = None
-        # Not in the try block: the registry is the same everywhere, so all ranks raise alike.
+        # Not in the try block: the registry is the same on all ranks, so all raise the same error.
         self.registry.check(name, settings)
         try:
             adapter = catch_oom(lambda: self._restored(name, settings, saved), self._groups.rank)
@@ -353,7 +348,7 @@ class MixedAdapters(AdapterSet):
         adapters = tuple(self.registry[name] if name else None for name in names)
         if self._pool is not None:
             self._stacked = self._pool.take(adapters)
-        elif self._stacked is None or (self._stacked.adapters != adapters and not self._stacked.take(adapters)):
+        elif self._stacked is None or (self._stacked.adapters != adapters and not self._stacked.try_assign(adapters)):
             self._stacked = None  # free the old stack before allocating another
             self._stacked = StackedAdapters(adapters, self._shape_groups, self._dtype, self._device)
         # In every call: steps and loads change the adapters' fp32 values in between.

@@ -53,7 +53,7 @@ class AppliedAdapters:
         if target.rows != "tokens":
             return self._to_tower(shape_group, layer, target, x, out)
         a, a_grads, b, b_grads = stacked.factors(shape_group, layer, segments.single)
-        # Only row parallel layers see all tokens as input, the others this rank's slice; only column parallel ones return all.
+        # Only row parallel layers get all tokens as input, the others this rank's slice; only column parallel ones return all.
         before = segments.full if target.split == "row" else segments.local
         after = segments.full if target.split == "column" else segments.local
         x = drop(x, stacked, segments, target, local=self._sequence_parallel and target.split != "row")
@@ -66,7 +66,7 @@ class AppliedAdapters:
         """Return ``out`` plus the adapters' part of a layer of a vision tower, which has all of its rows on every rank."""
         stacked, token_segments = self._active()
         segments = token_segments.patches if target.rows == "patches" else token_segments.features
-        if segments is None:  # the black picture of a micro batch of text
+        if segments is None:  # the dummy picture of a micro batch without pictures
             return out
         rows = x.shape[:-1].numel()
         if rows != len(segments.adapter_index):
@@ -115,10 +115,10 @@ class AppliedAdapters:
         )
 
     def values(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return a scalar head's values with the head of each token's adapter in place of the model's.
+        """Return a scalar head's values, computed by the head of each token's adapter instead of the model's.
 
         Args:
-            x: [..., h], the head's input; of this rank's tokens.
+            x: [..., h], the head's input for this rank's tokens.
             out: fp32, the values of the model's head: [..., labels], or without that dimension for one label.
         """
         if self.stacked is None or self._head is None:
@@ -168,7 +168,7 @@ class AppliedAdapters:
 
 
 def start_graph(module: object, inputs: object, output: Tensor) -> Tensor:
-    """Make a frozen embedding's output require a gradient, without which recomputation would skip the layers' backward."""
+    """Make a frozen embedding's output require a gradient: otherwise recomputation would skip the layers' backward pass."""
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
     return output
@@ -216,7 +216,7 @@ class LookUp(torch.autograd.Function):
         count, size, rank = tables.shape
         local = ids.flatten() - start
         is_local = ((local >= 0) & (local < size))[:, None]
-        # Indices of tokens of other ranks must be valid: row 0 stands in, and is masked below.
+        # Tokens of other ranks need a valid index: use row 0, which is masked below.
         rows = torch.where(is_local[:, 0], local, 0)
         if adapter_index is not None:
             rows = rows + adapter_index * size

@@ -60,9 +60,8 @@ def merged(
 ) -> Callable[[str, Tensor], Tensor] | None:
     """Return a function that adds ``scaling * B A`` to every weight of a Hugging Face checkpoint that the adapter adapts.
 
-    A scalar head is replaced by the adapter's.
-    Experts may be stored separately or fused; gate and up, too. The result has the weight's dtype; a number beyond it is a
-    CheckpointError. None stays None (ranks that write nothing).
+    A scalar head is replaced by the adapter's. Experts may be stored separately or fused; gate and up, too. The result has the
+    weight's dtype; a number beyond its range is a CheckpointError. None without an adapter, as on ranks that write nothing.
 
     Args:
         transposed: names of fused experts stored as [experts, in, out].

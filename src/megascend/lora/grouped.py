@@ -141,7 +141,7 @@ def _product_by_torch(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 class SegmentedLinear(torch.autograd.Function):
-    """``base + rows[segment g] @ weights[g]``, whose weight gradients are added to a float32 buffer, if there is one.
+    """``base + rows[segment g] @ weights[g]``, whose weight gradients are added to a float32 buffer, if any.
 
     The weights are not autograd inputs: autograd would allocate their gradient for every layer and micro batch and need another
     kernel to add it to the buffer.

@@ -1,8 +1,8 @@
 """Adapters in Megatron's layers: ``W x`` becomes ``W x + scaling * B A x``, with each token's adapter.
 
-Communication follows the layer's. Only ``A x``, a few numbers a token, is communicated: in column parallel layers it is
-gathered (sequence parallelism) or its gradient is reduced; in row parallel layers it is reduced. The embedding is a row
-parallel layer, the output layer a column parallel one, whose output the output head computes.
+Communication follows that of the layer, but only ``A x``, a few numbers per token, is communicated: in column parallel layers it
+is gathered (sequence parallelism) or its gradient is reduced; in row parallel layers it is reduced. The embedding counts as a row
+parallel layer, the output layer as a column parallel one; its product with the vocabulary is computed by the output head.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class AdapterManager(MixedAdapters):
         targets = find_target_modules(chunks, layout) + tower[0] + list(head)
         # A pipeline stage knows its own layers only, but every rank must check targets against the same list.
         coordinates = groups.coordinates
-        # Of a replica, the names are another rank's, but for those of experts.
+        # Another rank reports the names of a replica. Experts are replicated over other groups.
         replica = coordinates.tensor or coordinates.data or coordinates.context
         local_names = sorted(
             {
@@ -149,13 +149,13 @@ class AdapterLayers(AppliedAdapters):
         """Restore this micro batch's segments when its backward pass begins, for layers that are recomputed."""
         if self.stacked is not None and output.requires_grad:
             segments = self.segments
-            # With pipelining several micro batches are under way: at the time of the backward pass ``segments`` is a later one's.
+            # With pipelining, ``segments`` is already a later micro batch's at the time of the backward pass.
             output.register_hook(lambda _: setattr(self, "segments", segments))
 
     def deltas(self, module: Any) -> list[tuple[slice, Tensor]]:
-        """Return what the micro batch's adapters add to the weight of a linear layer: (tokens, scaling * B A [out, in]).
+        """Return the micro batch's additions to the weight of a linear layer: (tokens, scaling * B A [out, in]) for each adapter.
 
-        Tokens of adapters that do not act on the layer are left out.
+        Adapters that do not act on the layer are left out.
         """
         if self.stacked is None or module not in self._targets:
             return []

@@ -1,4 +1,4 @@
-"""Adapters on disk in Hugging Face PEFT's format: ``adapter_config.json`` beside ``adapter_model.safetensors``.
+"""Adapters on disk in Hugging Face PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 PEFT has no dropout for parameters, so an adapter of experts has ``lora_dropout`` 0.0 in its PEFT files; the value that it was
 trained with is in ``megascend_adapter.json``.

@@ -168,7 +168,7 @@ def _fused_experts(
         factors[name] = Factors(a, b)
     if len(factors) == 2:
         gate_up, down = factors.values()
-        # The pairs have no names of their own in the file: swapped, they would load wherever the sizes happen to fit.
+        # The pairs have no separate names in the file: swapped ones would load if the sizes happen to fit.
         if gate_up.a.shape[-1] != down.b.shape[-2] or gate_up.b.shape[-2] != 2 * down.a.shape[-1]:
             raise CheckpointError(
                 f"{WEIGHTS}: gate_up_proj of {experts} would be {_description(gate_up)} and down_proj "

@@ -145,7 +145,7 @@ class QuantisedLayer:
             parameter.data = torch.full(self.shape, torch.nan, dtype=parameter.dtype, device=parameter.device)
 
     def quantise(self, method: BaseWeights) -> None:
-        """Quantise the values that have been loaded; with a NaN they stay as they are, for the loader to report."""
+        """Quantise the loaded values; leave them unchanged if there is a NaN, which the loader reports."""
         if bool(torch.stack([parameter.data.amax().isnan() for parameter in self._parameters]).any()):
             return
         self._weights = QuantisedWeights([parameter.data for parameter in self._parameters], method)
@@ -180,7 +180,7 @@ class QuantisedLayer:
         self.release()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Part:
-        """Replace what autograd saves of the dequantised weights; other tensors are saved as they are."""
+        """Replace the dequantised weights that autograd saves; save other tensors unchanged."""
         dense = self._dense
         if dense is None or tensor.untyped_storage().data_ptr() != dense.untyped_storage().data_ptr():
             return tensor

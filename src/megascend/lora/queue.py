@@ -29,9 +29,9 @@ from megascend.lora.fairness import Ledger, Request, RequestKind, next_unit
 T = TypeVar("T")
 
 CALLS_AT_ONCE = 8
-"""Most calls between two units of work; adapters take turns."""
+"""Maximum number of calls between two units of work; adapters take turns."""
 SMALL_REQUESTS = 64
-"""The least that a request is charged is a full batch divided by this: a request has a fixed cost, however small it is."""
+"""A request is charged at least a full batch divided by this number, for the fixed cost that even a small request has."""
 
 
 class QueueBackend(Protocol):
@@ -114,8 +114,8 @@ class AdapterQueue:
 
     Args:
         backend: a model with adapters, such as :class:`megascend.MegatronBackend`.
-        max_batch_tokens: most input tokens of one mixed batch; a larger request is run separately.
-        max_pending: most waiting requests of one adapter.
+        max_batch_tokens: maximum number of input tokens of a mixed batch; a larger request is run separately.
+        max_pending: maximum number of waiting requests of an adapter.
     """
 
     def __init__(self, backend: QueueBackend, *, max_batch_tokens: int = 65536, max_pending: int = 64) -> None:
@@ -124,7 +124,9 @@ class AdapterQueue:
         self._backend = backend
         self._max_batch_tokens = max_batch_tokens
         self._max_pending = max_pending
-        self._lines: dict[str, deque[_QueuedRequest]] = {}  # no line is empty, and the first request of each can run
+        self._lines: dict[
+            str, deque[_QueuedRequest]
+        ] = {}  # by adapter; none is empty, and the first request of each can run
         self._unchecked: set[int] = set()  # numbers of requests behind a call, which may create their adapter
         self._incomplete: dict[str, Exception] = {}  # adapters with incomplete gradients, and why
         self._ledger = Ledger(least=max_batch_tokens // SMALL_REQUESTS)
@@ -210,7 +212,7 @@ class AdapterQueue:
         return self.run_unit() or calls > 0
 
     def run_call(self) -> bool:
-        """Run a call that is first in line, then move its adapter behind the others. False if there is none.
+        """Run a call that is first in its adapter's line, then move the adapter behind the others. False if there is none.
 
         Raises:
             BaseException: any error that the future does not hold for the caller, KeyboardInterrupt too; the future has failed.
@@ -280,7 +282,7 @@ class AdapterQueue:
         while self.run_once():
             pass
 
-    # --- inside ---
+    # --- implementation ---
 
     def _submit(
         self,
@@ -312,7 +314,7 @@ class AdapterQueue:
         except Exception as error:
             if error is not problem and not isinstance(error, DataError | ConfigError):
                 raise
-            future._fail(error)  # it is enqueued all the same: only requests behind it may fail because of it
+            future._fail(error)  # still enqueued: only requests behind it may fail because of it
         tokens = sum(map(len, stamped))
         waiting = _QueuedRequest(adapter, kind, next(self._numbers), tokens, loss, stamped, future, **options)
         if behind_call:
@@ -378,7 +380,7 @@ class AdapterQueue:
         self, samples: Sequence[Sample], share: Sequence[Sample], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
         """Gather a tensor for each of ``samples``, in their order, from the shares of all data parallel ranks."""
-        # By identity: shard() returns these objects, and equal samples of two tenants must stay apart.
+        # By identity: shard() returns these objects, and equal samples of two tenants must be distinguished.
         index_of = {id(sample): index for index, sample in enumerate(samples)}
         indexed = [(index_of[id(sample)], tensor) for sample, tensor in zip(share, tensors, strict=True)]
         by_index = dict(entry for part in self._backend.gather_by_data_rank(indexed) for entry in part)

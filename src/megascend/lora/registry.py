@@ -34,7 +34,7 @@ class AdapterSettings:
         device: device of the model and of the adapters' values.
         head: float32 [labels, h], the weight that the scalar head of every adapter starts with; None for language models.
         labels: labels of the head's rows; empty for language models.
-        problem_type: what a classifier's head learns.
+        problem_type: kind of task of a classifier's head.
     """
 
     limits: Adapters
@@ -48,15 +48,15 @@ class AdapterSettings:
     problem_type: ProblemType | None = None
 
     def check_labels(self, labels: tuple[str, ...], problem_type: ProblemType | None) -> None:
-        """Raise CheckpointError if an adapter's head, of these labels, is not one of this model's."""
-        # Rows without names fit any names, as those of a model's head do.
+        """Raise CheckpointError if a head with these labels does not fit this model."""
+        # Default names fit any labels, on either side.
         unnamed = default_labels(len(labels))
         if len(labels) != len(self.labels) or (self.labels != labels and unnamed not in (self.labels, labels)):
             raise CheckpointError(
                 f"the rows of its head are {abbreviated([*labels]) or 'none'}, and the model's labels are "
                 f"{abbreviated([*self.labels]) or 'none'}: give the model the adapter's labels, in their order"
             )
-        # A reward model's single number is a regression's, too.
+        # A reward model's single output is that of a regression.
         if problem_type not in (None, self.problem_type or "regression"):
             raise CheckpointError(
                 f"its head was trained for problem_type {problem_type}, and the model is for {self.problem_type or 'rewards'}"
@@ -69,7 +69,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
     Attributes:
         shape_groups: this rank's layers that they act on.
         projections: names of all Hugging Face weights of the model that the limits allow as targets.
-        adaptable: names of all that an adapter could target with other limits, or that peft could adapt.
+        adaptable: names of all weights that an adapter could target with other limits, or that peft could adapt.
         refused_targets: modules that peft could adapt and adapters here do not act on.
     """
 
@@ -205,7 +205,7 @@ def check_exist(
         refused = next((name for name in refused_targets.names if matches(name, [target])), None)
         if refused is not None and (refused_targets.always or not any(matches(name, [target]) for name in projections)):
             raise ConfigError(f"{subject} {target!r}, which is {refused}, {refused_targets.reason}")
-    projections = [projection for projection in projections if projection != HEAD]  # no target, as it is always trained
+    projections = [projection for projection in projections if projection != HEAD]  # not a target: it is always trained
     unknown = [t for t in targets if not any(matches(p, [t]) for p in projections)] if targets != "all-linear" else []
     if unknown or not any(matches(projection, targets) for projection in projections):
         ends = sorted({projection.rsplit(".", 1)[-1] for projection in projections})
@@ -228,7 +228,7 @@ def check_targets(
 
 
 def initialise(values: Tensor, target_modules: Sequence[TargetModule], lora: Lora, seed: int) -> None:
-    """Draw the factor that is not zero at first: A [layers, experts, slices, rank, in]; B [1, 1, rank, out] of an embedding.
+    """Draw the factor that does not start at zero: A [layers, experts, slices, rank, in], or an embedding's B [1, 1, rank, out].
 
     Every projection has its own generator, so all layouts draw the same values.
     """

@@ -58,8 +58,8 @@ class StackedParts:
 class StackedAdapters:
     """Copies of adapters' factors, padded with zeros to one rank.
 
-    Rows that pad a rank, and slices that an adapter does not target, are zero in A and B alike; their gradients are then
-    zero too, so they need no mask. A ``None`` among the adapters stands for the base model.
+    Rows that pad a rank, and slices that an adapter does not target, are zero in both A and B; their gradients are then zero,
+    too, so they need no mask. ``None`` among the adapters is the base model.
 
     Attributes:
         adapters: owners of the factors.
@@ -79,7 +79,7 @@ class StackedAdapters:
         rank: int | None = None,
     ) -> None:
         self._shape_groups, self._device = shape_groups, device
-        self._assign(adapters)
+        self._set_adapters(adapters)
         self.rank = common_rank(adapters) if rank is None else rank
         self.stacks = [self._allocate(shape_group, dtype, device) for shape_group in shape_groups]
         self._blocks = [
@@ -89,16 +89,16 @@ class StackedAdapters:
         # Views of memory that never moves, cached because every layer and micro batch asks for them.
         self._views: dict[tuple[int, int, int | str | None], FactorsAndGrads] = {}
 
-    def take(self, adapters: Sequence[Adapter | None]) -> bool:
+    def try_assign(self, adapters: Sequence[Adapter | None]) -> bool:
         """Switch to other adapters if they fit the allocated memory; return whether they do."""
         if len(adapters) != len(self.adapters) or common_rank(adapters) != self.rank:
             return False
-        self.serve(adapters)
+        self.assign(adapters)
         return True
 
-    def serve(self, adapters: Sequence[Adapter | None]) -> None:
+    def assign(self, adapters: Sequence[Adapter | None]) -> None:
         """Switch to other adapters: the same number, none of a higher rank."""
-        self._assign(adapters)
+        self._set_adapters(adapters)
         for stack in self.stacks:  # clear the previous adapters' values, which these may not overwrite completely
             stack.a.zero_()
             stack.b.zero_()
@@ -112,7 +112,7 @@ class StackedAdapters:
             for tensor in (stack.a, stack.a_grads, stack.b, stack.b_grads)
         )
 
-    def _assign(self, adapters: Sequence[Adapter | None]) -> None:
+    def _set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
         self.adapters = tuple(adapters)
         self._cached_parts: StackedParts | None = None
         rates = [0.0 if adapter is None else adapter.lora.dropout for adapter in adapters]
@@ -130,7 +130,7 @@ class StackedAdapters:
                 return torch.zeros(*lead, target.in_features, inner, dtype=dtype, device=device)
             return torch.zeros(*lead, inner, target.in_features, dtype=dtype, device=device).mT
 
-        # Gradients in fp32 whatever the dtype: they are sums over the micro batches of a call.
+        # Gradients are always fp32: they are sums over the micro batches of a call.
         a, a_grads = zeros(dtype), zeros(torch.float32)
         b = torch.zeros(*lead, inner, target.out_features, dtype=dtype, device=device)
         return StackedFactors(a, a_grads, b, torch.zeros(b.shape, device=device))
@@ -301,7 +301,7 @@ class StackPool:
             self._stacks[key] = stack
         self._stacks.move_to_end(key)
         if stack.adapters != adapters:
-            stack.serve(adapters)
+            stack.assign(adapters)
         return stack
 
     def forget(self, adapter: Adapter) -> None:
@@ -309,7 +309,7 @@ class StackPool:
         for stack in self._stacks.values():
             if adapter in stack.adapters:
                 # Emptied, not dropped: captured steps still read its memory.
-                stack.serve([None] * len(stack.adapters))
+                stack.assign([None] * len(stack.adapters))
 
     @property
     def bytes(self) -> int:

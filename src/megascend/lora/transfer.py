@@ -25,7 +25,7 @@ class FactorShard:
 
     Attributes:
         shape: shape of the unsharded factor.
-        where: index of the part in it.
+        index: index of this part in it.
         values: float32, on the CPU.
     """
 
@@ -109,7 +109,7 @@ def assemble(shards: Sequence[FactorShard]) -> dict[str, Factors]:
     by_name: dict[str, dict[str, Tensor]] = {}
     for shard in shards:
         factors = by_name.setdefault(shard.name, {})
-        # NaN and not zero: a shard that no rank sends shows in the check of what is written.
+        # NaN, not zero: the writer's check then detects a shard that no rank has sent.
         tensor = factors.setdefault(shard.factor, torch.full(shard.shape, torch.nan))
         tensor[shard.index] = shard.values
     return {name: Factors(factors["a"], factors["b"]) for name, factors in sorted(by_name.items())}
@@ -120,7 +120,7 @@ def scatter(
 ) -> None:
     """Write this rank's parts of unsharded factors into ``vector``; projections without factors become zero. Local."""
     for span, values in adapter.views(vector.detach()):
-        # Rows that pad a rank must be zero in A and B alike; their gradients are then zero, too.
+        # Rows that pad a rank must be zero in both A and B; their gradients are then zero, too.
         values.zero_()
         for layer, target in enumerate(shape_groups[span.shape_group].target_modules):
             for number, fused_slice in enumerate(target.slices):

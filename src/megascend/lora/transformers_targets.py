@@ -103,7 +103,7 @@ def experts_without_gate(model: nn.Module) -> Iterator[str]:
 
 
 def drawn_as(name: str, allowed: Sequence[str]) -> str | None:
-    """Return the projection in ``allowed`` whose name seeds the dropout of ``name``, so that all engines draw alike."""
+    """Return the projection in ``allowed`` whose name seeds the dropout of ``name``, so that all engines draw the same masks."""
     parent, _, last = name.rpartition(".")
     for siblings in FUSED_BY_MEGATRON:
         if last in siblings:

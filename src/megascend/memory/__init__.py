@@ -1,1 +1,1 @@
-"""What the memory of a rank will hold, by formula, before anything is built. Pure: no torch, no Megatron."""
+"""Memory estimate of a rank, by formula, before anything is built. Pure: no torch, no Megatron."""

@@ -269,7 +269,7 @@ def _delta_rule_bytes(linear: LinearAttention) -> float:
     # As wide as a key: k and its transpose for k k^T, q and k's transpose for q k^T, q and k before they are multiplied by
     # decays, q and k's transpose after it, and k's part of the solution of the triangular system.
     elements = 9.0 * heads * linear.key_head_dim
-    elements += 3 * linear.value_width  # v, its part of the solution, and what the chunk writes
+    elements += 3 * linear.value_width  # v, its part of the solution, and the values that the chunk writes
     # As wide as a chunk: decays between tokens, these times strengths, k k^T, the system, q k^T, and scores.
     elements += heads * 6 * CHUNK
     elements += linear.state_size / CHUNK  # before each chunk

@@ -133,7 +133,7 @@ def _with_teacher(
     *,
     last: bool,
 ) -> Items:
-    """Add what a teacher takes of the device: its output layer's rows, and a second model with its forward pass."""
+    """Add a teacher's device memory: its output layer's rows, and a second model with its forward pass."""
     added: Items = {}
     if last and teacher.loss is not None:
         rows = -(-teacher.sizes.vocabulary // topology.tensor)
@@ -151,8 +151,8 @@ def _with_teacher(
 
 
 def _host_items(config: TrainerConfig, info: ModelInfo, items: Items, topology: Topology, workload: Workload) -> Items:
-    """Return what other models' weights and hidden states take of host memory, for each rank."""
-    # Offloaded shards, which are fp32, are no item of the device.
+    """Return the host memory of other models' weights and hidden states, for each rank."""
+    # Offloaded shards, which are fp32, are not on the device.
     parameters = items["parameters"] or 4 * info.parameter_count * config.fsdp.replicate // topology.world_size
     host: Items = {}
     if isinstance(config, RlConfig) and config.reference is not None and config.lora is None:

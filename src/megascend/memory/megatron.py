@@ -272,7 +272,7 @@ def _most_in_flight(group: StageGroup, topology: Topology, layers: int, micro_ba
 
 
 def _prediction(config: TrainerConfig, sizes: ModelSizes, kind: LayerKind, sequence_shards: int) -> float:
-    """Return the bytes per token that a head for multi-token prediction saves beside its layer.
+    """Return the bytes per token that a head for multi-token prediction saves in addition to its layer's.
 
     Two norms, their outputs side by side, and a last norm; the model's and the head's output are joined before the output layer.
     """

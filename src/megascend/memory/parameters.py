@@ -116,7 +116,7 @@ class LayerTensors:
         by_layer: dict[int | None, list[tuple[str, TensorHeader]]] = {}
         for name, header in headers.items():
             if name not in tower:
-                # Heads that are named beside the layers are numbered from 0.
+                # Heads that are named outside the layers are numbered from 0.
                 by_layer.setdefault(layers if ".mtp." in f".{name}" else layer_of(name), []).append((name, header))
         outside = tuple(by_layer.pop(None, ()))
         kinds: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}

@@ -43,7 +43,7 @@ class TeacherSizes:
 
 @dataclass(frozen=True)
 class Workload:
-    """The largest micro batch of a run, and what is computed of it.
+    """The largest micro batch of a run, and the outputs that are computed for it.
 
     Attributes:
         tokens: padding included, over all context parallel ranks.

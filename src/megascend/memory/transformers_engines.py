@@ -93,7 +93,7 @@ def second_model(
     workload: Workload,
     kernels: Kernels,
 ) -> tuple[int, int]:
-    """Return the bytes of a frozen model beside the trained one, and those of its forward pass."""
+    """Return the bytes of a second, frozen model, and those of its forward pass."""
     kind = replace(LayerKind.of(config, workload, kernels), frozen=True, rank=0, teacher=None)
     tokens = workload.tokens / topology.context
     layers = [layer_bytes(sizes, kind, key, single=config.engine == "single") for key in sizes.layer_keys]

@@ -155,7 +155,7 @@ class Architecture:
         return self.model_types[0]
 
     def normalise(self, config: Config) -> dict[str, Any]:
-        """Return a configuration with the keys that this package reads, whichever version of transformers or author wrote it.
+        """Return a configuration with the keys that this package reads, independent of the version of transformers or the author.
 
         Keys are added, never removed or replaced, except a number of experts of a model without experts.
         """

@@ -52,12 +52,12 @@ class DeepSeek(Architecture):
 
 @dataclass(frozen=True)
 class DeepSeekV2(DeepSeek):
-    """DeepSeek-V2: softmax scores that stay as they are after the choice, in the large models among the best groups."""
+    """DeepSeek-V2: softmax scores that are not renormalised after the choice, in the large models among the best groups."""
 
     megatron: str | None = "megascend.models.deepseek_megatron"
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
-        # The keys are there in configurations that choose among all experts, and the other choice has a router of its own.
+        # Configurations that choose among all experts have these keys, too; the other kind of choice has a separate router.
         return super().megatron_settings(config) | {
             # transformers takes the softmax over all experts and then chooses; Megatron-Core's default is the softmax
             # of the chosen.

@@ -34,7 +34,7 @@ class GroupLimitedRouter(SoftmaxRouter):
 
 
 class DeepSeekV2Loader(RouterLoader):
-    """Layers with Megatron-Core's router, or with :class:`GroupLimitedRouter` where the configuration says so."""
+    """Layers with Megatron-Core's router, or with :class:`GroupLimitedRouter` if the configuration has groups."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -83,7 +83,7 @@ class NemotronH(Architecture):
                 "moe_router_score_function": "sigmoid",
                 "moe_router_enable_expert_bias": True,
                 "moe_latent_size": config.get("moe_latent_size"),
-                # transformers has one MLP of this width, whatever n_shared_experts counts.
+                # transformers has one MLP of this width, regardless of n_shared_experts.
                 "moe_shared_expert_intermediate_size": config["moe_shared_expert_intermediate_size"],
             }
         else:  # its configurations state a number of experts, which no layer has

@@ -57,7 +57,7 @@ class SparseAttention(DeepSeekV3):
             "experimental_attention_variant": "dsa",
             "qk_layernorm": True,
             "dsa_indexer_rotary_interleaved": self.interleaved,
-            "dsa_indexer_k_norm_epsilon": 1e-6,  # that of transformers, whatever the other norms have
+            "dsa_indexer_k_norm_epsilon": 1e-6,  # that of transformers, independent of the other norms
             "dsa_indexer_topk_freq": period,
             "dsa_indexer_skip_topk_offset": offset,
         }

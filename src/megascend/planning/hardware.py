@@ -67,7 +67,7 @@ class Table:
         """Return a measured share; where the grid has a hole, that of the nearest point."""
         if corner in self._points:
             return self._points[corner]
-        # Kept apart: a share that was taken for a hole is no neighbour of another one, whichever is asked for first.
+        # Stored separately: a share that fills one hole must not be the nearest point of another.
         if corner not in self._holes:
             nearest = min(
                 self._points,

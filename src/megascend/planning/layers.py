@@ -242,13 +242,13 @@ class Cost:
             summed = self.collective("all_reduce", size, "tensor")
             if divided == "rows":
                 layer.add(module, "tensor parallel", self.hidden(summed, forward), 0.0)
-            else:  # of the input's gradient, beside the weight's gradient
+            else:  # of the input's gradient, while the weight's gradient is computed
                 layer.add(module, "tensor parallel", 0.0, max(0.0, summed - weight))
             return
         gathered = self.collective("all_gather", size, "tensor")
         scattered = self.collective("reduce_scatter", size, "tensor")
         if divided == "columns":
-            # The input is gathered again for the weight's gradient beside the first product; the gradient is scattered beside it.
+            # The input is gathered again during the product for its gradient, which is scattered during the one for the weight's.
             regathered = 0.0 if self.frozen else max(0.0, gathered - data)
             layer.add(
                 module, "tensor parallel", self.hidden(gathered, forward), regathered + max(0.0, scattered - weight)

@@ -1,4 +1,4 @@
-"""Every legal layout of a run on a cluster, with its memory and its time; the best ones, and what the others lose. Pure.
+"""Every legal layout of a run on a cluster, with its memory and its time; the best ones, and the losses of the others. Pure.
 
 Sizes are legal if :func:`megascend.topology.topology.plan` and the declaration of the model's family accept them, the code that
 refuses layouts when a run starts. What the engine refuses beyond that, :func:`megascend.app.layout_plan.checked` asks it.
@@ -374,7 +374,7 @@ def _evaluate(state: _Search, topology: Topology, parallel: Parallel) -> None:
         for recompute in _recomputations(model):
             for overlapped in overlaps:
                 key = (recompute.granularity, recompute.modules, overlapped)
-                # What is too large with smaller micro batches is so with these.
+                # A layout that is too large with smaller micro batches is so with these.
                 if key in too_large or any(_is_faster(other, recompute, overlapped) for other in fitting):
                     continue
                 if (micro_batch, overlapped) == (1, False) and recompute is RECOMPUTE[-1]:
@@ -401,7 +401,7 @@ def _evaluate(state: _Search, topology: Topology, parallel: Parallel) -> None:
 
 
 def _is_faster(candidate: Candidate, recompute: Recompute, overlapped: bool) -> bool:
-    """Check whether a variant is faster than one with ``recompute``, for it recomputes a part of that, and is alike else."""
+    """Check whether a variant differs from one with ``recompute`` only in that it recomputes less, and so is faster."""
     config, less = candidate.config, candidate.config.recompute
     if less == recompute or overlapped != config.optimizer.overlap_grad_reduce:
         return False
@@ -569,7 +569,7 @@ def _recomputations(model: PlannedModel) -> Iterator[Recompute]:
 
 
 def _overlaps(model: PlannedModel, request: PlanRequest, topology: Topology) -> tuple[bool, ...]:
-    """Return whether reductions may run beside the passes: not for adapters, and not with grouped experts."""
+    """Check whether reductions may overlap with the passes: not for adapters, and not with grouped experts."""
     if request.config.lora is not None or topology.data * topology.context == 1 or any(model.sizes.with_experts):
         return (False,)
     return (False, True)
@@ -583,7 +583,7 @@ def _divisors(count: int, limit: int) -> list[int]:
     return [size for size in range(1, min(count, limit) + 1) if count % size == 0]
 
 
-# --- what a layout loses ---
+# --- losses of a layout ---
 
 
 def difference(best: Candidate, other: Candidate) -> list[tuple[str, float]]:

@@ -44,7 +44,7 @@ HIDDEN_SHARE = 0.8
 
 @dataclass(frozen=True)
 class StepWork:
-    """The largest micro batches of a step, and what is done with them.
+    """The largest micro batches of a step, and the passes over them.
 
     Attributes:
         tokens: of a micro batch, over all context parallel ranks; ``length``: of a sample in it.

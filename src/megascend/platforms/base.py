@@ -37,7 +37,7 @@ class Platform(ABC):
         packed_lengths_on_host: True if attention reads the ends of packed samples on the CPU; with a device tensor each
             layer would synchronize with the device.
         page_locks_memory: True if copies into page-locked host memory are faster (and known to work here).
-        tells_peak_memory: True if :meth:`memory` reports the peak since :meth:`reset_peak_memory`.
+        reports_peak_memory: True if :meth:`memory` reports the peak since :meth:`reset_peak_memory`.
         fuses_activations: True if torch.compile can fuse Megatron's gated activations.
         peak_flops: dense bf16 peak of one device in FLOP/s for utilisation figures, or None if unknown.
     """
@@ -50,7 +50,7 @@ class Platform(ABC):
     attention_draws_its_own_dropout: ClassVar[bool] = False
     packed_lengths_on_host: ClassVar[bool] = False
     page_locks_memory: ClassVar[bool] = False
-    tells_peak_memory: ClassVar[bool] = True
+    reports_peak_memory: ClassVar[bool] = True
     has_transformer_engine_kernels: bool = False
     fuses_activations: bool = False
 
@@ -99,7 +99,7 @@ class Platform(ABC):
     def reset_peak_memory(self) -> None:
         """Start a new peak-memory measurement."""
 
-    def room(self) -> int:
+    def usable_memory(self) -> int:
         """Return the bytes of device memory available to this process, including memory in use by its tensors."""
         return self.memory().total
 

@@ -13,7 +13,7 @@ class CpuPlatform(Platform):
     name: ClassVar[str] = "cpu"
     device_type: ClassVar[str] = "cpu"
     backend: ClassVar[str] = "gloo"
-    tells_peak_memory: ClassVar[bool] = False
+    reports_peak_memory: ClassVar[bool] = False
 
     def unavailable_because(self) -> str | None:
         return None

@@ -90,7 +90,7 @@ def _cached_trials(path: Path, environment: MutableMapping[str, str]) -> tuple[s
 
 
 def _trials(environment: MutableMapping[str, str]) -> tuple[str, str]:
-    """Return the failure with AMX and, only if there is one, the failure without AMX; empty where the trial passed."""
+    """Return the failure with AMX and, only in that case, the failure without AMX; empty if the trial passed."""
     first = _trial(environment)
     return first, _trial({**environment, VARIABLE: WITHOUT_AMX}) if first else ""
 
@@ -117,6 +117,6 @@ def _trial(environment: MutableMapping[str, str]) -> str:
 
 
 def _key(cpuinfo: Path) -> str:
-    # What the result depends on; several hosts may share the folder of the cache.
+    # The inputs of the result; several hosts may share the folder of the cache.
     decisive = [sorted(_flags(cpuinfo)), platform.release(), platform.node(), metadata.version("torch"), TRIAL]
     return cache_key(decisive)

@@ -88,7 +88,7 @@ class CudaPlatform(Platform):
 
         torch.cuda.reset_peak_memory_stats()
 
-    def room(self) -> int:
+    def usable_memory(self) -> int:
         import torch
 
         # Memory that the allocator has reserved counts as free: this process can reuse it, and the driver cannot see inside.

@@ -75,7 +75,7 @@ class NpuPlatform(Platform):
     def reset_peak_memory(self) -> None:
         _torch_npu().reset_peak_memory_stats()
 
-    def room(self) -> int:
+    def usable_memory(self) -> int:
         npu = _torch_npu()
         free, _ = npu.mem_get_info()
         # What the caching allocator has reserved and not given out is free for this process, but not in the driver's count.

@@ -21,7 +21,7 @@ def causal_conv1d(
     activation: str | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Convolve each channel over its own and the tokens before; what is before a sequence counts as zero.
+    """Convolve each channel over the current and previous tokens; values before a sequence are zero.
 
     Args:
         x: [batch, tokens, channels].

@@ -215,7 +215,7 @@ def exact_in_fp32(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def by_dtype(zxbcdt: Tensor, *args: Any, state_dtype: Any = None, **kwargs: Any) -> Any:
         if zxbcdt.dtype == torch.float32:
             return mamba_split_conv1d_scan_combined(zxbcdt, *args, **kwargs)
-        # Megatron-Core looks for this argument of newer versions once, when it is imported.
+        # Megatron-Core checks for this argument of newer versions once, when it is imported.
         states = {} if state_dtype is None else {"state_dtype": state_dtype}
         return kernel(zxbcdt, *args, **kwargs, **states)
 

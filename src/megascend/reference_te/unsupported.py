@@ -1,4 +1,4 @@
-"""Errors and placeholders for what the reference Transformer Engine does not support of Transformer Engine 2.8 to 2.11.
+"""Errors and placeholders for features of Transformer Engine 2.8 to 2.11 that the reference does not support.
 
 A name listed here can be imported, subclassed and used in ``isinstance``; calling it raises PlatformError with the name. Modules
 that megatron-core imports in ``try`` / ``except ImportError`` are omitted on purpose, so that it reports the feature as missing.

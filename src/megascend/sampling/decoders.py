@@ -77,7 +77,7 @@ class CachedDecoder(Decoder):
         self._longest = max(row.longest for row in batch)
         self._cache: KeyValues | None = None
         self._numbers: list[int] = []  # of the rows in the cache
-        self._shifts: dict[int, int] = {}  # by request: position of a token of the response less its index
+        self._shifts: dict[int, int] = {}  # by request: position of a response's token minus its index
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -119,7 +119,7 @@ class CachedDecoder(Decoder):
         layout = self._engine.info.image_layout
         if layout is None or not isinstance(request.images, SampleImages):
             return 0
-        # -1 is no token, and so not one that stands for a picture.
+        # -1 is not a token, and so not a picture's.
         following = positions(torch.tensor([*request.prompt, -1]), request.images.grids, layout)[0, -1]
         return int(following) - len(request.prompt)
 

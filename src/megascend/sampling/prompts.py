@@ -144,7 +144,7 @@ def prompt_fields(request: SampleRequest, targets: int, draws: int, seed: int) -
     fields: dict[str, Tensor] = {"temperature": torch.full((length,), request.params.temperature)}
     columns = list(zip(*request.target_tokens, strict=True)) if request.target_tokens else []
     for number in range(targets):
-        # -1 stands for no token: any id will do, since its result is replaced by 0.
+        # -1 marks an unused position: any id will do, since its result is replaced by 0.
         column = columns[number] if number < len(columns) else (0,) * length
         fields[f"target {number}"] = torch.tensor(column, dtype=torch.float32).clamp_(min=0)
     # A stream of random numbers apart from the responses'.

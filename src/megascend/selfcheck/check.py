@@ -39,18 +39,18 @@ def require_agreement(
     model_dir: Path,
     full: Mapping[str, Any],
     longest: int,
-    window_in_force: bool,
+    window_active: bool,
     groups: ProcessGroups,
     worker: Worker | None = None,
 ) -> Verdict:
     """Return rank 0's new or cached verdict on the model on all ranks; raise SelfCheckError if it differs. Collective.
 
-    ``full``: the configuration with all defaults; ``longest``: tokens of the longest sample allowed; ``window_in_force``:
+    ``full``: the configuration with all defaults; ``longest``: tokens of the longest sample allowed; ``window_active``:
     Megatron attends within the model's sliding window; ``worker``: on rank 0, a process that was started ahead of time.
     """
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     with groups.monitor.phase("self-check"):
-        verdict = _on_rank_0(lambda: examine(raw, full, longest, window_in_force, worker), groups)
+        verdict = _on_rank_0(lambda: examine(raw, full, longest, window_active, worker), groups)
     if verdict.status == "differs":
         raise objection(verdict, full, versions())
     log_warnings(verdict, full, groups.rank)
@@ -63,7 +63,7 @@ def log_warnings(verdict: Verdict, full: Mapping[str, Any], rank: int) -> None:
         logging.getLogger(__name__).warning("%s", text)
 
 
-def require_agreement_here(
+def require_agreement_in_process(
     model_dir: Path, config: Any, longest: int, groups: ProcessGroups, subject: Subject, *, enabled: bool
 ) -> Verdict:
     """Compare a slice of the model with transformers in this process, on rank 0; return the verdict on all ranks. Collective.
@@ -75,7 +75,7 @@ def require_agreement_here(
         return Verdict("off")
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     with groups.monitor.phase("self-check"):
-        verdict = _on_rank_0(lambda: _examine_here(raw, config, longest, subject), groups)
+        verdict = _on_rank_0(lambda: _examine_in_process(raw, config, longest, subject), groups)
     model_type = config.get_text_config().model_type
     if verdict.status == "differs":
         raise SelfCheckError(in_process.objection(verdict, model_type, subject, versions(LOCAL_PACKAGES)))
@@ -84,9 +84,9 @@ def require_agreement_here(
     return verdict
 
 
-def _examine_here(raw: Mapping[str, Any], config: Any, longest: int, subject: Subject) -> Verdict:
+def _examine_in_process(raw: Mapping[str, Any], config: Any, longest: int, subject: Subject) -> Verdict:
     try:
-        part = in_process.slice_here(raw, config, longest)
+        part = in_process.slice_transformers_model(raw, config, longest)
     except CannotSliceError as error:
         return Verdict("not checked", str(error))
     except (LookupError, TypeError, AttributeError) as error:  # a configuration that is not laid out like a decoder's
@@ -104,24 +104,24 @@ def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
     """
     if len(groups.ranks("world")) == 1:
         return _as_megascend_error(make)
-    # A thread cannot return: it puts its verdict or its error here.
-    box: list[tuple[Verdict | None, MegascendError | None]] = []
+    # The verdict or the error of the thread.
+    outcome: list[tuple[Verdict | None, MegascendError | None]] = []
 
     def work() -> None:
         try:
-            box.append((_as_megascend_error(make), None))
+            outcome.append((_as_megascend_error(make), None))
         except MegascendError as error:
-            box.append((None, error))
+            outcome.append((None, error))
 
-    # A daemon: if another rank fails meanwhile, this process must be able to end before the check does.
+    # A daemon: if another rank fails, this process must be able to end before the check does.
     worker = threading.Thread(target=work, name="megascend-self-check", daemon=True)
     if groups.rank == 0:
         worker.start()
 
     def result() -> Verdict:
-        if not box:
+        if not outcome:
             raise PlatformError("the self-check ended without a verdict; see the log above for the cause")
-        verdict, problem = box[0]
+        verdict, problem = outcome[0]
         if verdict is None:
             assert problem is not None
             raise problem
@@ -150,11 +150,11 @@ def _as_megascend_error(make: Callable[[], Verdict]) -> Verdict:
 
 
 def examine(
-    raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_in_force: bool, worker: Worker | None = None
+    raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_active: bool, worker: Worker | None = None
 ) -> Verdict:
     """Return the verdict on a configuration from the cache, or run the check (in ``worker``, if any) and cache it."""
     try:
-        part = slice_model(raw, full, longest, window_in_force)
+        part = slice_model(raw, full, longest, window_active)
     except CannotSliceError as error:
         return Verdict("not checked", str(error))
     # A worker runs one job only: the retry after an OSError needs a new one.
@@ -211,10 +211,10 @@ def compare(part: Slice, worker: Worker | None = None) -> tuple[Verdict, bool]:
     if verdict.status != "differs":
         return verdict, True
     try:
-        convicted, short_ones_agree = find_settings(part, result)
-    except PlatformError:  # the difference is reported without its cause, which the next start looks for again
+        disagreeing, short_samples_agree = find_settings(part, result)
+    except PlatformError:  # the difference is reported without its cause, which the next start searches again
         return verdict, False
-    return replace(verdict, convicted=convicted, short_ones_agree=short_ones_agree), True
+    return replace(verdict, disagreeing=disagreeing, short_samples_agree=short_samples_agree), True
 
 
 def find_settings(part: Slice, result: TrialResult) -> tuple[list[DisagreeingSetting], bool]:
@@ -228,10 +228,10 @@ def find_settings(part: Slice, result: TrialResult) -> tuple[list[DisagreeingSet
     trials = [Trial(config, part.lengths) for config in configs] + [Trial(part.config, short)]
     # All trials in one job: starting a worker takes longer than most trials.
     agrees = [finding.agrees for finding in process.run(trials).findings]
-    guilty = suspects.culprits(first, agrees[: len(first.configs)]) or suspects.culprits(
+    culprits = suspects.culprits(first, agrees[: len(first.configs)]) or suspects.culprits(
         second, agrees[len(first.configs) : len(configs)]
     )
-    return [DisagreeingSetting(suspect.name, repr(suspect.value), repr(suspect.plain)) for suspect in guilty], agrees[
+    return [DisagreeingSetting(suspect.name, repr(suspect.value), repr(suspect.plain)) for suspect in culprits], agrees[
         -1
     ]
 
@@ -250,7 +250,7 @@ def key(part: Slice, packages: Sequence[str] | None = None, **settings: Any) -> 
         "config": part.config,
         "lengths": part.lengths,
         "versions": versions() if packages is None else versions(packages),
-        # A verdict of other code says nothing: a patch may have removed the difference, or caused one.
+        # A verdict of other code does not apply: a patch may have removed the difference, or caused one.
         "code": code_digest(),
         **settings,
     }

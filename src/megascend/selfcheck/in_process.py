@@ -69,7 +69,7 @@ class Subject(ABC):
         """Return [n, vocabulary] of every sample, int64 [n], from one micro batch."""
 
 
-def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
+def slice_transformers_model(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
     """Return the slice of a model (``raw``: its ``config.json``); accept nested configurations and other names of sizes."""
     if architecture_named(config.model_type).inputs is not None:
         raise CannotSliceError(WITH_TOWER)
@@ -88,7 +88,7 @@ def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
             full[name] = kinds
     raw = dict(raw) | {common: raw[specific] for common, specific in aliases.items() if specific in raw}
     window_active = any(isinstance(full.get(name), int) and full[name] < longest for name in WINDOWS)
-    part = slice_model(raw, full, longest, window_in_force=window_active)
+    part = slice_model(raw, full, longest, window_active=window_active)
     settings = {aliases.get(name, name): value for name, value in part.config.items() if name not in aliases.values()}
     return Slice(settings | {"model_type": text.model_type}, part.lengths, part.not_shown)
 
@@ -104,7 +104,7 @@ def check_first_pass(model_dir: Path, config: Any, longest: int, subject: Subjec
 
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     try:
-        part = slice_here(raw, config, longest)
+        part = slice_transformers_model(raw, config, longest)
         # Copies: configuration classes keep and modify the nested dicts that they are given.
         small = AutoConfig.for_model(**copy.deepcopy(part.config))
         with torch.random.fork_rng(devices=[]):

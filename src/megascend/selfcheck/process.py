@@ -127,7 +127,7 @@ class Worker:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="megascend-self-check-")
         self._path = Path(self._folder.name)
-        # A file, not a pipe: nobody reads it while the worker runs, and a full pipe would block the worker.
+        # A file, not a pipe: it is read only after the worker has ended, and a full pipe would block the worker.
         with (self._path / "errors").open("wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megascend.app.self_check_worker"],
@@ -135,7 +135,7 @@ class Worker:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 text=True,
-                # A plain environment: the worker is no rank, and imports a Megatron of its own for the CPU.
+                # A plain environment: the worker is not a rank, and imports Megatron for the CPU.
                 env=plain_environment() | faster_start(),
                 cwd=self._path,
                 encoding="utf-8",
@@ -162,7 +162,7 @@ class Worker:
         self._folder.cleanup()
 
     def work(self, trials: Sequence[Trial], deadline_s: float) -> TrialReport:
-        """Build and compare the models of ``trials``. A worker takes one job only."""
+        """Build and compare the models of ``trials``. A worker runs one job only."""
         job, result = self._path / "job.json", self._path / "result.json"
         model_types = {trial.config.get("model_type"): None for trial in trials}
         # Architectures that this process registered are unknown to the worker, which is another process.
@@ -182,7 +182,7 @@ class Worker:
             encoding="utf-8",
         )
         try:
-            # A line on stdin starts the job; until then the worker imports, and the end of stdin tells it that nobody needs it.
+            # A line on stdin starts the job; until then the worker imports. At the end of stdin without a job it exits.
             self._process.communicate(f"{job}\n", timeout=deadline_s)
         except subprocess.TimeoutExpired as error:
             raise PlatformError(f"its process took longer than {deadline_s:.0f} s") from error
@@ -208,12 +208,12 @@ def faster_start() -> dict[str, str]:
 
 
 def start_worker(model_dir: Path, max_length: int | None) -> Worker | None:
-    """Start a worker ahead of the check, while this process still imports Megatron; both take seconds.
+    """Start a worker before the check, while this process still imports Megatron; both take seconds.
 
-    Only after that import is it certain whether a run has to check its model. So the first check of a model and settings leaves
-    a marker file (:func:`mark_checked`), and no worker is started where it exists. Return None then, if the model has a sliding
-    window (only its Megatron configuration shows whether that is active), and if the model cannot be read or a package is
-    missing, which is reported where the model or package is needed.
+    Only that import shows for certain whether a run has to check its model. So the first check of a model and settings leaves a
+    marker file (:func:`mark_checked`). Return None if it exists, or if the model has a sliding window, because only its Megatron
+    configuration shows whether that is active. Also return None if the model cannot be read or a package is missing, which is
+    reported where the model or package is needed.
 
     Args:
         max_length: ``batching.max_length``.

@@ -47,7 +47,7 @@ class CannotSliceError(ConfigError):
 
 @dataclass(frozen=True)
 class Slice:
-    """A small model that stands for a large one.
+    """A small model that represents a large one.
 
     Attributes:
         config: settings under the names of the model's own ``config.json``.
@@ -60,11 +60,11 @@ class Slice:
     not_shown: str = ""
 
 
-def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_in_force: bool) -> Slice:
+def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_active: bool) -> Slice:
     """Return the slice of a model, or raise CannotSliceError.
 
     ``raw``: its ``config.json``; ``full``: with all defaults; ``longest``: tokens of the longest sample that a run allows.
-    Without ``window_in_force`` samples are never longer than the model's sliding window.
+    Without ``window_active`` samples are never longer than the model's sliding window.
     """
     if isinstance(raw.get("vision_config"), Mapping):
         raise CannotSliceError(WITH_TOWER)
@@ -77,7 +77,7 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
         raise CannotSliceError(f"config.json has no {', '.join(missing) or 'text model of its own, but a text_config'}")
     config = {name: value for name, value in raw.items() if name not in IRRELEVANT_SETTINGS}
     # The vocabulary shrinks below these ids, and torch's Embedding refuses a padding id beyond it. fp32, since
-    # rounding to 16 bits would hide a mistake of the size that the check looks for.
+    # rounding to 16 bits would hide errors of the size that the check must detect.
     config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "dtype": "float32"}
     if raw.get("eos_token_id") is not None:
         config["eos_token_id"] = 1  # some models compute with it, and cannot be built without
@@ -86,7 +86,7 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     config |= _widths(raw, full) | architecture.sliced(full, layers)
     positions, longest = _positions(raw, full, longest)
     config |= positions
-    for name in WINDOWS if window_in_force else ():
+    for name in WINDOWS if window_active else ():
         if isinstance(full.get(name), int) and full[name] > WINDOW:
             config[name] = WINDOW
     lengths = tuple(length for length in LENGTHS if length <= longest)
@@ -161,7 +161,7 @@ def _widths(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) -> tuple[dict[str, Any], int]:
-    """Return the position settings and the longest sample, scaled so that RoPE's switch lies within the samples."""
+    """Return the position settings and the longest sample, scaled so that RoPE's switch is within the samples."""
     limit: int | None = full.get("max_position_embeddings")
     if limit is None:
         return {}, longest
@@ -179,7 +179,7 @@ def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) ->
     changed["max_position_embeddings"] = max(2, limit * ORIGINAL_POSITIONS // original)
     if full.get("original_max_position_embeddings"):
         changed["original_max_position_embeddings"] = ORIGINAL_POSITIONS
-    # Samples shrink with the positions: a run whose samples never pass the switch is not refused for what lies beyond it.
+    # Samples shrink with the positions: a run whose samples are all shorter than the switch is not refused for longer ones.
     longest = longest * ORIGINAL_POSITIONS // original
     return changed, max(2, min(longest, changed["max_position_embeddings"]))
 

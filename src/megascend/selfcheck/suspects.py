@@ -152,9 +152,9 @@ def culprits(trials: Plan, agrees: Sequence[bool]) -> list[Suspect]:
     return guilty
 
 
-def advice(names: Sequence[str], original_positions: int | None, short_ones_agree: bool) -> str:
-    """Return advice on the settings ``names``; ``short_ones_agree``: samples of up to ``original_positions`` tokens agree."""
-    if original_positions and short_ones_agree and any(name.startswith(ROPE_SECTIONS) for name in names):
+def advice(names: Sequence[str], original_positions: int | None, short_samples_agree: bool) -> str:
+    """Return advice on the settings ``names``; ``short_samples_agree``: samples of up to ``original_positions`` tokens agree."""
+    if original_positions and short_samples_agree and any(name.startswith(ROPE_SECTIONS) for name in names):
         return (
             f"Samples of up to {original_positions} tokens (original_max_position_embeddings) are right as long as no longer "
             f"sample shares their micro batch: set batching.max_length: {original_positions} or less"

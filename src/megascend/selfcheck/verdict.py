@@ -31,8 +31,8 @@ class Verdict:
         layers: number of layers of the slice.
         lengths: tokens of its samples.
         mixed_only: every sample is right in a micro batch of one, and some are wrong in a micro batch with others.
-        short_ones_agree: samples up to ``original_max_position_embeddings`` are right if their micro batch has no longer ones.
-        convicted: settings that cause the difference.
+        short_samples_agree: samples up to ``original_max_position_embeddings`` are right if their micro batch has no longer ones.
+        disagreeing: settings that cause the difference.
         not_shown: kinds of layers that the slice leaves out, or empty.
         seconds, peak_bytes: cost of the check.
         cached: read from the cache.
@@ -44,8 +44,8 @@ class Verdict:
     layers: int = 0
     lengths: list[int] = field(default_factory=list)
     mixed_only: bool = False
-    short_ones_agree: bool = False
-    convicted: list[DisagreeingSetting] = field(default_factory=list)
+    short_samples_agree: bool = False
+    disagreeing: list[DisagreeingSetting] = field(default_factory=list)
     not_shown: str = ""
     seconds: float = 0.0
     peak_bytes: int = 0
@@ -58,8 +58,8 @@ class Verdict:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Verdict:
         """Build the cached verdict from the values of :meth:`to_dict`."""
-        convicted = [DisagreeingSetting(**setting) for setting in values["convicted"]]
-        return replace(cls(**{**values, "convicted": convicted}), cached=True)
+        disagreeing = [DisagreeingSetting(**setting) for setting in values["disagreeing"]]
+        return replace(cls(**{**values, "disagreeing": disagreeing}), cached=True)
 
     def summary(self) -> str:
         """Return one line for a log."""
@@ -79,9 +79,9 @@ def objection(verdict: Verdict, config: Mapping[str, Any], versions: Mapping[str
         if verdict.mixed_only
         else f"on samples of {verdict.lengths[0]} to {verdict.lengths[-1]} tokens"
     )
-    names = [setting.name for setting in verdict.convicted]
+    names = [setting.name for setting in verdict.disagreeing]
     if names:
-        cause = f"They disagree about {', '.join(_setting_name(setting, config) for setting in verdict.convicted)}"
+        cause = f"They disagree about {', '.join(_setting_name(setting, config) for setting in verdict.disagreeing)}"
     else:
         cause = "No setting of config.json explains it"
     inner = [section.get("original_max_position_embeddings") for section in rope_settings(config)]
@@ -93,7 +93,7 @@ def objection(verdict: Verdict, config: Mapping[str, Any], versions: Mapping[str
     return SelfCheckError(
         f"self-check: {sides} compute different numbers for this {config.get('model_type')} model: logits of a "
         f"{verdict.layers}-layer slice differ by {verdict.largest:.2g} of the largest logit {condition}. {cause}. "
-        f"{advice(names, original, verdict.short_ones_agree)}; self_check: off skips this check and trains what "
+        f"{advice(names, original, verdict.short_samples_agree)}; self_check: off skips this check and trains what "
         "Megatron-Core computes"
     )
 

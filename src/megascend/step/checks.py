@@ -1,4 +1,4 @@
-"""Checks of samples before a pass. Local."""
+"""Checks of samples and losses before a forward or backward pass. Local."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
                 f"sample {index} has the candidate {int(sample.candidates.ids.max())}, outside the vocabulary [0, {vocab_size}); "
                 "teacher and student must have one tokenizer"
             )
-        check_policy(sample, index, samples[0].temperature, vocab_size)
+        check_sampling(sample, index, samples[0].temperature, vocab_size)
         if problem := images.problem(sample.input_ids, sample.images, engine.info.image_layout):
             raise DataError(f"sample {index} {problem}")
 
 
-def check_policy(sample: Sample, index: int, temperature: float, vocab_size: int) -> None:
-    """Raise DataError for a sample of another temperature than the first, or whose targets its mask excludes."""
+def check_sampling(sample: Sample, index: int, temperature: float, vocab_size: int) -> None:
+    """Raise DataError for a sample whose temperature differs from the first one's, or whose mask excludes a target."""
     if sample.temperature != temperature:
         raise DataError(
             f"sample {index} has the temperature {sample.temperature:g}, and sample 0 {temperature:g}; one call has one"
@@ -68,7 +68,7 @@ def check_policy(sample: Sample, index: int, temperature: float, vocab_size: int
         raise DataError(
             f"sample {index} allows the token {int(sample.allowed.max())}, outside the vocabulary [0, {vocab_size})"
         )
-    # A target that its own mask excludes has log-probability minus infinity: the rollout and the sample do not belong together.
+    # A target that the mask excludes has log-probability minus infinity: the mask is not that of the sampled tokens.
     masked = (sample.allowed >= 0).any(1) & (sample.weights != 0)
     excluded = masked & (sample.allowed != sample.target_ids[:, None]).all(1)
     if bool(excluded.any()):
@@ -98,7 +98,7 @@ def require_head(engine: Engine, of: Literal["logprobs", "values"], caller: str)
         )
 
 
-def require_targets(engine: Engine, loss: Loss) -> None:
+def check_mtp_loss(engine: Engine, loss: Loss) -> None:
     """Raise ConfigError for a loss per sample or pair if a head for multi-token prediction is trained."""
     if engine.mtp_loss_weight and loss.per != "token":
         unit = "preference pair" if loss.per == "pair" else "sample"
@@ -178,9 +178,10 @@ def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
                 f"output layer in the loss {loss.name!r} takes {rows.shape[1]}"
             )
         if "candidates" in loss.requires and sample.candidates is not None:
-            bare = (sample.weights != 0) & (sample.candidates.ids < 0).all(1)
-            if bool(bare.any()):
+            without_candidates = (sample.weights != 0) & (sample.candidates.ids < 0).all(1)
+            if bool(without_candidates.any()):
+                position = int(without_candidates.nonzero()[0])
                 raise DataError(
-                    f"sample {index} has no candidate at position {int(bare.nonzero()[0])}, whose target has a weight in the "
+                    f"sample {index} has no candidate at position {position}, whose target has a weight in the "
                     f"loss {loss.name!r}; set the weight to 0 there"
                 )

@@ -54,7 +54,16 @@ def normalizer_of(loss: Loss, agreed: Agreement, engine: Engine) -> LossNormaliz
         mtp_factor = engine.mtp_loss_weight * unit / divisor * factors[0] if divisor > 0 else 0.0
     gather = gather_context if engine.topology.context > 1 else None
     count = sum(counts.weight if loss.per == "token" else counts.units for counts in agreed.counts.values())
-    return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, engine.device, gather, count, mtp_factor)
+    return LossNormalizer(
+        loss,
+        names=list(agreed.counts),
+        scales=scales,
+        loss_grad=loss_grad,
+        device=engine.device,
+        gather_context=gather,
+        count=count,
+        mtp_factor=mtp_factor,
+    )
 
 
 class MicroBatchLoss:
@@ -80,7 +89,7 @@ class MicroBatchLoss:
     def _prediction_loss(self, batch: MicroBatch, targets: MtpTargets, output: Output) -> tuple[Tensor, Tensor]:
         """Return the scalar to differentiate of a head for multi-token prediction, and the sum of its cross entropy [names].
 
-        Whatever the model's own loss is: the head learns to predict the tokens that have a weight.
+        The head learns to predict the tokens that have a weight, whatever the model's own loss is.
         """
         normalizer = self._normalizer
         # Weights of a loss that is summed may be negative: advantages, for example.
@@ -155,7 +164,7 @@ class MicroBatchLoss:
         )
 
     def _cross_entropy_metrics(self, batch: MicroBatch, logprobs: Tensor) -> dict[str, Tensor]:
-        """Return the metrics of a fused loss, whose gradient does not need its function."""
+        """Return the metrics of a loss that was computed by the fused head instead of its function."""
         metrics: dict[str, Tensor] | None = None
         if self._loss.function is not cross_entropy and not batch.dummy:
             metrics = self._normalizer.function.observe(logprobs, self._inputs(batch), batch.padding)

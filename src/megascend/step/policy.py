@@ -1,4 +1,4 @@
-"""The policy that was sampled from: a model's distribution renormalised over the tokens that sampling allowed."""
+"""The sampling policy: the model's distribution, renormalised over the tokens that sampling allowed (top-k, top-p)."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ class MaskedOutput:
 
 
 def policy_output(batch: MicroBatch, output: Output) -> Output:
-    """Return the output of the policy that sampled the micro batch."""
+    """Return the output of the sampling policy: masked if the micro batch has allowed tokens."""
     return output if batch.allowed is None else MaskedOutput(output, batch.allowed)

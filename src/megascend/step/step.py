@@ -209,7 +209,7 @@ class Step:
         assert divergence is not None
 
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
-            if batch.teacher_states is None:  # a dummy batch, of this rank as of those that divide the vocabulary
+            if batch.teacher_states is None:  # a dummy batch, on all ranks of the tensor parallel group
                 return {"divergence": output.logprobs(False)[0]}
             states = to_device(batch.teacher_states, batch.targets.device)
             return {"divergence": output.divergence(divergence, states)[1]}
@@ -409,40 +409,28 @@ class Step:
     ) -> list[MicroBatch]:
         """Build the micro batches of ``plan``; ``order``: the adapters of all ranks' samples, which layers know by index."""
         engine = self._engine
-        mtp = loss is not None and engine.mtp_loss_weight > 0
         adapter_index = [order.index(name) for name in adapter_names]
         batches = []
-        for members in plan:
-            source, index = samples, adapter_index
-            if members:
-                members.sort(key=lambda member: index[member])  # in place: results are matched to samples by the plan
-                batch = build(
-                    samples,
-                    members,
-                    engine.layout,
-                    loss,
-                    engine.device,
-                    adapter_index=index,
-                    mtp=mtp,
-                    image_layout=engine.info.image_layout,
-                )
-            else:
-                # A dummy batch takes part in the other ranks' collectives. It holds a real sample if there is one, with weight 0.
+        for planned in plan:
+            # In place: results are matched to samples by the plan.
+            planned.sort(key=lambda member: adapter_index[member])
+            source, index, members = samples, adapter_index, planned
+            if not planned:
+                # A dummy batch takes part in the other ranks' collectives: the shortest sample, with weight 0.
                 if not samples:
                     source, index = [Sample(input_ids=[0], target_ids=[0], weights=[0.0])], [0]
-                # The shortest costs least.
-                shortest = min(range(len(source)), key=lambda member: len(source[member]))
-                batch = build(
-                    source,
-                    [shortest],
-                    engine.layout,
-                    None,
-                    engine.device,
-                    dummy=True,
-                    adapter_index=index,
-                    mtp=mtp,
-                    image_layout=engine.info.image_layout,
-                )
+                members = [min(range(len(source)), key=lambda member: len(source[member]))]
+            batch = build(
+                source,
+                members,
+                engine.layout,
+                loss if planned else None,
+                engine.device,
+                dummy=not planned,
+                adapter_index=index,
+                mtp=loss is not None and engine.mtp_loss_weight > 0,
+                image_layout=engine.info.image_layout,
+            )
             engine.trainable.prepare(batch, source, order)
             batches.append(batch)
         return batches
@@ -454,7 +442,7 @@ class Step:
     ) -> tuple[tuple[str, ...], Tensor]:
         """Sum metrics over micro batches and ranks to [adapters, metrics], on the device, without waiting for it."""
         names = ("loss", MTP_LOSS) if self._engine.mtp_loss_weight else ("loss",)
-        if normalizer.loss.function is not cross_entropy:  # only the last stage has a loss's other metrics
+        if normalizer.loss.function is not cross_entropy:  # only the last stage knows the names of other metrics
             local = tuple(dict.fromkeys(name for metrics in stored for name in metrics))
             report = (local, normalizer.function.problem)
             reports = gather_objects(report, "world", self._groups, "metrics of the loss")

@@ -70,7 +70,7 @@ def main(job_path: str, result_path: str) -> None:
 
 
 class RoundedWeights:
-    """A model whose weights are rounded to ``dtype`` at each call; what it computes follows from them."""
+    """A model whose weights are rounded to ``dtype`` at each call, so that all results follow from the rounded ones."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         self.model, self.rounded_to = model, dtype
@@ -167,7 +167,7 @@ def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str, reduction: 
         if kind in ("dpo", "orpo", "simpo", "kto"):
             sequences.append((sample, weights, logprobs))
             continue
-        trained = weights != 0  # the others do not exist for the loss, whatever their fields hold
+        trained = weights != 0  # the others are ignored by the loss, regardless of their fields
 
         def field(name: str) -> Tensor:
             return torch.tensor(sample[name])[trained]  # noqa: B023 - used in this turn of the loop only

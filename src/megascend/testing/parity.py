@@ -349,7 +349,7 @@ def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
 
 
 def _by_content(job: dict[str, Any]) -> dict[str, Any]:
-    """Return ``job`` with digests in place of the directories it names: where they lie does not matter to a reference."""
+    """Return ``job`` with digests in place of its directories, whose paths do not matter to a reference."""
     contents = {"checkpoint": digest(Path(job["checkpoint"]))}
     if "adapter" in job:  # its settings name the base model's path
         settings = json.loads((Path(job["adapter"]) / "adapter_config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Programs that compute a reference: plain torch, transformers and peft on the CPU, whatever the caller runs on.
+"""Programs that compute a reference: plain torch, transformers and peft on the CPU, on any platform of the caller.
 
 They run in processes of their own because building an mcore-bridge model changes what transformers builds afterwards. Each is a
 fork of one process that has imported these packages and done nothing with them, so that they are imported once and not by every

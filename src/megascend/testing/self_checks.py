@@ -21,7 +21,7 @@ def slice_of(config: dict[str, Any], longest: int = 512) -> Slice:
 
     # A copy: transformers modifies its arguments, for example rope_scaling.
     full = json.loads(AutoConfig.for_model(**copy.deepcopy(config)).to_json_string(use_diff=False))
-    return slice_model(config, full, longest, window_in_force=False)
+    return slice_model(config, full, longest, window_active=False)
 
 
 def as_written(config: dict[str, Any]) -> dict[str, Any]:

@@ -199,7 +199,7 @@ class BackgroundTracker:
             tracker = self._open(self._run)
             self._opened(self.name, tracker.run_id)
         # SystemExit too: a package may call sys.exit(), for example when it cannot log in.
-        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever its package raises, training continues
+        except (Exception, SystemExit) as error:  # noqa: BLE001  training continues after any error of its package
             self._problem(f"it cannot be opened: {type(error).__name__}: {error}", lost_count=0)
         while (record := self._waiting.get()) is not None:
             self._call(tracker, record)

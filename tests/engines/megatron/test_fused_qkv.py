@@ -136,7 +136,7 @@ def tuned(checkpoint, *, fused: bool, graphs: bool = False) -> tuple[list[torch.
     for name, lora in ADAPTERS.items():
         backend.add_adapter(name, lora)
     if graphs:
-        backend.engine.graph_steps(CudaGraphs(), CaptureOnCpu(lambda: gradients_of(backend), strict=True))
+        backend.engine.use_cuda_graphs(CudaGraphs(), CaptureOnCpu(lambda: gradients_of(backend), strict=True))
     results: list[Any] = []
     for length in (30, 41, 41, 41):
         results.append(backend.forward_backward(samples(length), adapter="a").loss)

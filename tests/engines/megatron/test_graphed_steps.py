@@ -35,7 +35,7 @@ def make_backend(checkpoint, settings=None, *, strict=False, micro_batch_tokens=
         **options,
     )
     if settings is not None:
-        backend.engine.graph_steps(settings, CaptureOnCpu(lambda: gradients_of(backend), strict=strict))
+        backend.engine.use_cuda_graphs(settings, CaptureOnCpu(lambda: gradients_of(backend), strict=strict))
     return backend
 
 
@@ -180,7 +180,7 @@ def test_a_capture_that_fails_leaves_no_gradient_behind(parity_folder):
     def figures(settings):
         backend = make_backend(checkpoint, None, micro_batch_tokens=384, adapters=False)
         if settings is not None:
-            backend.engine.graph_steps(settings, FailsInTheBackwardPass(backend))
+            backend.engine.use_cuda_graphs(settings, FailsInTheBackwardPass(backend))
         actual = life_of_a_model(backend, {"rows": LAYOUTS["rows"]})
         report = backend.cuda_graphs
         backend.close()
@@ -319,7 +319,7 @@ def test_captures_make_room_when_memory_runs_out(parity_folder, caplog):
     assert report.dropped == 4, "of 128 and 256 tokens, two losses each"
     assert report.captures == 2
     assert report.captured == 4 + 2, "those of 128 tokens again"
-    reason = "micro batches of sizes beside whose captures memory ran out"
+    reason = "micro batches of sizes at which captures ran out of memory"
     assert report.eager == {reason: 1 + 2}, "importance sampling of the long one, and the next one of 140 tokens"
 
 

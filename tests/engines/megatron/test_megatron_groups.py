@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
 from megascend.distributed.objects import all_reduce_numbers
-from megascend.distributed.process_groups import CARRIERS, ProcessGroups, initialize
+from megascend.distributed.process_groups import OBJECT_GROUPS, ProcessGroups, initialize
 from megascend.errors import ProcessGroupError
 from megascend.testing import run_distributed
 from megascend.topology.topology import GROUP_AXES, plan
@@ -41,7 +41,7 @@ def test_every_group_reduces_over_the_ranks_of_the_topology(
             value = torch.tensor(2.0**groups.rank)
             dist.all_reduce(value, group=groups.device_group(name))
             totals[name] = value.item()
-            if name in CARRIERS:
+            if name in OBJECT_GROUPS:
                 assert all_reduce_numbers([2.0**groups.rank], name, groups) == [totals[name]]
                 assert groups.channel(name).group is not groups.device_group(name)
         groups.destroy()
@@ -127,7 +127,7 @@ def test_megatron_laying_out_ranks_differently_is_noticed(
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", pipeline_first)
 
     def start() -> None:
-        with pytest.raises(ProcessGroupError, match=r"MegatronGroups made the group tp of ranks \[\d, \d\], the"):
+        with pytest.raises(ProcessGroupError, match=r"MegatronGroups created group tp with ranks \[\d, \d\], the"):
             open_groups(megatron_imported, 4, tensor=2)
         assert not dist.is_initialized()
         assert not parallel_state.is_initialized()

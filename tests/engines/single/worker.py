@@ -117,7 +117,7 @@ def resumed(checkpoint: str, saved: str, **options: Any) -> tuple[bool, int]:
 
 
 def bits(backend: megascend.SingleBackend) -> dict[str, bytes]:
-    state = backend.engine.state(everything=True)
+    state = backend.engine.state(include_replicas=True)
     parts = {name: chunks.slices[0][1].flatten().view(torch.uint8) for name, chunks in state.items()}
     contents = {name: values.numpy().tobytes() for name, values in parts.items()}
     counters = repr(backend.engine.trainable.counters()).encode()

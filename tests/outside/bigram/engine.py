@@ -46,11 +46,11 @@ class BigramEngine(Engine):
                 loss.backward()
         return results
 
-    def state(self, *, everything):
-        if self.groups.rank > 0 and not everything:
+    def state(self, *, include_replicas):
+        if self.groups.rank > 0 and not include_replicas:
             return {}  # every rank has the same, and the main one writes it
         tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        for name, kind, values in self.optimizer.tensors(loading=everything):
+        for name, kind, values in self.optimizer.tensors(loading=include_replicas):
             tensors[OPTIMIZER_KEY.format(state=kind, key=name)] = values
         return {name: TensorSlices.whole(values) for name, values in tensors.items()}
 

@@ -94,7 +94,7 @@ class EngineUpdates:
         return self._push(step, returned=False)
 
     def recover(self) -> None:
-        """Give the current weights to engines that are back. One that takes none stays out."""
+        """Send the current weights to engines that have returned; one that refuses them remains excluded."""
         if self._rollouts.on_rank_0(lambda collector: collector.returned()):
             try:
                 self._push(self._backend.step_count, returned=True)
@@ -234,7 +234,7 @@ def make_engine(config: RlConfig, index: int, address: str, servers: EngineServe
             name=f"local engine {index}",
             timeout_s=config.rollout.timeout_s,
             precision=config.precision,
-            # With one seed, engines would draw the same numbers for requests without a seed.
+            # With the same seed, all engines would draw the same numbers for requests without a seed.
             seed=config.seed + index,
         )
     if address == VLLM:
@@ -258,5 +258,5 @@ def stop_tokens(tokenizer: object, names: Sequence[str]) -> tuple[int, ...]:
         raise ConfigError(
             "rollout.stop: the tokenizer has no end-of-sequence token, so a token that ends responses must be named"
         )
-    # In order and once: the end of sequence may be named as well.
+    # Without duplicates: the end of sequence may be among them.
     return tuple(dict.fromkeys(tokens))

@@ -1,4 +1,4 @@
-"""What a run of ``megascend rl`` writes down about each step, and draws at the end."""
+"""Metrics that ``megascend rl`` logs at each step, and the panels of its plot."""
 
 from __future__ import annotations
 

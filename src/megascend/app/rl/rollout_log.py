@@ -1,4 +1,4 @@
-"""What the model did: rollouts.jsonl, a line for each trajectory, and a few of them in the terminal and in trackers."""
+"""Log of the rollouts: rollouts.jsonl, a line for each trajectory, and a few of them in the terminal and in trackers."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class RolloutLog:
 
     def _show(self, step: int, rows: list[dict[str, Any]]) -> None:
         ordered = sorted(rows, key=lambda row: row["reward"], reverse=True)
-        # Both ends: what a reward likes, and what it does not, show best beside each other.
+        # The best and the worst, side by side, show what the reward prefers.
         texts = [trajectory_text(row).rstrip() for row in (ordered[0], ordered[-1])]
         text = "\n".join([f"best and worst rollout of prompt {rows[0]['prompt_number']} at step {step}:", *texts])
         self._log.write_rollouts(step, text, [tracker_row(row) for row in ordered])

@@ -69,7 +69,7 @@ class SharedRollouts:
                 if groups is not None:
                     return groups
                 progress = self._progress()
-                # Patience is for silence: slow engines that answer may take any time, and lost ones have a limit of their own.
+                # The limit is for silence: slow engines that answer may take any time, and lost ones have another limit.
                 if progress != last or progress is None:
                     last, since = progress, time.monotonic()
                 # One exchange for both. Each rank has its own clock and its own signals.

@@ -1,4 +1,4 @@
-"""What a run of ``megascend rl`` is made of, from its settings."""
+"""Parts of a run of ``megascend rl``, built from its settings."""
 
 from __future__ import annotations
 

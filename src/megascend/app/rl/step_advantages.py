@@ -1,4 +1,4 @@
-"""Advantages of a step's trajectories, from their rewards and what the objective adds to these. Without torch."""
+"""Advantages of a step's trajectories, from their rewards and the objective's penalties. Without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megascend.rollout.group import Trajectory, TrajectoryGroup
 
 
 def reward_parts(trajectory: Trajectory, objective: Objective) -> dict[str, float]:
-    """Return what the objective adds to the reward of a trajectory, by name."""
+    """Return the objective's additions to the reward of a trajectory, by name."""
     if not objective.overlong_share:
         return {}
     penalty = overlong_penalty(trajectory.sampled_tokens, response_length(objective), objective.overlong_share)
@@ -19,7 +19,7 @@ def reward_parts(trajectory: Trajectory, objective: Objective) -> dict[str, floa
 
 
 def step_advantages(groups: Sequence[TrajectoryGroup], objective: Objective) -> list[list[float]]:
-    """Return the advantage of every trajectory of a step, from its reward and what the objective adds to it."""
+    """Return the advantage of every trajectory of a step, from its reward and the objective's additions."""
     rewards = [
         [trajectory.reward + sum(reward_parts(trajectory, objective).values()) for trajectory in group.trajectories]
         for group in groups

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher's distributions over what the model has sampled, as advantages or as targets."""
+"""On-policy distillation: a teacher's distributions at sampled tokens, as advantages or as targets."""
 
 from __future__ import annotations
 
@@ -172,13 +172,13 @@ class Teacher:
     def close(self) -> None:
         """Close the engine."""
         if self._loop is not None and self._engine is not None:
-            # A server that is gone holds nothing of this run.
+            # A server that has ended holds nothing of this run.
             with contextlib.suppress(EngineError, WireError):
                 self._loop.run(self._engine.close())
             self._loop.close()
 
     def check(self) -> None:
-        """Ask for a sequence of two tokens: a teacher that does not answer is found before the first rollout."""
+        """Request a sequence of two tokens, to detect a teacher that does not answer before the first rollout."""
 
         def ask() -> list[Future[Row]]:
             assert self._loop is not None
@@ -187,7 +187,7 @@ class Teacher:
         self._collect(ask)
 
     def ask_ahead(self, group: TrajectoryGroup) -> None:
-        """Ask about a group's trajectories, which will be learned from, while the trainer is in a step. On rank 0."""
+        """Request the scores of a group's trajectories in advance, while the trainer is in a step. On rank 0."""
         assert self._loop is not None
         rows = [self._loop.submit(self._ask(all_tokens(trajectory))) for trajectory in group.trajectories]
         self._requests[group.number] = group, rows

@@ -22,7 +22,7 @@ from megascend.app.rl.records import (
     reference_figures,
 )
 from megascend.app.run import run
-from megascend.app.training import Run, Training, World, model_line, too_many_skips
+from megascend.app.training import Run, RunContext, Training, model_line, too_many_skips
 from megascend.config.rl import BASE, TRAINER, RlConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import DataError, EngineError
@@ -169,24 +169,24 @@ class ReinforcementLearning(Training[RlConfig]):
             # It may be started after the run.
             controller_engines(plan.config, plan.config.rollout.controller)
 
-    def prepare(self, world: World[RlConfig]) -> RlConfig:
+    def prepare(self, context: RunContext[RlConfig]) -> RlConfig:
         from megascend.app.rl.reference import check_reference
         from megascend.app.rl.set_up import check_objective, load_grader, read_and_check
         from megascend.app.rl.teacher import check_teacher
         from megascend.app.teacher_model import check_context
         from megascend.weightsync.sync import check_transport
 
-        plan, config = world.plan, world.plan.config
+        plan, config = context.plan, context.plan.config
         config = config.ending_with(config.steps)
         check_objective(config.objective, reference=config.reference is not None)
-        check_reference(config, plan.info, warns=world.launch.rank == 0)
+        check_reference(config, plan.info, warns=context.launch.rank == 0)
         check_teacher(config, plan.info, plan.tokenizer)
         if config.teacher is not None and config.teacher.model is not None:
             check_context(config.teacher.model, "teacher.model", plan.limits)
-        check_transport(config.sync.transport, world.runtime.platform.device_type)
+        check_transport(config.sync.transport, context.runtime.platform.device_type)
         self._grader = load_grader(config)
         self._tokenizer, self._max_length = plan.tokenizer, plan.limits.length
-        config = with_template_date(config, plan.tokenizer, world.resume, world.launch)
+        config = with_template_date(config, plan.tokenizer, context.resume, context.launch)
         self.prompts = read_and_check(config, plan.tokenizer, plan.limits, self._grader)
         return config
 
@@ -216,7 +216,7 @@ class ReinforcementLearning(Training[RlConfig]):
             self._teacher = TrainerTeacher(run.backend, teacher, model)
 
     def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None) -> None:
-        """Begin or resume: the engines get the weights that the trainer begins with, whatever they had before."""
+        """Begin or resume, and send the trainer's weights to the engines."""
         from megascend.app.rl.engines import EngineUpdates, make_engines
         from megascend.app.rl.rollouts import SharedRollouts
         from megascend.app.rl.set_up import check_router_replay, fingerprint, make_collector
@@ -325,7 +325,7 @@ class ReinforcementLearning(Training[RlConfig]):
         pushed: list[PushResult] = []
         stepped = time.perf_counter()
         if number % config.sync.every == 0 or number == config.steps:
-            # Only now may prompts be dispatched that count on these weights.
+            # Only now may prompts be dispatched that depend on these weights.
             pushed, self._version = self._updates.push(number), number
             # Engines that were lost and are back get these weights, or later ones.
         synced, eval_reward = time.perf_counter(), None
@@ -402,7 +402,7 @@ class ReinforcementLearning(Training[RlConfig]):
         return {"rollouts": self._rollouts.state_dict(), "rl": vars(self.totals)}
 
     def weights(self, config: RlConfig) -> dict[str, Path]:
-        """Return the directories of base model, reference and teacher, as far as they are not in the checkpoint."""
+        """Return the directories of base model, reference and teacher, unless a checkpoint contains them."""
         weights = super().weights(config)
         if config.reference is not None:
             base = config.reference.model == BASE

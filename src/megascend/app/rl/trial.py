@@ -1,4 +1,4 @@
-"""What a dry run of ``rl`` tries before any weights are loaded: an episode with a canned response, and the engines' versions."""
+"""Trials of a dry run of ``rl``, without weights: an episode with a canned response, and the engines' versions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def try_episode(
 
 
 def ask_engines(config: RlConfig) -> list[str]:
-    """Return a line for each engine that the run file names: its version, or why there is none."""
+    """Return a line for each engine of the run file: its version, or the reason why it is unknown."""
 
     async def ask(index: int, address: str) -> str:
         if address in ("local", VLLM):
@@ -120,7 +120,7 @@ def describe_teacher(config: RlConfig) -> str | None:
 
     async def ask() -> str:
         try:
-            # As the run's first question. Not closed: a teacher is not claimed.
+            # The same request as the run's first one. Not closed, since it claims no teacher.
             await asyncio.wait_for(teacher_engine(config, settings).logprobs([0, 0]), ENGINE_S)
         except (MegascendError, WireError, asyncio.TimeoutError) as error:
             return (

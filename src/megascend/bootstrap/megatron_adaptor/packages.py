@@ -113,7 +113,7 @@ def _check_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
     mindspeed = tree.find()
     if mindspeed is None:
         return "not installed; it is optional"
-    branch = tree.LATER_BRANCHES.get(stack.name)
+    branch = tree.ADAPTOR_BRANCHES.get(stack.name)
     if branch is None or mindspeed.branch != branch:
         requirement = f"needs branch {branch}, or none" if branch else "is used without MindSpeed"
         raise VersionError(
@@ -155,5 +155,5 @@ def versions() -> dict[str, str]:
 
 def adaptor_label(folder: Path) -> str:
     """Return the branch of the MegatronAdaptor in ``folder``, or the version in its metadata, for reports."""
-    # As a rule the metadata does not tell the branch: MindSpeed's has 0.12.1 on every branch from core_r0.12.1 on.
+    # The metadata usually does not identify the branch: MindSpeed's has 0.12.1 on every branch from core_r0.12.1 on.
     return checkout_branch(folder) or distribution_version(ADAPTOR_DISTRIBUTION) or "of an unknown branch"

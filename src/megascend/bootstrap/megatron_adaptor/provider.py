@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megascend.bootstrap import ascend
 from megascend.bootstrap.megatron_adaptor import packages, verification
 from megascend.bootstrap.mindspeed import tree
+from megascend.bootstrap.mindspeed.provider import default_arguments
 from megascend.bootstrap.providers import Finding, PatchProvider, ProviderSetup, refuse_options
 from megascend.changes import changed, patch
 from megascend.errors import ConfigError, ImportOrderError, PlatformError
@@ -69,7 +70,7 @@ class MegatronAdaptor(PatchProvider):
             import_module(ARGUMENTS).get_mindspeed_args()
             adaptor = vars(import_module(ARGUMENTS).get_mindspeed_args(get_defaults=True))
             self._names = list(adaptor)
-            self._defaults = (mindspeed_defaults() if mindspeed is not None else {}) | adaptor
+            self._defaults = (default_arguments() if mindspeed is not None else {}) | adaptor
         self._complete()
         platform: Any = self.setup.platform
         # Transformer Engine's layers take the lengths of packed samples on the device.
@@ -91,7 +92,7 @@ class MegatronAdaptor(PatchProvider):
             # such length: micro batches differ, and each is padded to a multiple of that size.
             patch(kind, "seq_length", 0, "for MindSpeed's check of Ulysses, a multiple of any context parallel size")
         else:
-            # mcore-bridge would look for MindSpeed's defaults, and warn for every process that it found none.
+            # mcore-bridge would look for MindSpeed's defaults, and warn in every process that it has none.
             patch(kind, "_mindspeed_defaults_cache", {}, "there is no MindSpeed whose defaults it could take")
         return ["mcore-bridge's apply_rotary_pos_emb stays when MegatronAdaptor patches again"]
 
@@ -138,7 +139,7 @@ class MegatronAdaptor(PatchProvider):
         return [f"MegatronAdaptor patched again with {', '.join(sorted(updates))}"]
 
     def _complete(self) -> None:
-        """Add what the packages may have left out, as public programs on them do. Idempotent."""
+        """Apply patches that the packages may have omitted, as public programs on them do. Idempotent."""
         import torch
 
         extensions: Any = import_module(verification.EXTENSIONS)
@@ -163,7 +164,7 @@ def check_model(config: Any) -> None:
 
 
 def reasons(config: Any) -> list[str]:
-    """Return every reason against a ModelConfig, in a fixed order; empty if there is none."""
+    """Return every reason why a ModelConfig is not supported, in a fixed order; empty if it is."""
 
     def value(name: str, default: Any = None) -> Any:
         setting = getattr(config, name, default)
@@ -233,11 +234,6 @@ def require_engine(folder: Path) -> None:
             f"transformer_engine in this process is {file}, not TransformerEngineNPU in {folder}: MegatronAdaptor has put its "
             "placeholder there. This process is patched half-way; start another"
         )
-
-
-def mindspeed_defaults() -> dict[str, Any]:
-    """Return the defaults of MindSpeed's arguments. Does not read the command line."""
-    return vars(import_module("mindspeed.args_utils").get_mindspeed_args(get_defaults=True))
 
 
 def checkpoint(

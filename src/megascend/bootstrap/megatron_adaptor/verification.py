@@ -32,7 +32,7 @@ def verify(config: Any, defaults: dict[str, Any]) -> None:
 
 
 def layers() -> list[str]:
-    """Return what is wrong with Megatron-Core's layers: they must be TransformerEngineNPU's."""
+    """Return the problems of Megatron-Core's layers, which must be TransformerEngineNPU's."""
     extensions: Any = import_module(EXTENSIONS)
     # Megatron chooses between its own and Transformer Engine's layers by this flag, at import.
     if not getattr(extensions, "HAVE_TE", False):
@@ -50,7 +50,7 @@ def layers() -> list[str]:
 
 
 def devices() -> list[str]:
-    """Return what is wrong with the names by which Megatron-Core finds the device and its random state."""
+    """Return the problems of the functions by which Megatron-Core accesses the device and its random state."""
     import torch
 
     npu = vars(torch)["npu"]
@@ -84,7 +84,7 @@ def random_state_is_npus() -> bool:
 
 
 def optimizer() -> list[str]:
-    """Return what is wrong with the optimizer: Megatron-Core must have found a fused Adam."""
+    """Return the problems of the optimizer: Megatron-Core must use a fused Adam."""
     adam: Any = import_module("megatron.core.optimizer").Adam
     if adam.__module__.startswith("torch."):
         return [f"the optimizer's Adam is {ascend.qualified_name(adam)}, not TransformerEngineNPU's"]

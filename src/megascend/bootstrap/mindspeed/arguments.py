@@ -106,8 +106,12 @@ def model_fields(kind: type, defaults: Mapping[str, Any]) -> list[str]:
     them while the model is built; those fields are not part of the model. Callbacks are set later and are excluded too.
     """
     fields = set(getattr(kind, "__dataclass_fields__", {}))
-    megatrons = {name for base in kind.__mro__ if base.__module__.startswith("megatron.") for name in _annotated(base)}
-    return sorted(name for name in fields if (name in megatrons or name not in defaults) and not name.endswith("_func"))
+    megatron_fields = {
+        name for base in kind.__mro__ if base.__module__.startswith("megatron.") for name in _annotated(base)
+    }
+    return sorted(
+        name for name in fields if (name in megatron_fields or name not in defaults) and not name.endswith("_func")
+    )
 
 
 def _annotated(kind: type) -> set[str]:
@@ -127,7 +131,7 @@ def signature(arguments: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that was not tested with megascend, with the most specific reason available."""
+    """Raise ConfigError, with the most specific reason available, for an option that was not tested with megascend."""
     unknown = sorted(set(options) - set(defaults))
     if unknown:
         raise ConfigError(
@@ -208,7 +212,7 @@ def reasons(arguments: Mapping[str, Any]) -> list[str]:
     """Return every reason why MindSpeed cannot train with these arguments, in a fixed order; empty if it can."""
 
     def value(name: str, default: Any = None) -> Any:
-        # None stands for "not set" in MindSpeed's arguments as well.
+        # None means "not set" in MindSpeed's arguments, too.
         argument = arguments.get(name, default)
         return default if argument is None else argument
 

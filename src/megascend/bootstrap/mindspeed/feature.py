@@ -1,7 +1,7 @@
-"""megascend's changes to MindSpeed's list of patches.
+"""megascend's changes to MindSpeed's patches.
 
-The changes are a MindSpeed feature, the last one of its list. So they take part in every patch and repatch, are undone and
-redone with the others, and nothing has to be repaired afterwards.
+They form a MindSpeed feature, the last one in its list. So every patch and repatch applies and removes them with the others, and
+nothing has to be repaired afterwards.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def register(manager: Any, args: Any, stack: str, rotary: Callable[..., Any] | N
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    # peft takes MindSpeed's own linears neither for Transformer Engine's nor for Megatron's, and has no LoRA for them.
+    # peft recognises MindSpeed's own linears neither as Transformer Engine's nor as Megatron's, and has no LoRA for them.
     manager.register_patch(f"{EXTENSIONS}.TEColumnParallelLinear", ColumnParallelLinear, force_patch=True)
     manager.register_patch(f"{EXTENSIONS}.TERowParallelLinear", RowParallelLinear, force_patch=True)
     if rotary is not None:
         # MindSpeed's function lacks mla_rotary_interleaved, and would replace mcore-bridge's in every module that imported it.
         manager.register_patch(ROPE, rotary, force_patch=True)
     # MindSpeed's method is older than Megatron's and refuses optimizer state that any layout can read (fully_reshardable).
-    # While patches are being registered, the class still (or again) has Megatron's own method.
+    # While patches are being registered, the class has Megatron's own method.
     manager.register_patch(LOAD_OPTIMIZER, DistributedOptimizer.load_state_dict, force_patch=True)
     _all_reduce(manager)
     if stack == "0.15":

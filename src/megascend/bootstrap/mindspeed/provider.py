@@ -38,8 +38,8 @@ def set_arguments(values: Mapping[str, Any]) -> None:
 def import_adaptor(values: Mapping[str, Any]) -> None:
     """Import the adaptor with the arguments ``values``.
 
-    Its import parses ``sys.argv``, replaces the root logger's handlers, imports megatron.core and patches it. Arguments that are
-    set in advance avoid the parsing, and logging is restored afterwards.
+    The import parses ``sys.argv`` unless arguments are set in advance, replaces the root logger's handlers (restored here),
+    imports megatron.core and patches it.
     """
     if ADAPTOR in sys.modules:
         raise ImportOrderError(
@@ -55,7 +55,7 @@ def import_adaptor(values: Mapping[str, Any]) -> None:
     changed("the logger mindspeed.args_utils", "logs errors only")
 
 
-LATE = ("context_parallel_algo", "use_flash_attn", "attention_mask_type", "optimization_level")
+LATE_FIELDS = ("context_parallel_algo", "use_flash_attn", "attention_mask_type", "optimization_level")
 """Arguments that are fields of a ModelConfig and may be determined only after it was created."""
 
 
@@ -112,7 +112,7 @@ class MindSpeed(PatchProvider):
     def for_topology(self, topology: Topology) -> list[str]:
         self._algorithm = topology.context_algorithm
         seeded = arguments.seed(self._defaults, topology.context, topology.context_algorithm)
-        # A ModelConfig takes fields without a value from these arguments, so none of an earlier model may remain.
+        # Fields without a value of a ModelConfig get these arguments, so values of an earlier model must not remain.
         set_arguments(seeded)
         decisive = ("context_parallel_size", "context_parallel_algo")
         if all(self._patched.get(name) == seeded[name] for name in decisive):
@@ -148,9 +148,8 @@ class MindSpeed(PatchProvider):
     def adam_count(self, optimizer: Any, count: int) -> Any:
         if type(optimizer).__module__.partition(".")[0] != tree.PACKAGE:
             return count
-        torch = import_module(
-            "torch"
-        )  # core_r0.15.3 reads the count's device, so it needs a tensor; core_r0.16.0 takes both
+        torch = import_module("torch")
+        # core_r0.15.3 reads the count's device, so it needs a tensor; core_r0.16.0 accepts both.
         return torch.tensor(count, dtype=torch.int64)
 
     # --- queries ---
@@ -183,9 +182,9 @@ class MindSpeed(PatchProvider):
     def _set_on_config(config: Any, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Set arguments on the ModelConfig, where MindSpeed's layers read them.
 
-        Its own values may predate a repatch, and lack ``options``.
+        The values that it was created with may predate a repatch, and do not include ``options``.
         """
         fields = getattr(type(config), "__dataclass_fields__", {})
         for name, value in values.items():
-            if name not in fields or name in LATE or name in options:
+            if name not in fields or name in LATE_FIELDS or name in options:
                 setattr(config, name, value)

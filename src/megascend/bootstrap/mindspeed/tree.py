@@ -24,28 +24,28 @@ from megascend.errors import PlatformError, VersionError
 
 PACKAGE = "mindspeed"
 BRANCHES = {"0.16": "core_r0.16.0", "0.15": "core_r0.15.3"}
-"""The branch for each row of the version table that has one; both support the same torch versions, because ``feature.py`` fixes
-``get_device_capability`` of core_r0.15.3."""
-LATER_BRANCHES = {"0.18": "core_r0.18.0"}
-"""The branch on MegatronAdaptor for each row that can use one (provider ``megatron_adaptor``)."""
+"""The branch for each row of the version table that runs on MindSpeed alone. Both support the same torch versions, because
+``feature.py`` fixes ``get_device_capability`` of core_r0.15.3."""
+ADAPTOR_BRANCHES = {"0.18": "core_r0.18.0"}
+"""The branch that builds on MegatronAdaptor, for each row that can use one (provider ``megatron_adaptor``)."""
 ADAPTOR_PACKAGE = "megatron_adaptor"
-LATER_NEEDS = (
+ADAPTOR_REQUIREMENTS = (
     "Megatron-Core 0.17.1, CANN 9.0, torch 2.7.1, torch_npu 26.0.0, MegatronAdaptor core_r0.17.0 and "
     "TransformerEngineNPU"
 )
-LATER_FILES = {
+ADAPTOR_BRANCH_FILES = {
     "core/context_parallel/tenpu_adaptor.py": "core_r0.18.0",
     "core/context_parallel/adaptor.py": "core_r0.17.0",
 }
-"""Files that exist in only one of the branches on MegatronAdaptor."""
+"""Files that exist in only one of the branches that build on MegatronAdaptor."""
 
-OLDER = {
+OLDER_BRANCHES = {
     "0.14": "branch core_r0.14.0 or dev, for Megatron-Core 0.14",
     "0.12": "one of the branches for Megatron-Core 0.12.1 (master, experimental, 1.x, 2.x and 26.x)",
     "1.1": "branch 1.0.RC2, for Megatron-Core 0.6",
     "0.0": "branch 1.0.RC1",
 }
-"""Descriptions of stated versions (major and minor) that are not equal to the branch's."""
+"""Descriptions of stated versions (major and minor) from which the branch's name does not follow."""
 
 HOW_MINDSPEED = (
     "git clone -b {branch} MindSpeed from its repository (it is not on PyPI), pip install --no-deps -e it, or put the "
@@ -88,7 +88,7 @@ class Tree:
         """Return the branch on MegatronAdaptor that only this tree's files can belong to, or None."""
         if ADAPTOR_PACKAGE not in self.imports:
             return None
-        branches = [branch for file, branch in LATER_FILES.items() if (self.folder / file).is_file()]
+        branches = [branch for file, branch in ADAPTOR_BRANCH_FILES.items() if (self.folder / file).is_file()]
         return branches[0] if len(branches) == 1 else None
 
     @property
@@ -106,17 +106,17 @@ class Tree:
     def needs(self) -> str:
         """Return a sentence about the stack that this tree is made for; empty if unknown."""
         if ADAPTOR_PACKAGE in self.imports:
-            for stack, branch in LATER_BRANCHES.items():
+            for stack, branch in ADAPTOR_BRANCHES.items():
                 if branch == self.branch:
                     return f"It is that of stack {stack}, with provider megatron_adaptor. "
-            return f"It needs {LATER_NEEDS}, which is no stack of megascend's. "
+            return f"It needs {ADAPTOR_REQUIREMENTS}, which is no stack of megascend's. "
         if self.imports or not self.stated_versions:
             return ""
         minor = ".".join(map(str, self.stated_versions[0].release[:2]))
         supported = {version_of(stack).release[:2]: stack for stack in STACKS if stack.name in BRANCHES}
         if stack := supported.get(self.stated_versions[0].release[:2]):
             return f"It is that of stack {stack.name}, which needs Megatron-Core {stack.requirement('megatron-core')}. "
-        return f"It is {OLDER.get(minor, f'branch core_r{minor}.0, for Megatron-Core {minor}')}. "
+        return f"It is {OLDER_BRANCHES.get(minor, f'branch core_r{minor}.0, for Megatron-Core {minor}')}. "
 
 
 def branch_of(stack: Stack) -> str:
@@ -160,7 +160,7 @@ def _parse(path: Path) -> ast.Module:
         return ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
         raise VersionError(
-            f"{path} cannot be read as Python ({error}), so which MindSpeed this is is not known"
+            f"{path} cannot be parsed as Python ({error}), so the version of MindSpeed is unknown"
         ) from error
 
 

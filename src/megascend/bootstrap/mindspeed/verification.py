@@ -17,9 +17,7 @@ def verify(config: Any, arguments: dict[str, Any], rotary: Any) -> None:
     failed = problems(config, arguments, rotary)
     if failed:
         raise PlatformError(
-            "MindSpeed's patches are not as they must be: "
-            + "; ".join(failed)
-            + ". Something imported Megatron before "
+            f"MindSpeed's patches are not as they must be: {'; '.join(failed)}. Something imported Megatron before "
             "megascend.bootstrap() or patched it afterwards; start a fresh process with the bootstrap first"
         )
 
@@ -41,7 +39,7 @@ def problems(config: Any, arguments: dict[str, Any], rotary: Any) -> list[str]:
             failures.append(
                 f"{EXTENSIONS}.{name} is {ascend.qualified_name(getattr(extensions, name))}, not Megatron's own {native.__name__}"
             )
-    # Compared by module: MindSpeed wraps it, so that there is no object to compare with.
+    # By module: MindSpeed wraps the function, so there is no object to compare it with.
     fuser = import_module("megatron.core.jit").jit_fuser
     if not _from_mindspeed(fuser):
         failures.append(f"megatron.core.jit.jit_fuser is {ascend.qualified_name(fuser)}, which would compile for CUDA")

@@ -152,7 +152,7 @@ def _patch(owner: Any, name: str, value: Any) -> None:
 
 def on_cpu(device: Any) -> Any:
     """Return ``device`` with every form of CUDA ("cuda", "cuda:1", an index, a torch.device) replaced by the CPU."""
-    # isinstance takes a bool for an int, and it is no device; None leaves the choice to torch.
+    # A bool is an instance of int, but not a device; None leaves the choice to torch.
     if isinstance(device, bool) or device is None:
         return device
     # An index alone names an accelerator, and Megatron-Core means CUDA by it.

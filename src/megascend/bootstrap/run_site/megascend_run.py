@@ -63,7 +63,7 @@ def _is_import(frame: object) -> bool:
 
 
 def end(error: Exception) -> NoReturn:
-    """Report the error and end the process: programs would take an exception for a missing Megatron, and continue."""
+    """Report the error and end the process: programs would treat an exception as a missing Megatron, and continue."""
     rank = os.environ.get("RANK")
     if not type(error).__module__.startswith("megascend.") or os.environ.get("MEGASCEND_DEBUG") == "1":
         traceback.print_exc()

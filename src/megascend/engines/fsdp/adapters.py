@@ -18,7 +18,7 @@ from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.experts import SortedRows, frozen_experts
 from megascend.engines.fsdp.transformers_api import compute_experts_by, experts_products
-from megascend.engines.pictures import tower
+from megascend.engines.vision import tower
 from megascend.errors import ConfigError
 from megascend.lora.adapter_set import MixedAdapters
 from megascend.lora.applied_adapters import AppliedAdapters, start_graph
@@ -66,7 +66,7 @@ class FsdpAdapterLayers(AppliedAdapters):
                 self._not_called[id(module)] = name
                 if target.is_expert:
                     slots = expert_slots.setdefault(id(module), (module, {}))[1]
-                    # By the parameter's own name (gate_up_proj, down_proj), as the experts function asks for it.
+                    # By the parameter's own name (gate_up_proj, down_proj), by which the experts function looks it up.
                     slots[name.rsplit(".", 1)[-1]] = number, layer, target
                 elif target.is_embedding:
                     module.register_forward_hook(partial(self._after_embedding, number, target))

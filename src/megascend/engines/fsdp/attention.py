@@ -203,7 +203,7 @@ def attention(
             f"engine fsdp: {type(module).__name__} does not pass keywords on to its attention function, so that samples in one "
             "micro batch would attend to each other; use another engine"
         )
-    # Refused, since this function builds its own mask and would ignore what the model asked for.
+    # Refused, since this function builds its own mask and would ignore the model's.
     feature = _unknown(module, attention_mask, options)
     if feature is not None:
         raise ConfigError(

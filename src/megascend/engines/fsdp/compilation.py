@@ -18,7 +18,7 @@ from megascend.changes import patch
 
 BACKEND = "inductor"
 MAX_VARIANTS = 64
-"""Limit of compiled variants of one function: shapes (constant, varying), packed and padded batches, with and without gradients,
+"""Limit of compiled variants of a function: shapes (constant, varying), packed and padded batches, with and without gradients,
 kinds of layers. Beyond it torch runs the function uncompiled; torch's default is 8."""
 
 
@@ -40,7 +40,7 @@ def compile_layers(layers: Sequence[nn.Module], is_experts: Callable[[nn.Module]
 
 
 def _parts(module: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    """Yield the module, or its largest submodules without experts and without the router beside them."""
+    """Yield the module, or its largest submodules without experts and without their router."""
     if not any(is_experts(inner) for inner in module.modules()):
         yield module
         return

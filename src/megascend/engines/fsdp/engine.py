@@ -15,7 +15,7 @@ from megascend.checkpoint.hf_slices import HfSlice, HfSlices
 from megascend.checkpoint.slices import TensorSlices
 from megascend.config import Recompute
 from megascend.distributed.objects import raise_on_all_ranks
-from megascend.engines import linear_attention, pictures
+from megascend.engines import linear_attention, vision
 from megascend.engines.base import OnOutput, check_head, longest_sample, refuse_quantised_base, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
@@ -83,10 +83,10 @@ class FsdpEngine(TransformersEngine):
         self._cached: Prefill | DecodeStep | None = None  # of the micro batch that runs
         if spec.batching.packing:
             pass_borders(self.model)
-        self._pictures: pictures.PicturesOfText | None = None
+        self._dummy_picture: vision.DummyPicture | None = None
         if info.architecture.inputs is not None:
-            pictures.freeze_tower(self.model, info.architecture.inputs, spec.vision_tower)
-            self._pictures = pictures.PicturesOfText(self.model, info.architecture.inputs)
+            vision.freeze_tower(self.model, info.architecture.inputs, spec.vision_tower)
+            self._dummy_picture = vision.DummyPicture(self.model, info.architecture.inputs)
         # Recomputation, then compilation, then fully_shard's hooks: each wraps the one before.
         recomputation.recompute(layers, spec.recompute.granularity)
         if spec.fsdp.compile:
@@ -167,8 +167,8 @@ class FsdpEngine(TransformersEngine):
                     self.adapters.layers.segments = batch.segments
                 self._rotary.enter(batch)
                 self._cached = batch.cached
-                if self._pictures is not None:
-                    self._pictures.enter(batch)
+                if self._dummy_picture is not None:
+                    self._dummy_picture.enter(batch)
                 packed = None if batch.packed is None else batch.packed.lengths
                 # transformers passes unknown keywords on to the attention function, its only way to learn the samples' borders.
                 lengths = attention.sample_lengths(
@@ -212,7 +212,7 @@ class FsdpEngine(TransformersEngine):
         with linear_attention.cached_delta_rules(self.model, lambda: self._cached):
             yield
 
-    def state(self, *, everything: bool) -> dict[str, Any]:
+    def state(self, *, include_replicas: bool) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
         # Replicas hold the same shards: the ranks of the first one write them.
@@ -221,7 +221,7 @@ class FsdpEngine(TransformersEngine):
             shards.state(
                 self._shards,
                 self.optimizer,
-                everything=everything,
+                include_replicas=include_replicas,
                 first_copy=self.groups.rank < ranks_per_replica,
                 first_rank=self.groups.rank == 0,
             )
@@ -303,7 +303,7 @@ class CheckedModel:
 
 
 def check_model(spec: EngineSpec, info: ModelInfo, topology: Topology, platform: str) -> list[str]:
-    """Raise what the constructor would raise about a model before its weights are read; return the names of adapter targets."""
+    """Raise the errors that the constructor would raise before it reads weights; return the names of adapter targets."""
     checked = CheckedModel.build(spec, info, topology)
     subject = FsdpSubject(
         info.scalar_head, packing=spec.batching.packing, context=topology.context, npu=platform == "npu"

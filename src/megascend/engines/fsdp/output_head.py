@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
-from megascend.engines import pictures
+from megascend.engines import vision
 from megascend.engines.base import OnOutput, ScalarOutput
 from megascend.engines.heads import PlainOutput, output_layer, values_of
 from megascend.errors import ConfigError
@@ -51,9 +51,9 @@ class LossHead:
         """Run the model on a micro batch, and return the result of ``on_output``."""
         self._call, self._result = (batch, on_output), None
         try:
-            options |= {"position_ids": batch.position_ids, **pictures.arguments(batch)}
+            options |= {"position_ids": batch.position_ids, **vision.arguments(batch)}
             with warnings.catch_warnings():
-                # transformers returns the features of pictures, views, beside the logits; nobody changes them in place.
+                # transformers also returns the features of pictures, as views; they are not modified in place.
                 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
                 output = self._model(input_ids=batch.input_ids, use_cache=False, **options)
             # The layer returns the loss in place of logits: a model that scales or caps its logits would change it.

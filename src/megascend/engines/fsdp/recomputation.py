@@ -76,7 +76,7 @@ def contexts(granularity: Granularity) -> Callable[[], Any]:
         return create_selective_checkpoint_contexts(routing_policy)
 
     def selective() -> Any:
-        # New counts for every call: checkpoint calls this once for a forward pass and its recomputation.
+        # New counts for each call: checkpoint calls this once for a forward pass and its recomputation.
         return create_selective_checkpoint_contexts(partial(_selective_policy, {True: 0, False: 0}))
 
     return full if granularity == "full" else selective

@@ -156,7 +156,7 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=page_locked) if settings.offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     expert_options: dict[str, Any] = options | {"mesh": expert_mesh}
-    split = layers(model)  # before sharding, which changes the class names that it goes by
+    split = layers(model)  # before sharding, which changes the class names that it uses
     # fully_shard takes parameters that no unit has yet: inner modules first, the model itself last.
     for layer in split:
         for experts in filter(is_fused_experts, layer.modules() if expert_mesh else ()):
@@ -207,7 +207,7 @@ def _prefetch_next_layers(split: list[nn.Module]) -> None:
 
 def reshard(units: list[FSDPModule]) -> None:
     """Free gathered parameters."""
-    # Without a backward pass, those of the model and its head would stay gathered after a forward pass, and the next one
+    # Without a backward pass, those of the model and its head would remain gathered after a forward pass, and the next one
     # would use the old values even after a load or an update.
     for unit in units:
         unit.reshard()

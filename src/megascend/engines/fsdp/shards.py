@@ -231,14 +231,14 @@ def weights(shards: Sequence[LocalShard]) -> dict[str, TensorSlices]:
 
 
 def state(
-    shards: Sequence[LocalShard], optimizer: MainAdamW, *, everything: bool, first_copy: bool, first_rank: bool
+    shards: Sequence[LocalShard], optimizer: MainAdamW, *, include_replicas: bool, first_copy: bool, first_rank: bool
 ) -> dict[str, TensorSlices]:
     """Return this rank's state for a checkpoint under the names of transformers' parameters.
 
     Live tensors, but for 8-bit moments, whose fp32 copies :meth:`MainAdamW.restore` takes.
 
     Args:
-        everything: include replicas that another rank writes, as needed to load.
+        include_replicas: include replicas that another rank writes, as loading requires.
         first_copy: this rank belongs to the first replica of the model, which writes the shards.
         first_rank: this is rank 0, which writes tensors that are not sharded.
     """
@@ -248,7 +248,7 @@ def state(
     def add(name: str, shard: LocalShard, values: Tensor) -> None:
         writes = first_copy if shard.is_parameter else first_rank
         # Only the writer lists a tensor: slices of several ranks at the same offsets fail when torch validates the plan.
-        if not everything and not (writes and values.numel()):
+        if not include_replicas and not (writes and values.numel()):
             return
         slices = tensors[name] = TensorSlices(shard.shape, values.dtype)
         # A rank may have no rows of a small tensor.
@@ -257,6 +257,6 @@ def state(
 
     for name, shard in by_name.items():
         add(name, shard, shard.local)
-    for name, kind, values in optimizer.tensors(loading=everything):
+    for name, kind, values in optimizer.tensors(loading=include_replicas):
         add(OPTIMIZER_KEY.format(state=kind, key=name), by_name[name], values)
     return tensors

@@ -30,7 +30,7 @@ from megascend.engines.heads import (
     tie_embeddings,
     without_bias,
 )
-from megascend.engines.pictures import attention_of
+from megascend.engines.vision import attention_of
 from megascend.errors import CheckpointError, ConfigError, VersionError
 from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.scalar_head import ScalarHead

@@ -40,7 +40,7 @@ def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def use_own_stream(chunks: Sequence[torch.nn.Module], config: Any) -> None:
     """Draw dropout from each tensor parallel rank's own random stream, as Megatron's and Transformer Engine's attention do."""
-    # With sequence parallelism the ranks' default streams already differ.
+    # With sequence parallelism the ranks' default streams differ already.
     if config.attention_dropout == 0 or config.tensor_model_parallel_size == 1 or config.sequence_parallel:
         return
     for chunk in chunks:

@@ -141,7 +141,7 @@ def install(chunks: Sequence[torch.nn.Module], config: Any) -> None:
         )
         if len(args) > 2:
             return (*args[:2], mask, *args[3:]), kwargs
-        # Whatever the caller passed: under causal attention the kernel must see no mask at all.
+        # Also if the caller passed a mask: under causal attention the kernel must not get any.
         return args, kwargs | {"attention_mask": mask}
 
     for chunk in chunks:

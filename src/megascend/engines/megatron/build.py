@@ -148,7 +148,7 @@ def build_config(
     architecture = architecture_of(hf_config.to_dict())
     full = text_config(hf_config.to_dict())
     check_divisible(architecture, full, topology)
-    if platform.name != "npu":  # whose kernels are others, and whose providers refuse the model
+    if platform.name != "npu":  # NPUs have other kernels, and their providers refuse such models
         check_packages(architecture)
     arguments.update(architecture.megatron_settings(full))
     # After the checkpoint's own settings, which these override.
@@ -168,15 +168,15 @@ def build_config(
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     check_recompute(recompute, arguments)
     if arguments.get("multi_latent_attention"):
-        # MindSpeed reads it while the configuration is made, before it can refuse the model by name; mcore-bridge sets this value
-        # when it makes the model.
+        # MindSpeed reads it while the configuration is created, before it can refuse the model by name; mcore-bridge sets this
+        # value only when it builds the model.
         ModelConfig.rope_type = "rope"  # type: ignore[attr-defined]
     if not arguments.get("num_moe_experts"):
         # Without experts mcore-bridge's default, True, has no effect, but MindSpeed core_r0.18.0 refuses it.
         arguments["moe_grouped_gemm"] = False
     try:
         config = ModelConfig(**arguments)
-    except NotImplementedError as error:  # MindSpeed's, for what it has not adapted to this Megatron-Core
+    except NotImplementedError as error:  # MindSpeed's, for features that it does not support with this Megatron-Core
         raise ConfigError(
             f"{model_dir}/config.json: a package that patches Megatron-Core refuses this model: {error}"
         ) from error
@@ -201,7 +201,7 @@ def fuses_rotary(arguments: Mapping[str, Any]) -> bool:
 
 
 def check_divisible(architecture: Architecture, config: Mapping[str, Any], topology: Topology) -> None:
-    """Raise TopologyError for parallel sizes over which the family's layers cannot be divided."""
+    """Raise TopologyError for parallel sizes that cannot divide the family's layers."""
     problems = architecture.undivided(config, tensor=topology.tensor, context=topology.context)
     problems += architecture.unstaged(config, topology.chunk_layers)
     oldest, installed = architecture.context_core, metadata.version("megatron-core")
@@ -222,7 +222,7 @@ def check_divisible(architecture: Architecture, config: Mapping[str, Any], topol
 
 
 def check_packages(architecture: Architecture) -> None:
-    """Raise MissingDependencyError for a module that the family's layers need."""
+    """Raise MissingDependencyError if a module that the family's layers need is not installed."""
     for module in architecture.packages:
         package = module.partition(".")[0]
         if not is_installed(package) or not is_installed(module):
@@ -369,7 +369,7 @@ def check_packing(config: ModelConfig, platform: Platform, *, packing: bool) -> 
             f"{config.hf_model_type} has attention sinks, for which Transformer Engine has no kernel that takes packed samples; "
             "set batching.packing: false"
         )
-    # The choice is kept on the borders of packed samples, which each micro batch has. Padded ones have no such object.
+    # The choice is stored with the boundaries of packed samples, an object of each micro batch. Padded ones have no such object.
     if (
         not packing
         and getattr(config, "dsa_indexer_topk_freq", 1) > 1
@@ -472,8 +472,8 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
     # Megatron sets them while it initialises weights, which mcore-bridge skips (perform_initialization=False); without
     # them the norm would leave out every rank's embedding and output shard but the first's. MindSpeed's grouped linear
     # layers never set them, so that all ranks' experts but the first's would be missing.
-    # Nobody sets them for attention sinks, which are sharded by heads. Transformer Engine sets them for every weight, and so for
-    # the replicas of duplicated layers (latent attention's down projections), which the norm would count on every rank.
+    # No library sets them for attention sinks, which are sharded by heads. Transformer Engine sets them for every weight,
+    # including the replicas of duplicated layers (latent attention's down projections), which the norm would count on every rank.
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
     from megatron.core.extensions import transformer_engine as te  # here: a platform may have replaced its classes

@@ -200,7 +200,7 @@ class CachedAttention:
         """Compute rotary angles [tokens, 1, 1, head dim]; in decoding, those of each token's own position."""
         if self.batch is None or not isinstance(self.batch.cached, DecodeStep):
             return forward(length, *args, **kwargs)
-        # Megatron asks for the angles of a length: take the table up to the longest row, and each token's position from it.
+        # Megatron computes the angles of a length: take the table up to the longest row, and select each token's position.
         positions = self.batch.position_ids[0]
         return forward(max(self.batch.cached.cache.lengths) + 1, *args, **kwargs)[positions]
 
@@ -220,7 +220,7 @@ class CachedAttention:
         if attention.from_latent is not None:
             # In place of keys and values: latents and the rotated part of keys, [..., 1, latent + rotated width].
             assert self._latents is not None
-            # The same for all heads, so that the first one's stands for all.
+            # The same for all heads, so the first one's is used.
             rotated = key[..., :1, self._config.qk_head_dim :]
             latents = torch.cat([self._latents.unsqueeze(-2), rotated], -1)
         if isinstance(cached, DecodeStep):  # [tokens, 1, heads, head dim]

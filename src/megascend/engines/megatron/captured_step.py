@@ -94,7 +94,7 @@ class CudaCapture:
         """Capture ``work``; see :class:`Capture`. Waits for the device."""
         gc.collect()  # torch.cuda.graph may do so, which would free the last graph after it has been counted
         if not self._graphs:
-            # A pool whose last graph is gone takes no further graph: torch fails with an internal assertion.
+            # A pool whose last graph was destroyed accepts no further graph: torch fails with an internal assertion.
             torch.cuda.empty_cache()
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:
-    """Raise what the constructor would raise before it builds layers; return the names of adapter targets.
+    """Raise the errors that the constructor would raise before it builds layers; return the names of adapter targets.
 
-    The names are read from the checkpoint's headers: the layers themselves exist only after the build.
+    The names are read from the checkpoint's headers, as the layers do not exist yet.
     """
-    # First: mcore-bridge's configuration takes fields from the provider's settings.
+    # First, because the provider's settings determine fields of mcore-bridge's configuration.
     runtime.configure_topology(topology, spec.timeout_s)
     with fake_groups(topology):
         config, _ = configure(spec, runtime.platform, topology, info, torch.device(runtime.platform.device_type))
@@ -76,7 +76,7 @@ def configure(
 
 
 def overlaps_reduction(spec: EngineSpec) -> bool:
-    """Check whether gradients are reduced during the backward pass; those of adapters are reduced once a step."""
+    """Check whether gradients are reduced during the backward pass. Those of adapters are reduced once a step."""
     return spec.optimizer.overlap_grad_reduce and spec.adapters is None
 
 

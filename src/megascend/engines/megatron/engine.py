@@ -124,7 +124,7 @@ class MegatronEngine(Engine):
             self._quantised = QuantisedBase(spec.adapters.base_weights)
         self.bare_chunks = self._build_chunks(spec)
         self._weight_state = state.WeightState(self.bare_chunks, self.groups)
-        # Modules are patched before DDP wraps them and takes their parameters.
+        # Before DDP wraps the modules and takes over their parameters.
         token = None if info.image_layout is None else info.image_layout.token
         vision.install(self.bare_chunks, info.architecture.inputs, token, spec.vision_tower)
         self.decoders = [vision.language_model(chunk) for chunk in self.bare_chunks]
@@ -160,19 +160,19 @@ class MegatronEngine(Engine):
                 self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
             self._add_optimizer(spec, expert_weights)
         if graphs is not None and capture is not None:
-            self.graph_steps(graphs, capture)
+            self.use_cuda_graphs(graphs, capture)
 
     # --- construction ---
 
     def _add_adapters(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
-        """Freeze the model, and add adapters, which are trained in its place."""
+        """Freeze the model, and add the set of adapters that are trained in its place."""
         from megascend.lora.layers import AdapterManager
         from megascend.lora.transformers_targets import divided_tower, head_targets
 
         images = self.info.architecture.inputs
         towers = [tower for chunk in self.bare_chunks if (tower := vision.tower(chunk, images)) is not None]
         for tower in towers:
-            tower.requires_grad_(False)  # beside the language models, which the manager freezes
+            tower.requires_grad_(False)  # the manager freezes the language models only
         last = self.decoders[-1]
         scalar_head = last.output_layer if last.post_process and self.info.scalar_head is not None else None
         self.trainable = self.adapters = AdapterManager(
@@ -279,8 +279,8 @@ class MegatronEngine(Engine):
         has_window = self.config.window_size is not None
         return require_agreement(self.model_dir, full, self.max_length, has_window, self.groups, checker)
 
-    def graph_steps(self, settings: CudaGraphs, capture: Capture) -> None:
-        """Run micro batches as CUDA graphs from now on, if they can be captured."""
+    def use_cuda_graphs(self, settings: CudaGraphs, capture: Capture) -> None:
+        """Run micro batches as CUDA graphs from now on, where they can be captured."""
         assert self.head is not None
 
         from megascend.engines.megatron.graphed_steps import GraphedSteps
@@ -303,7 +303,7 @@ class MegatronEngine(Engine):
         )
 
     def _drop_unfinished_gradients(self) -> None:
-        """Drop gradients that a failed backward pass has left in ``grad``, before DDP added them to its buffers."""
+        """Drop gradients that a failed backward pass has left in ``grad`` and not added to DDP's buffers."""
         for chunk in self.bare_chunks:
             for parameter in chunk.parameters():
                 parameter.grad = None
@@ -416,7 +416,7 @@ class MegatronEngine(Engine):
             **options,
         )
         if self.prediction is not None:
-            self.prediction.targets = None  # a call from elsewhere, without a micro batch, must not run the head
+            self.prediction.targets = None  # a forward pass without a micro batch must not run the head
         if self.adapters is not None:
             self.adapters.layers.watch(output)
         self.routers.leave(output, number)
@@ -434,7 +434,7 @@ class MegatronEngine(Engine):
         self.finish_param_gather()
         for chunk in self.chunks:
             chunk.eval()
-        # Such attention draws its dropout in a kernel that does not look at module.training, so eval() leaves it on.
+        # Attention kernels that draw dropout themselves ignore module.training, so eval() does not switch it off.
         ignores_mode = self.bare_chunks if self.runtime.platform.attention_draws_its_own_dropout else []
         try:
             with attention_dropout.switched_off(ignores_mode):
@@ -465,15 +465,15 @@ class MegatronEngine(Engine):
 
     # --- checkpoints and weights ---
 
-    def state(self, *, everything: bool) -> dict[str, Any]:
+    def state(self, *, include_replicas: bool) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
         # Until a pending gather is done, some parameters still have their old values.
         self.finish_param_gather()
         entries = list(state.entries(self.bare_chunks, self.groups))
         return {
-            **state.model_state(entries, everything=everything),
-            **state.optimizer_state(entries, self.optimizer, everything=everything),
+            **state.model_state(entries, include_replicas=include_replicas),
+            **state.optimizer_state(entries, self.optimizer, include_replicas=include_replicas),
         }
 
     def weight_state(self) -> dict[str, TensorSlices]:
@@ -584,7 +584,7 @@ def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed every random generator of this process; each tensor parallel rank gets its own dropout stream."""
-    # As Megatron-LM: dropout differs between pipeline stages, too.
+    # As in Megatron-LM: pipeline stages have different dropout, too.
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     seed_generators(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

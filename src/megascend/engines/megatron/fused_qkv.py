@@ -173,7 +173,7 @@ class FusedQkv:
         """Return the rotation of this call, or None to leave it to Megatron. Does not wait for the device."""
         config, packed = self._attention.config, kwargs.get("packed_seq_params")
         angles = kwargs.get("rotary_pos_emb")
-        # Megatron passes one table for q and one for k; the kernel takes one for both.
+        # Megatron passes a table for q and one for k; the kernel has one for both.
         if isinstance(angles, tuple) and len(angles) == 2 and angles[0] is angles[1]:
             angles = angles[0]
         supported = (

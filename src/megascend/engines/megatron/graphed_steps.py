@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Each stack that is kept has graphs that read its addresses; the oldest is dropped with them.
 MAX_STACKS = 8
+"""Maximum number of stacks of adapters. Graphs read a stack's addresses, so the oldest stack is dropped with its graphs."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class GraphReport:
         captured, replayed: captures made, and micro batches that were replayed.
         first: micro batches that were the first of their shape, padded and not captured.
         eager: micro batches that ran without a graph, by reason.
-        dropped: captures dropped to make room for others, or because memory ran out.
+        dropped: captures dropped for other ones, or because memory ran out.
         capture_bytes: device memory of all captures.
         stack_bytes: device memory of the adapters' stacked copies.
     """
@@ -92,7 +92,7 @@ class GraphedSteps:
         self._eager, self._head, self._evaluating, self._capture = eager, head, evaluating, capture
         self._adapters, self._monitor, self._settings, self._device = adapters, monitor, settings, device
         self._functions = StepFunctions(forward, head, self._mode, uncached, drop_unfinished, capture)
-        self._stacks = None if adapters is None else adapters.keep_stacks(MAX_STACKS, self._drop_those_of)
+        self._stacks = None if adapters is None else adapters.keep_stacks(MAX_STACKS, self._drop_steps_of)
         self._steps: OrderedDict[StepShape, CapturedStep] = OrderedDict()
         self._counts = StepCounts()
         self._largest = settings.max_tokens
@@ -109,7 +109,7 @@ class GraphedSteps:
             with self._capture.stream():
                 return self._run(batches, on_output, forward_only=forward_only)
         except torch.OutOfMemoryError:
-            self._run_short()  # frees memory for the caller that retries
+            self._shrink_after_oom()  # frees memory for the caller that retries
             raise
 
     def _run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
@@ -153,12 +153,12 @@ class GraphedSteps:
             pool_gib = self._capture.bytes / 2**30
             self._counts.dropped += captured
             self.clear()
-            logger.warning("memory ran out: %d CUDA graphs with %.1f GiB are given up", captured, pool_gib)
+            logger.warning("memory ran out: %d CUDA graphs with %.1f GiB are dropped", captured, pool_gib)
 
-    def _run_short(self) -> None:
-        """Drop all captures after a micro batch ran out of memory, and no longer capture the largest captured size.
+    def _shrink_after_oom(self) -> None:
+        """Drop all captures after a micro batch ran out of memory, and lower the size limit below the largest captured size.
 
-        This cannot repeat forever: the size limit shrinks each time, until nothing is captured.
+        So this cannot repeat forever: in the end nothing is captured.
         """
         captured = [shape.tokens for shape, step in self._steps.items() if step.captured]
         if captured:
@@ -171,7 +171,7 @@ class GraphedSteps:
                 self._largest,
             )
 
-    def _with_room(self, work: Callable[[], T]) -> T:
+    def _retry_without_captures(self, work: Callable[[], T]) -> T:
         """Call ``work``, and once more after dropping all captures if memory ran out.
 
         Args:
@@ -182,7 +182,7 @@ class GraphedSteps:
         except torch.OutOfMemoryError:
             if not any(step.captured for step in self._steps.values()):
                 raise
-        self._run_short()  # outside the except block, where the error still references the tensors of ``work``
+        self._shrink_after_oom()  # outside the except block, where the error still references the tensors of ``work``
         return work()
 
     def _output(self, batch: MicroBatch, *, forward_only: bool) -> Output:
@@ -191,7 +191,7 @@ class GraphedSteps:
             return _GraphedOutput(self, batch, forward_only)
         self._counts.note_eager(problem)
         with self._mode(forward_only):
-            return self._with_room(lambda: self._eager(batch))
+            return self._retry_without_captures(lambda: self._eager(batch))
 
     def _mode(self, forward_only: bool) -> AbstractContextManager[None]:
         """Return the context of the model in eager mode."""
@@ -205,7 +205,7 @@ class GraphedSteps:
         if tokens > self._settings.max_tokens:
             return f"micro batches above batching.cuda_graphs.max_tokens={self._settings.max_tokens} tokens"
         if tokens > self._largest:
-            return "micro batches of sizes beside whose captures memory ran out"
+            return "micro batches of sizes at which captures ran out of memory"
         if batch.candidate_ids is not None:
             return "micro batches with candidates of a teacher"
         if batch.teacher_states is not None:
@@ -237,7 +237,9 @@ class GraphedSteps:
             # Least recently used first.
             while len(self._steps) >= self._settings.max_count:
                 self._drop(next(iter(self._steps)))
-            step = CapturedStep(shape, self._stacked, self._functions, self._counts, self._with_room, self._device)
+            step = CapturedStep(
+                shape, self._stacked, self._functions, self._counts, self._retry_without_captures, self._device
+            )
             self._steps[shape] = step
         self._steps.move_to_end(shape)
         assert step.stacked is self._stacked, "captured work would read the factors of other adapters"
@@ -250,7 +252,7 @@ class GraphedSteps:
             self._capture.wait()
             self._counts.dropped += 1
 
-    def _drop_those_of(self, stacked: StackedAdapters) -> None:
+    def _drop_steps_of(self, stacked: StackedAdapters) -> None:
         """Drop the captured work that reads a stack, before the stack is freed."""
         for shape in [shape for shape, step in self._steps.items() if step.stacked is stacked]:
             self._drop(shape)

@@ -66,7 +66,7 @@ class ExpertWeights:
         self.stacked = self.parameters[0].data
         self.grads: Tensor | None = None
         self.ready: Callable[[Any], None] | None = None
-        # The weights are no inputs of _Product: without this input autograd would skip the backward pass of the first layer.
+        # The weights are not inputs of _Product: without this input autograd would skip the backward pass of the first layer.
         self._root = torch.empty(0, requires_grad=True)
         patch(layer, "forward", self._forward, "products of all experts in one launch")
 

@@ -1,7 +1,7 @@
-"""Megatron's process groups: created through ``parallel_state``, and forgotten when a backend is closed.
+"""Megatron's process groups: created through ``parallel_state``, and cleared when a backend is closed.
 
-Groups that Megatron and mcore-bridge keep in module globals are forgotten too. A stale one would be used for the next layout
-(mcore-bridge), or destructed at the next initialisation, in which a process that was forked in between waits forever for
+So are those that Megatron and mcore-bridge keep in other module globals. A stale group would be used for the next layout
+(mcore-bridge), or destructed at the next initialisation, where a process that was forked in between would wait forever for
 threads that only its parent has.
 """
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-KEEPERS = (
-    # Its destroy_model_parallel() leaves some: _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
+GROUP_HOLDERS = (
+    # Its destroy_model_parallel() does not clear all: _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
     "megatron.core.parallel_state",
     "mcore_bridge.bridge.gpt_bridge",  # EP x PP, created with the first ModelConfig
 )
@@ -61,20 +61,20 @@ class MegatronGroups:
 
     def limit_timeouts(self, timeout_s: float) -> None:
         """Set the run's timeout on groups that Megatron and mcore-bridge have created since."""
-        _limit_kept_groups(timeout_s)
+        _limit_timeouts(timeout_s)
 
     def forget(self, destroy: bool) -> None:
         """Clear the module globals that hold groups; with ``destroy``, destroy the groups too."""
-        if not self._created:  # existing groups belong to another program part
+        if not self._created:  # existing groups belong to other code
             return
         self._created = False
-        _forget_kept_groups(destroy=destroy)  # before Megatron forgets them itself, without destroying them
+        _clear_globals(destroy=destroy)  # before Megatron forgets them itself, without destroying them
         parallel_state.destroy_model_parallel()
 
 
 @contextlib.contextmanager
 def fake_groups(topology: Topology) -> Iterator[None]:
-    """Create Megatron's groups within the context as rank 0 of ``topology``, on torch's backend that communicates nothing.
+    """Create Megatron's groups within the context as rank 0 of ``topology``, on torch's fake backend without communication.
 
     mcore-bridge's configuration cannot be built without groups, and a dry run has no other ranks.
     """
@@ -86,7 +86,7 @@ def fake_groups(topology: Topology) -> Iterator[None]:
         _initialize(topology, 600.0, gloo=False)
         yield
     finally:
-        _forget_kept_groups(destroy=False)
+        _clear_globals(destroy=False)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
@@ -128,7 +128,7 @@ def _device_groups() -> dict[str, ProcessGroup]:
 
 
 def _cpu_groups() -> dict[str, ProcessGroup]:
-    """Return the Gloo groups that Megatron creates beside its device groups; it does not use them otherwise here."""
+    """Return the Gloo groups that Megatron creates in addition to its device groups; here it does not use them itself."""
     return {  # type: ignore[reportReturnType]
         "dp": parallel_state.get_data_parallel_group_gloo(),
         "dp_cp": parallel_state.get_data_parallel_group_gloo(with_context_parallel=True),
@@ -136,11 +136,11 @@ def _cpu_groups() -> dict[str, ProcessGroup]:
     }
 
 
-def _kept_groups() -> Iterator[tuple[ModuleType, str, dist.ProcessGroup]]:
+def _groups_in_globals() -> Iterator[tuple[ModuleType, str, dist.ProcessGroup]]:
     """Yield (module, attribute, group) of every global that holds a group other than the default one."""
     default = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
     provider = current_runtime("Megatron's process groups").provider
-    for name in (*KEEPERS, *(provider.keeps_groups_in if provider is not None else ())):
+    for name in (*GROUP_HOLDERS, *(provider.keeps_groups_in if provider is not None else ())):
         module = sys.modules.get(name)
         if module is None:
             continue
@@ -149,13 +149,13 @@ def _kept_groups() -> Iterator[tuple[ModuleType, str, dist.ProcessGroup]]:
                 yield module, attribute, value
 
 
-def _forget_kept_groups(destroy: bool) -> None:
+def _clear_globals(destroy: bool) -> None:
     """Clear every module global that holds a group.
 
     Args:
         destroy: also destroy the groups, for a default group that stays alive. Destroying that would destroy them all.
     """
-    for module, attribute, group in _kept_groups():
+    for module, attribute, group in _groups_in_globals():
         changed(f"process groups in globals of {module.__name__}", "forgotten when a backend is closed")
         # A group that is destroyed and still in a global would be used by the next backend of this process.
         setattr(module, attribute, None)
@@ -163,10 +163,10 @@ def _forget_kept_groups(destroy: bool) -> None:
             dist.destroy_process_group(group)
 
 
-def _limit_kept_groups(timeout_s: float) -> None:
+def _limit_timeouts(timeout_s: float) -> None:
     """Set the run's timeout on every such group: some are created with torch's default of 30 minutes."""
     timeout = timedelta(seconds=timeout_s)
-    for _, _, group in _kept_groups():
+    for _, _, group in _groups_in_globals():
         for device in group._device_types:
             # Not every backend can change its timeout later; groups that were created with the run's already have it.
             with contextlib.suppress(RuntimeError, NotImplementedError):
@@ -180,9 +180,9 @@ def shared_single_rank_groups() -> Iterator[None]:
     Megatron creates about twenty groups, and most of them have one rank if the world, or an axis, has one. On NCCL each costs a
     communicator, its watchdog threads, and a fraction of a second to destroy; nothing is ever sent in it.
 
-    The arguments alone decide, so all ranks decide alike: a call that is answered from the cache is so on every rank.
+    Only the arguments matter, so a call that is answered from the cache is so on every rank.
     """
-    with patched(dist, "new_group", sharing(dist.new_group), "one group of Megatron's for each that is of one rank"):
+    with patched(dist, "new_group", sharing(dist.new_group), "Megatron's groups of one rank are a single one"):
         yield
 
 

@@ -1,8 +1,8 @@
 """Stream a model's parameters as Hugging Face names and unsharded tensors, in every layout.
 
-mcore-bridge knows the names of parameters and how to split fused ones, but it gathers every tensor on every rank, needed or not.
-Its conversion is used here with other communication: shards are sent to the pipeline stage of a receiver and assembled there,
-other ranks see tensors on torch's ``meta`` device, and replicas that are not needed only join one barrier per layer.
+mcore-bridge knows the names of parameters and how to split fused ones, but it gathers every tensor on all ranks. Its conversion
+is used here with other communication: shards are sent to the pipeline stage of a receiver and assembled there, other ranks see
+tensors on torch's ``meta`` device, and replicas that are not needed only join one barrier per layer.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def stored_weights(
     receivers: Receivers,
     device: torch.device | str,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what :func:`named_weights` yields of a frozen model, from its checkpoint's files, which every receiver reads.
+    """Yield the weights of a frozen model as :func:`named_weights` does, from its checkpoint's files, which each receiver reads.
 
     Args:
         fresh: newly initialised weights of a scalar head, which no file has.
@@ -131,7 +131,7 @@ def stored_weights(
         with contextlib.suppress(StreamStopped), groups.monitor.phase("named weights"):
             barrier.join_all()
         return
-    describes = torch.device(device).type == "meta"
+    headers_only = torch.device(device).type == "meta"
 
     def stored() -> Iterator[tuple[str, Tensor]]:
         for _ in range(layers):
@@ -139,7 +139,7 @@ def stored_weights(
         files: dict[Path, Any] = {}
         for name, header in headers.items():
             stays_fp32 = header.dtype == "F32" and name.endswith("correction_bias")
-            if describes:
+            if headers_only:
                 yield name, torch.empty(header.shape, dtype=torch.float32 if stays_fp32 else dtype, device="meta")
             else:
                 value = fresh[name] if name in fresh else read_tensor(name, header, files)
@@ -159,7 +159,7 @@ def _join_fused(
 ) -> Iterator[tuple[str, Tensor]]:
     """Join weights that the source stores fused (gate and up, experts), which mcore-bridge reads fused but exports separately.
 
-    It needs memory for one layer's experts beside the model.
+    It needs memory for one layer's experts in addition to the model.
     """
     unfinished: dict[str, tuple[Tensor, int]] = {}
     for name, tensor in stream:
@@ -184,7 +184,7 @@ def _join_fused(
 
 
 def _view_of_part(part: FusedPart, fused: Tensor) -> Tensor:
-    """Return the view of a fused tensor that a part of it fills."""
+    """Return the view of a fused tensor that ``part`` fills."""
     view = fused if part.expert is None else fused[part.expert]
     if part.half is None:
         return view
@@ -210,7 +210,7 @@ class _Collector:
     ) -> None:
         self._names = names
         self._groups, self._device, self._before_layer = groups, device, before_layer
-        self._describes = device is not None and torch.device(device).type == "meta"
+        self._headers_only = device is not None and torch.device(device).type == "meta"
         self._receives = groups.rank in receiving
         self._routes = {
             expert: route(groups.topology, groups.rank, receiving, expert=expert) for expert in (False, True)
@@ -219,7 +219,7 @@ class _Collector:
         self._shard_groups = {False: groups.device_group("tp"), True: groups.device_group("etp")}
         self._class = type(bridge)
         self._layer: dict[str, Any] = {}
-        self._inside, self._split = False, None
+        self._in_get_weight, self._split_dim = False, None
         self._view = view = copy.copy(bridge)
         view._get_weight = self._get_weight
         view._all_gather_tp = self._all_gather_tp
@@ -236,7 +236,7 @@ class _Collector:
         options = {"converter": lambda name, tensor: (name, [tensor]), "disable_tqdm": True, "_is_saving": True}
         for name, box in self._view.export_weights(list(chunks), **options):
             if name in self._layer:
-                self._layer[name] = None  # the bridge keeps this dict too
+                self._layer[name] = None  # the bridge also refers to this dict
             if self._receives and box is not None:
                 yield name, box.pop()
 
@@ -262,28 +262,28 @@ class _Collector:
         return {f"{prefix}{name}": self._view._get_weight(tensors.get(name), None)[0] for name in names}
 
     def _get_weight(self, *args: Any, **options: Any) -> tuple[Tensor | None, Tensor | None]:
-        self._inside = True
+        self._in_get_weight = True
         try:
             weight, scale = self._class._get_weight(self._view, *args, **options)
         finally:
-            self._inside = False
+            self._in_get_weight = False
         return (weight, scale) if self._receives else (None, None)
 
     def _all_gather_tp(self, tensor: Tensor | None, dim: int | None, is_expert: bool) -> Tensor | None:
-        if not self._inside:  # called by an architecture's own code, which needs the result immediately
+        if not self._in_get_weight:  # called by an architecture's own code, which needs the result immediately
             return self._class._all_gather_tp(self._view, tensor, dim, is_expert)
         # Inside _get_weight, mcore-bridge calls _broadcast_ep_pp next: only the dimension is recorded here.
-        self._split = dim
+        self._split_dim = dim
         return None if tensor is None else tensor.to(self._groups.device)
 
     def _broadcast_ep_pp(self, tensor: Tensor | None, is_expert: bool) -> Tensor:
-        if not self._inside:
+        if not self._in_get_weight:
             return self._class._broadcast_ep_pp(self._view, tensor, is_expert)
         path = self._routes[is_expert]
-        split = self._split if len(path.parts) > 1 else None
+        split = self._split_dim if len(path.parts) > 1 else None
         source, shape, dtype = self._describe(tensor, path, self._groups_across[is_expert])
         full = None
-        if not self._describes:
+        if not self._headers_only:
             need = path.need_whole if split is None else path.need_shard
             full = shard = self._spread(tensor, source, need, path, shape, dtype, self._groups_across[is_expert])
             if split is not None and shard is not None and self._groups.rank in path.need_shard:

@@ -1,4 +1,4 @@
-"""Megatron's optimizer; a step is made by all ranks or by none."""
+"""Megatron's optimizer; a step is taken on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ParameterState:
 
 
 class MegatronOptimizer:
-    """AdamW, and Muon, over the model chunks of this rank: one step for all ranks, or none.
+    """AdamW, and Muon, over the model chunks of this rank. A step is taken on all ranks or on none.
 
     Args:
         page_locked: offloaded state is in page-locked memory.
@@ -106,14 +106,14 @@ class MegatronOptimizer:
             parameters: those of :meth:`mains`, with their settings.
         """
         settings_of = {id(parameter.main): settings for parameter, settings in parameters}
-        mains = self._mains  # found by Megatron's parameter groups, which are divided now
+        mains = self._mains  # before Megatron's parameter groups, from which it is computed, are divided
         for part in self._parts():
             divided: list[dict[str, Any]] = []
             for group in part.optimizer.param_groups:
                 by_settings: dict[WeightSettings | None, list[Tensor]] = {}
                 for main in group["params"]:
                     by_settings.setdefault(settings_of[id(main)], []).append(main)
-                # A group without parameters stays: other ranks may have some.
+                # A group without parameters is kept, as other ranks may have some.
                 for settings, members in (by_settings or {None: []}).items():
                     divided.append({**group, "params": members, BY_WEIGHT: settings})
             part.optimizer.param_groups[:] = divided
@@ -158,7 +158,7 @@ class MegatronOptimizer:
                     patch(
                         part, "_copy_main_params_to_model_params", _do_nothing, "its Adam writes the model's parameters"
                     )
-        except ConfigError as error:  # of host memory, which other ranks may have
+        except ConfigError as error:  # too little host memory, perhaps on this rank only
             problem = error
         raise_on_all_ranks(problem, self._groups, "the offload of optimizer state")
 
@@ -192,7 +192,7 @@ class MegatronOptimizer:
             self._clip(grad_norm)
             if self._muon is not None:
                 self._muon.step([main.grad for _, main in self._muon_mains], lr)
-                for _, main in self._muon_mains:  # Adam leaves parameters without a gradient as they are
+                for _, main in self._muon_mains:  # Adam does not change parameters without a gradient
                     main.grad = None
             self.megatron.step_with_ready_grads()
             self._routers.update_bias()
@@ -318,7 +318,7 @@ class MegatronOptimizer:
         return [optimizer for optimizer in chain if not optimizer.is_stub_optimizer]
 
     def _set_hyperparameters(self, lr: float) -> None:
-        """Set learning rate and weight decay of all parameter groups, as Megatron's own scheduler would, which is not used."""
+        """Set learning rate and weight decay of all parameter groups, in place of Megatron's own scheduler."""
         default = WeightSettings(1.0, self._adam.weight_decay)
         for group in self.megatron.param_groups:
             settings = group.get(BY_WEIGHT) or default

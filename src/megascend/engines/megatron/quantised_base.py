@@ -67,7 +67,7 @@ class QuantisedBase:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Release the weights of every layer of the decoder as soon as it is built: the full model never exists."""
+        """Release the weights of every layer of the decoder as soon as it is built, so that the full model is never in memory."""
         original = transformer_block.build_module
 
         def build(*args: Any, **options: Any) -> Any:

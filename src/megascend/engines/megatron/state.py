@@ -49,20 +49,20 @@ def entries(chunks: Sequence[Any], groups: ProcessGroups) -> Iterator[Entry]:
                 yield entry
 
 
-def model_state(entries: Sequence[Entry], *, everything: bool) -> dict[str, Any]:
+def model_state(entries: Sequence[Entry], *, include_replicas: bool) -> dict[str, Any]:
     """Return this rank's parameters, buffers and layers' objects by name in the checkpoint.
 
     Args:
-        everything: include replicas that another rank writes, as needed to load.
+        include_replicas: include replicas that another rank writes, as loading requires.
     """
     values: dict[str, Any] = {}
     for entry in entries:
         if isinstance(entry, ShardedObject):
-            if entry.data is not None and (everything or _is_main_replica(entry.replica_id)):
+            if entry.data is not None and (include_replicas or _is_main_replica(entry.replica_id)):
                 values[entry.unique_key] = entry.data
             continue
         for tensor in tensors_of(entry):
-            if everything or _is_main_replica(tensor.replica_id):
+            if include_replicas or _is_main_replica(tensor.replica_id):
                 slices = _slices(values, tensor.key, tensor, tensor.dtype)
                 slices.add(tensor.global_offset, _with_leading(tensor.data, tensor))
     return values
@@ -85,7 +85,7 @@ class WeightState:
         places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in live]
         if self._slices and places == self._places:
             return self._slices
-        tensors = model_state(list(entries(self._chunks, self._groups)), everything=True)
+        tensors = model_state(list(entries(self._chunks, self._groups)), include_replicas=True)
         slices = {name: value for name, value in tensors.items() if isinstance(value, TensorSlices)}
         storages = {tensor.untyped_storage().data_ptr() for tensor in live}
         views = [values for value in slices.values() for _, values in value.slices]
@@ -96,25 +96,25 @@ class WeightState:
 
 
 def optimizer_state(
-    entries: Sequence[Entry], optimizer: MegatronOptimizer, *, everything: bool
+    entries: Sequence[Entry], optimizer: MegatronOptimizer, *, include_replicas: bool
 ) -> dict[str, TensorSlices]:
     """Return Adam's moments, Muon's momentum and, for 16-bit parameters, the float32 main parameters.
 
     Live tensors, but for 8-bit moments, whose fp32 copies :meth:`MegatronOptimizer.restore` takes.
 
     Args:
-        everything: include replicas that another rank writes, as needed to load.
+        include_replicas: include replicas that another rank writes, as loading requires.
     """
     tensors: dict[str, TensorSlices] = {}
     runs = _runs_by_parameter(entries)
-    for state in optimizer.parameter_states(loading=everything):
+    for state in optimizer.parameter_states(loading=include_replicas):
         for run in _runs_of(state.parameter, runs):
             # The state of a distributed optimizer is sharded over data parallel ranks: it has no replicas along that axis,
             # the last one of the id.
             replica_id = run.tensor.replica_id
             if state.divided and isinstance(replica_id, tuple):
                 replica_id = replica_id[:-1]
-            if everything or _is_main_replica(replica_id):
+            if include_replicas or _is_main_replica(replica_id):
                 for name, values in state.tensors.items():
                     key = OPTIMIZER_KEY.format(state=name, key=run.tensor.key)
                     _add_run(_slices(tensors, key, run.tensor, values.dtype), run, state.start, values)

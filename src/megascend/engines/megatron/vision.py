@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
 from megascend.config import Adapters, VisionTower
-from megascend.engines import pictures
+from megascend.engines.vision import add_unused_features, features_of
+from megascend.engines.vision import arguments as image_arguments
 from megascend.errors import ConfigError
 from megascend.lora.target_modules import EMBEDDING, matches
 from megascend.models import Images
@@ -117,10 +118,10 @@ class Features:
             # Every rank and micro batch gives the tower a gradient, which data parallel ranks reduce together: here one of zeros.
             # With overlap_grad_reduce Megatron starts a bucket's reduction once all of its parameters have gradients, and
             # asserts at the end of the step that it has been started.
-            return {"inputs_embeds": pictures.add_unused_features(self._tower, embeddings, self._dtype)}
+            return {"inputs_embeds": add_unused_features(self._tower, embeddings, self._dtype)}
         assert image_grid_thw is not None
         # Patches are fp32 in every precision, as the image processor makes them.
-        final, *inner = pictures.features_of(self._tower, pixel_values.to(self._dtype), image_grid_thw)
+        final, *inner = features_of(self._tower, pixel_values.to(self._dtype), image_grid_thw)
         # masked_scatter takes features in the order of [batch, sequence], which is that of the samples and so of their pictures.
         mask = input_ids == self._token
         inputs: dict[str, Any] = {
@@ -151,7 +152,7 @@ class Features:
 
 @contextlib.contextmanager
 def frequencies_in_fp32(chunk: Any, images: Images | None) -> Iterator[None]:
-    """Keep the rotary frequencies of the tower as they are while the model is cast to 16 bits, as transformers does."""
+    """Keep the rotary frequencies of the tower in fp32 while the model is cast to 16 bits, as transformers does."""
     module = tower(chunk, images)
     buffers = {} if module is None else dict(module.named_buffers())
     # Float16Module's cast puts other tensors in the buffers' place, so that these keep their values until they are put back.
@@ -163,4 +164,4 @@ def frequencies_in_fp32(chunk: Any, images: Images | None) -> Iterator[None]:
 
 def arguments(batch: MicroBatch, chunk: Any, images: Images | None) -> dict[str, Tensor]:
     """Return the pictures of a micro batch as arguments of a chunk with a vision tower; none for other chunks."""
-    return {} if tower(chunk, images) is None else pictures.arguments(batch)
+    return {} if tower(chunk, images) is None else image_arguments(batch)

@@ -112,7 +112,7 @@ def load(
         problem = f"a tensor does not fit the model that config.json describes{_after(used)}: {error}"
     # After loading: a new head is in no file, and its parameters are NaN like any other that was not read.
     scalar_head.fill(chunks, fresh or {})
-    # A tensor may load without an error and still not be complete: whatever was not written is NaN.
+    # A tensor may load without an error and be incomplete: elements that were not written are NaN.
     if problem is None:
         parameters = _with_values(chunks, quantised)
         holes = names_with_nan(parameters)

@@ -16,7 +16,7 @@ from megascend.changes import patched
 from megascend.config import Lora, VisionTower
 from megascend.engines.base import adapter_settings
 from megascend.engines.context import EngineContext, EngineSpec
-from megascend.engines.pictures import tower
+from megascend.engines.vision import tower
 from megascend.lora.adapter_set import AdapterSet
 from megascend.lora.factors import Factors, head_factors, head_weight
 from megascend.lora.peft_tensors import is_expert_parameter
@@ -141,7 +141,7 @@ class ActiveAdapter:
             target_parameters=parameters or None,
             bias="none",
         )
-        # peft's new modules are in training mode, whatever the model's mode is.
+        # peft's new modules are in training mode, regardless of the model's mode.
         training = model.training
         with _literal_names():
             self._tuner, self._rank = LoraModel(model, config, ACTIVE), lora.rank

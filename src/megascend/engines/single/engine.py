@@ -11,7 +11,7 @@ import torch
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
-from megascend.engines import linear_attention, pictures
+from megascend.engines import linear_attention, vision
 from megascend.engines.adamw import ModelAdamW
 from megascend.engines.base import (
     OnOutput,
@@ -85,7 +85,7 @@ class SingleEngine(TransformersEngine):
             check_plain_head(self.model, info.shape.vocab_size)
         self._rotary = RotaryByLength(self.model)
         check_support(self.model, spec, info)
-        pictures.freeze_tower(self.model, info.architecture.inputs, spec.vision_tower)
+        vision.freeze_tower(self.model, info.architecture.inputs, spec.vision_tower)
         self._router_loss = spec.moe.aux_loss_coefficient if spec.moe.aux_loss != "none" else 0.0
         if spec.recompute.granularity == "full":
             # transformers 5.11 renamed gradient_checkpointing_enable.
@@ -116,7 +116,7 @@ class SingleEngine(TransformersEngine):
             self._rotary.enter(batch)
             with_router_loss = self._router_loss > 0 and not forward_only
             options: dict[str, Any] = {"output_router_logits": True} if with_router_loss else {}
-            options |= pictures.arguments(batch)
+            options |= vision.arguments(batch)
             replaying = contextlib.nullcontext() if self._replay is None else self._replay.replaying(batch)
             with self.groups.monitor.phase("forward"), replaying:
                 hidden, output = hidden_states(self.model, batch.input_ids, batch.position_ids, **options)
@@ -146,7 +146,7 @@ class SingleEngine(TransformersEngine):
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
         images = self.info.architecture.inputs
-        tower = None if images is None else pictures.tower(self.model, images)
+        tower = None if images is None else vision.tower(self.model, images)
         self._cached = cached_attention.CachedAttentionFunction(self.model, tower)
         try:
             with self._cached.installed():
@@ -154,10 +154,10 @@ class SingleEngine(TransformersEngine):
         finally:
             self._cached = None
 
-    def state(self, *, everything: bool) -> dict[str, Any]:
+    def state(self, *, include_replicas: bool) -> dict[str, Any]:
         """Implement :meth:`megascend.engines.base.Engine.state`; names are those of transformers' parameters."""
         state: dict[str, Any] = dict(self.weight_state())
-        for name, kind, values in () if self.optimizer is None else self.optimizer.tensors(loading=everything):
+        for name, kind, values in () if self.optimizer is None else self.optimizer.tensors(loading=include_replicas):
             state[OPTIMIZER_KEY.format(state=kind, key=name)] = TensorSlices.whole(values)
         return state
 
@@ -210,7 +210,7 @@ class SingleSubject(TransformersSubject):
 
     def logits(self, model: Any, samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         lengths = [len(ids) for ids in samples]
-        # On the right, as micro batches of this engine: causal layers never look at what follows a sample's last token.
+        # On the right, as micro batches of this engine: in causal layers nothing depends on tokens after a sample's last one.
         rows = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
         self._rotary.enter_samples(torch.arange(len(rows))[:, None].expand(rows.shape), lengths)
         hidden, _ = hidden_states(model, rows, torch.arange(rows.shape[1]).expand(rows.shape))
@@ -255,7 +255,7 @@ def check_support(model: Any, spec: EngineSpec, info: ModelInfo) -> list[str]:
 
 
 def check_model(spec: EngineSpec, info: ModelInfo) -> list[str]:
-    """Raise what the constructor would raise about a model before its weights are read; return the names of adapter targets."""
+    """Raise the errors that the constructor would raise before it reads weights; return the names of adapter targets."""
     config = model_config(spec.model)
     if info.scalar_head is None:
         tie_embeddings(config, info.shape.tied)

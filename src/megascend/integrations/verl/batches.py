@@ -18,7 +18,7 @@ from megascend.batch.sample import Sample
 from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
 
-POSITION = "verl_place"
+POSITION = "verl_position"
 """Extra field of every token: its position in its sequence, from 1; padding has 0. Exact in float32 below 2**24."""
 
 # Flags that verl writes into a batch. Ignoring one would train something else without an error.

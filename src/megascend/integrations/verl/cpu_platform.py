@@ -21,7 +21,7 @@ REPEATED = "cpu:gloo,cpu:gloo"
 def register() -> None:
     """Register the platform with verl, and patch torch to accept verl's backend string for it."""
     PlatformRegistry.register(platform="cpu")(VerlCpuPlatform)
-    # Read now, so that the patch calls whatever is installed at registration.
+    # Read now, so that the patch calls the function that is installed at registration.
     init = dist.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 class _CpuModule(ModuleType):
-    """``torch.cpu`` completed to verl's device module interface. Memory is the process's, as there is no allocator to query."""
+    """``torch.cpu`` with the rest of verl's device module interface. Memory is the process's: there is no allocator to query."""
 
     def __getattr__(self, name: str) -> Any:
         # Only called for names that are not defined here.

@@ -68,10 +68,10 @@ class MegascendEngine(BaseEngine):
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.settings = translate(
-            _values(model_config),
-            _values(engine_config),
-            _values(optimizer_config),
-            _values(checkpoint_config),
+            _as_mapping(model_config),
+            _as_mapping(engine_config),
+            _as_mapping(optimizer_config),
+            _as_mapping(checkpoint_config),
             get_device_name(),
         )
         self._model_dir = Path(model_config.local_path)
@@ -81,7 +81,7 @@ class MegascendEngine(BaseEngine):
         self._topology = plan(self.settings.parallel, dist.get_world_size(), info.shape)
         self._coordinates = self._topology.coordinates(dist.get_rank())
         self._backend: MegatronBackend | None = None
-        self._rates: Rates | None = None
+        self._schedule: LearningRateSchedule | None = None
         self._saved: list[Path] = []  # directories of checkpoints, oldest first
         self._adapter_on = True
         self.mode: str | None = None
@@ -120,7 +120,7 @@ class MegascendEngine(BaseEngine):
             self._backend.load_adapter(ADAPTER, settings.adapter_path, settings.lora, optimizer=False)
         elif settings.lora is not None:
             self._backend.add_adapter(ADAPTER, settings.lora)
-        self._rates = None if settings.forward_only else Rates(self.optimizer_config)
+        self._schedule = None if settings.forward_only else LearningRateSchedule(self.optimizer_config)
         if self._backend.rank == 0:
             head = "" if self._head == "lm" else f", {CRITICS[self._head]}"
             # Printed, not logged: verl falls back to its own engine silently, and this line is how a user can tell.
@@ -193,10 +193,10 @@ class MegascendEngine(BaseEngine):
 
     def optimizer_step(self) -> float:
         """Take a step; return the gradient norm before clipping, which is not finite if the step was skipped."""
-        if self._rates is None:
+        if self._schedule is None:
             raise ConfigError("optimizer_step of an engine with forward_only=True")
         # verl owns the schedule: the backend's own rate is never used.
-        result = self.backend.optimizer_step(lr=self._rates.now)
+        result = self.backend.optimizer_step(lr=self._schedule.lr)
         if result.skipped:
             log.warning(
                 "megascend: gradients are not finite, the step is skipped (%d in a row)", result.skipped_in_a_row
@@ -204,9 +204,9 @@ class MegascendEngine(BaseEngine):
         return result.grad_norm
 
     def lr_scheduler_step(self) -> float:
-        if self._rates is None:
+        if self._schedule is None:
             raise ConfigError("lr_scheduler_step of an engine with forward_only=True")
-        return self._rates.advance()
+        return self._schedule.advance()
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
@@ -216,7 +216,7 @@ class MegascendEngine(BaseEngine):
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
         """Train on a batch. Losses are read after the step, which waits for its norm anyway, so the host synchronizes once."""
-        # As verl's own train_batch does: a batch that was serialized loses the ragged dimension of this field.
+        # As in verl's own train_batch: serializing a batch loses the ragged dimension of this field.
         maybe_fix_3d_position_ids(data)
         self.optimizer_zero_grad()
         collected = self._run(data, loss_function, forward_only=False)
@@ -253,8 +253,8 @@ class MegascendEngine(BaseEngine):
         else:
             loss_input = "values" if is_critic else "logprobs"
             backend.forward_backward(batch.samples(adapter), loss.as_loss(entropy, loss_input))
-        # Started before the optimizer step, and read after it, so the copy does not stall the device.
-        loss.results.send()
+        # Read after the optimizer step, so that the copy does not stall the device.
+        loss.results.start_copy()
         return loss.results
 
     def _as_verl(self, collected: losses.BatchResults) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class MegascendEngine(BaseEngine):
     def _forward(
         self, batch: Batch, samples: list[Sample], entropy: bool, loss: losses.BatchLoss | None
     ) -> losses.BatchResults:
-        """Run forward. Output at position t is the one after reading token t: of token t + 1, or the value at t."""
+        """Run forward. The output at position t follows token t: the log-probability of token t + 1, or the value at t."""
         if self.settings.value_model:
             host_outputs = {"values": self.backend.values(samples)}
         else:
@@ -342,12 +342,12 @@ class MegascendEngine(BaseEngine):
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:  # fmt: skip
-        """Save model, optimizer, schedule and random state to ``local_path/megascend``, and an ``hf_model`` beside it."""
-        _refuse_remote(hdfs_path)
+        """Save model, optimizer, schedule and random state to ``local_path/megascend``; with ``hf_model`` also an export."""
+        _refuse_hdfs(hdfs_path)
         backend, directory = self.backend, Path(local_path)
         # On rank 0 only, with the error on all ranks: the directory is shared.
         backend.from_rank_0(lambda: directory.mkdir(parents=True, exist_ok=True))
-        progress = {"global_step": global_step, "scheduler_steps": self._rates.steps if self._rates else 0}
+        progress = {"global_step": global_step, "scheduler_steps": self._schedule.steps if self._schedule else 0}
         backend.save(directory / STATE, progress=progress, wait=not self.settings.async_save)
         if self.settings.hf_model:
             adapter = ADAPTER if self.settings.lora is not None else None
@@ -368,13 +368,13 @@ class MegascendEngine(BaseEngine):
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
     ) -> None:
         """Resume from :meth:`save_checkpoint`'s directory, under any layout. A local directory is never deleted."""
-        _refuse_remote(hdfs_path)
+        _refuse_hdfs(hdfs_path)
         progress = self.backend.load(Path(local_path) / STATE)
         if not self.settings.forward_only:
-            self._rates = Rates(self.optimizer_config)
+            self._schedule = LearningRateSchedule(self.optimizer_config)
             if progress["scheduler_steps"]:
                 # Recomputed from the settings, not restored: see use_checkpoint_opt_param_scheduler in the table.
-                self._rates.advance(progress["scheduler_steps"])
+                self._schedule.advance(progress["scheduler_steps"])
 
 
 @EngineRegistry.register("value_model", "megatron", device=DEVICES, vendor=VENDOR)
@@ -382,29 +382,29 @@ class MegascendValueEngine(MegascendEngine):
     """A critic: a token classifier with one label, which returns values instead of log-probabilities."""
 
 
-class Rates:
-    """Learning rate schedule: Megatron-Core's scheduler with verl's settings.
+class LearningRateSchedule:
+    """Megatron-Core's scheduler with verl's settings.
 
     Attributes:
         steps: number of steps taken.
     """
 
     def __init__(self, optimizer_config: Any) -> None:
-        # Megatron's scheduler takes an optimizer and writes into its parameter groups; this object stands in for one.
+        # Megatron's scheduler expects an optimizer, and writes to its parameter groups: this object takes its place.
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0, "weight_decay": 0.0}]
         self.steps = 0
         self._scheduler = get_megatron_optimizer_param_scheduler(self, optimizer_config)
 
     @property
-    def now(self) -> float:
-        """The learning rate of the next step."""
+    def lr(self) -> float:
+        """Learning rate of the next step."""
         return float(self.param_groups[0]["lr"])
 
     def advance(self, steps: int = 1) -> float:
         """Advance by ``steps``; return the new learning rate."""
         self._scheduler.step(steps)
         self.steps += steps
-        return self.now
+        return self.lr
 
 
 def critic_head(model_dir: Path) -> HeadKind:
@@ -430,7 +430,7 @@ class _TrainMode(BaseEngineCtx):
     """Context of train mode, which discards gradients at its end."""
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        # Also after an error: half a batch's gradients must not count towards the next step.
+        # Also after an error: gradients of half a batch must not be added to the next step's.
         if self.zero_grad_on_exit or exc_type is not None:
             self.engine.optimizer_zero_grad()
         super().__exit__(exc_type, exc_val, exc_tb)
@@ -447,10 +447,10 @@ def _require_own_process() -> None:
         ) from error
 
 
-def _refuse_remote(path: str | None) -> None:
+def _refuse_hdfs(path: str | None) -> None:
     if path is not None:
         raise ConfigError(f"hdfs_path={path!r}: checkpoints are written to, and read from, local directories")
 
 
-def _values(config: Any) -> Mapping[str, Any]:
+def _as_mapping(config: Any) -> Mapping[str, Any]:
     return {} if config is None else {name: config[name] for name in config}

@@ -5,9 +5,9 @@ number, divided by the global batch's tokens and multiplied by the data parallel
 rank and return one value per token. So verl's loss is differentiated here with respect to each log-probability and entropy, and
 each token's value is the product of gradient and input: their sum has the same gradient.
 
-verl's SFT loss is a weighted cross entropy, whose gradient is known before the log-probabilities. It is computed together with
-the logits, which are then computed once instead of twice (:func:`cross_entropy_weights`). verl's function is still called for
-its value, and its gradient is compared.
+verl's SFT loss is a weighted cross entropy, whose gradient is known before the log-probabilities. So logits and gradient are
+computed together, and the logits once instead of twice (:func:`cross_entropy_weights`). verl's function is still called for its
+value, and its gradient is compared with the one applied.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cross_entropy_weights(batch: Batch, function: VerlLoss | None) -> list[Tenso
     if inner is not sft_loss or pad_mode != DatasetPadMode.NO_PADDING or not mask.is_nested:
         return None
     masks = mask.values().float()
-    # A first token with a mask (see above), or weights that are no cross entropy's.
+    # A first token with a mask (see above), or weights that a cross entropy cannot have.
     if bool(masks[mask.offsets()[:-1]].any()) or not bool(((masks >= 0) & masks.isfinite()).all()):
         return None
     # verl masks tokens; weights here belong to the position that predicts the token.
@@ -62,9 +62,8 @@ class VerlLossResult:
 
     Attributes:
         rows: indices of the sequences in the batch.
-        outputs: output name to the values of each sequence, on the device.
-        loss: verl's loss.
-        metrics: verl's metrics.
+        outputs: by name, the values of each sequence, on the device.
+        loss, metrics: results of the function.
     """
 
     rows: Sequence[int]
@@ -100,7 +99,7 @@ class BatchResults:
         if difference is not None:
             self._differences.append(difference)
 
-    def send(self) -> None:
+    def start_copy(self) -> None:
         """Start the copy to the host that :meth:`as_verl` reads."""
         if self._losses:
             self._copy = HostCopy(torch.stack([*self._losses, *self._differences]))
@@ -112,7 +111,7 @@ class BatchResults:
             LossFunctionError: the gradient of verl's sft_loss is not that of the cross entropy applied.
         """
         if self._copy is None:
-            self.send()
+            self.start_copy()
         numbers = [] if self._copy is None else self._copy.read().tolist()
         losses, differences = numbers[: len(self._losses)], numbers[len(self._losses) :]
         # `not all(<=)`, so that a NaN counts as a difference.

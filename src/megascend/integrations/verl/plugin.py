@@ -29,9 +29,9 @@ def install() -> None:
         from megascend.integrations.verl.cpu_platform import register
 
         register()
-    # Now, during the import of verl, which imports Megatron-Core later and must find the process prepared.
+    # During the import of verl, before it imports Megatron-Core.
     megascend.bootstrap("cpu" if on_cpu else "auto", engine="megatron")
-    # verl loads plug-ins while it is being imported itself, before its registries exist: register when each module is there.
+    # verl loads plug-ins during its own import, before its registries exist: register after each module is imported.
     after_import("verl.workers.engine", _register_engine)
     after_import("verl.workers.rollout.base", _register_adapter)
     after_import("verl.workers.rollout.replica", _register_replica)

@@ -91,7 +91,7 @@ class Replica(replica.RolloutReplica):
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
                 # Ray's default of 1000 for async actors would queue requests of large batches.
                 max_concurrency=self.max_concurrency,
-                # verl's placement groups have reserved the CPUs already; another request could wait for ever.
+                # verl's placement groups have reserved the CPUs already; another request could wait forever.
                 num_cpus=0,
             )
             .remote(settings, model.local_path, self.replica_rank, stop_tokens(model))

@@ -34,6 +34,7 @@ TARGETS = {
 """Megatron layer names to Hugging Face names; other names are assumed to be Hugging Face names already."""
 
 STATE = frozenset({"model", "optimizer", "extra"})
+"""Parts that verl names in ``save_contents`` and ``load_contents``, and that megascend's checkpoints always have."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def translate(
         platform: cpu, cuda or npu.
 
     Raises:
-        ConfigError: settings that are unsupported or have no rule; the message names all of them.
+        ConfigError: settings are unsupported or have no rule; the message lists all of them.
     """
     # All problems are collected, so that a user sees them in one error.
     optimizer, checkpoint = optimizer or {}, checkpoint or {}
@@ -156,8 +157,8 @@ def _problems(
         contents = set(checkpoint.get(name) or STATE)
         if not contents >= STATE or contents - STATE - {"hf_model"}:
             yield (
-                f"checkpoint.{name}={sorted(contents)}: a checkpoint is whole: it must be model, optimizer and extra, with or "
-                "without hf_model"
+                f"checkpoint.{name}={sorted(contents)}: a checkpoint cannot be partial: it must be model, optimizer and extra, "
+                "with or without hf_model"
             )
     # verl's engine.dtype cannot be fp32, so params_dtype takes precedence.
     dtype = _part(engine, "override_transformer_config").get("params_dtype") or engine.get("dtype", "bfloat16")
@@ -197,7 +198,7 @@ def _parallel(engine: Mapping[str, Any], transformer: Mapping[str, Any]) -> Para
         context=engine.get("context_parallel_size", 1),
         expert=engine.get("expert_model_parallel_size", 1),
         expert_tensor=engine.get("expert_tensor_parallel_size"),
-        # verl's default is True for any size; None lets megascend decide where there is no tensor parallelism.
+        # verl's default is True whatever the size; without tensor parallelism None leaves the choice to megascend.
         sequence=bool(engine.get("sequence_parallel", True)) if tensor > 1 else None,
     )
 

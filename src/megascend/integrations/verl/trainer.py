@@ -81,7 +81,7 @@ class SeparateRolesTrainer(PPOTrainerSync):
             self.mapping[Role.ActorRollout] = self.mapping[Role.RefPolicy] = pool
             self._share(Role.RefPolicy, shared)
         manager, reward = self.resource_pool_manager, self.config.reward.reward_model
-        # Each group takes a share of a bundle; with too few shares Ray waits for ever for the last group.
+        # Each group takes a share of a bundle; with too few shares Ray waits forever for the last group.
         groups = 1 + len(shared) + bool(reward.enable and not reward.enable_resource_pool)
         # Replaced before verl calls create_resource_pool().
         self.resource_pool_manager = _Pools(
@@ -102,7 +102,7 @@ class SeparateRolesTrainer(PPOTrainerSync):
             self.ref_policy_wg = self._reference()
 
     def _reference(self) -> Any:
-        """Start the reference model's workers: verl's setup creates none beside an actor that also samples."""
+        """Start the reference model's workers, which verl's setup does not create with an actor that also samples."""
         name = str(Role.RefPolicy)
         worker_class = RayClassWithInitArgs(
             cls=ray.remote(ActorRolloutRefWorker), config=self.config.actor_rollout_ref, role=name

@@ -1,6 +1,6 @@
-"""Checkpoints without weights: a configuration, and a file whose header names every tensor and whose data are a hole.
+"""Checkpoints without weights: a configuration, and a sparse file whose header names every tensor.
 
-They show what a model of any size comes to (parameters, layouts, memory) where neither its weights nor a place for them are.
+With them, parameters, layouts and memory of a model can be computed without its weights, or disk space for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megascend.huggingface.files import WEIGHT_FILE
 BF16_BYTES = 2
 
 
-def describe_checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
+def write_sparse_checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
     """Write ``config.json`` and a sparse bf16 safetensors file with the tensors of transformers' model; return ``folder``.
 
     Names and shapes are those under which transformers saves the model. Imports torch; takes seconds and no memory.

@@ -1,4 +1,4 @@
-"""Pictures on engines that run transformers' own models."""
+"""Vision towers and pictures on engines that run transformers' own models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attention_of(name: str, images: Images | None) -> str | dict[str, str]:
 
 
 def features_of(vision_tower: Callable[..., Any], pixel_values: Tensor, grids: Tensor) -> tuple[Tensor, ...]:
-    """Return the features of pictures: those of the last layer, and those of inner layers (DeepStack) if there are any."""
+    """Return the features of pictures: those of the last layer, and those of inner layers (DeepStack), if any."""
     output = vision_tower(pixel_values, grid_thw=grids)
     return output.pooler_output, *(getattr(output, "deepstack_features", None) or ())
 
@@ -56,10 +56,10 @@ def add_unused_features(vision_tower: Any, embeddings: Tensor, dtype: torch.dtyp
     return embeddings + zero.to(embeddings.dtype)
 
 
-class PicturesOfText:
-    """Runs the vision tower on a black picture for micro batches without pictures, and adds 0 times its features to their text.
+class DummyPicture:
+    """Runs the vision tower on a black picture in micro batches without pictures, and adds 0 times its features to the text.
 
-    So all ranks gather a sharded tower together, and reduce the same gradients, whichever of them has pictures.
+    So all ranks gather a sharded tower together and reduce the same gradients, even if only some of them have pictures.
 
     Args:
         model: a transformers model; call :meth:`enter` before each forward pass.

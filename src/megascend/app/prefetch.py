@@ -1,7 +1,7 @@
-"""Work that a start begins before its turn, each in a process of its own: the self-check, and the kernels of a first step.
+"""Work that a run starts early, in processes of its own: the self-check, and compilation of the first step's kernels.
 
-Only time depends on it. Both results are kept on the disk, where they are looked up when they are needed; without this module,
-or if something in it fails, they are computed then.
+It only saves time: both results go to a cache on disk. Without this module, or if something in it fails, they are computed when
+they are needed.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ logger = logging.getLogger(__name__)
 
 
 class SelfCheckPrefetch:
-    """Self-check of a run's model on rank 0, while this process imports Megatron and builds. Used from one thread.
+    """Self-check of a run's model on rank 0, while this process imports Megatron and builds the model. Used from one thread.
 
     Attributes:
-        thread: waits for the verdict; it does not keep the process from ending.
+        thread: daemon thread that waits for the verdict.
     """
 
     def __init__(self, plan: RunPlan, rank: int) -> None:
-        """Start the checking process, which imports its packages meanwhile, unless this configuration has a verdict."""
+        """Start the worker process, which imports its packages, unless the cache has a verdict on this configuration."""
         self._plan, config = plan, plan.config
         self._enabled = rank == 0 and config.self_check and needs(config.engine).megatron
         self._worker = process.start_worker(config.model, config.batching.max_length) if self._enabled else None
         self.thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Ask for the verdict. Called after data and settings are checked: a run that is refused needs none."""
-        question = self._question() if self._enabled else None
-        if question is None:
+        """Start the check. Called after data and settings are checked: a run that is refused needs none."""
+        arguments = self._arguments() if self._enabled else None
+        if arguments is None:
             self.close()
             return
         from megascend.selfcheck.check import examine  # which imports torch
 
         worker, self._worker, config = self._worker, None, self._plan.config
 
-        def ask() -> None:
+        def check() -> None:
             with worker or contextlib.nullcontext():
-                with contextlib.suppress(MegascendError):  # the backend asks again, and reports it
-                    examine(*question, window_in_force=False, worker=worker)
+                with contextlib.suppress(MegascendError):  # the backend repeats the check, and reports the error
+                    examine(*arguments, window_active=False, worker=worker)
                 process.mark_checked(config.model, config.batching.max_length)
 
-        # A daemon: a run that fails meanwhile must not wait for the check.
-        self.thread = threading.Thread(target=ask, name="megascend-self-check-ahead", daemon=True)
+        # A daemon: a run that fails must not wait for the check.
+        self.thread = threading.Thread(target=check, name="megascend-self-check-prefetch", daemon=True)
         self.thread.start()
 
-    def _question(self) -> tuple[dict[str, Any], dict[str, Any], int] | None:
+    def _arguments(self) -> tuple[dict[str, Any], dict[str, Any], int] | None:
         """Return the model's configuration, the same with all defaults, and tokens of the longest sample.
 
-        None with a sliding window, of which only the model's Megatron configuration says whether it is active; or if
-        transformers cannot read the configuration, which the backend reports.
+        None with a sliding window, since only the model's Megatron configuration shows whether it is active; or if transformers
+        cannot read the configuration, which the backend reports.
         """
         from transformers import AutoConfig
 
@@ -79,12 +79,12 @@ class SelfCheckPrefetch:
             if getattr(full, "sliding_window", None) is not None:
                 return None
             settings = json.loads(full.to_json_string(use_diff=False))
-        except Exception:  # noqa: BLE001  a configuration may be anything
+        except Exception:  # noqa: BLE001  a bad configuration can fail in any way
             return None
         return read_config(config.model), settings, min((limit for limit in limits if limit), default=sys.maxsize)
 
     def close(self) -> None:
-        """End a worker that has nothing to do."""
+        """End an idle worker."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -92,16 +92,16 @@ class SelfCheckPrefetch:
 
 @contextlib.contextmanager
 def compiling_kernels(plan: RunPlan, launch: Launch) -> Iterator[None]:
-    """Compile the Triton kernels of a first step on CUDA within the context, on the first rank of each host.
+    """Compile the Triton kernels of the first step on CUDA within the context, on the first rank of each host.
 
-    Nothing is started where Triton's cache has them already. The process is killed at the end: Triton's cache takes files whole.
-    A failure costs seconds, not the run: it is logged.
+    No process is started if Triton's cache has them already. The process is killed at the end, which is safe: Triton writes
+    its cache files atomically. A failure is logged; it costs seconds, not the run.
     """
-    late, compiler = "the first step takes seconds longer", None
+    consequence, compiler = "the first step takes seconds longer", None
     with contextlib.ExitStack() as stack:
         if (job := _missing_job(plan, launch)) is not None:
             try:
-                # A file, not a pipe: nobody reads what the process writes while it runs, and a full pipe would block it.
+                # A file, not a pipe: its output is read only at the end, and a full pipe would block the process.
                 errors = stack.enter_context(tempfile.TemporaryFile())
                 compiler = subprocess.Popen(
                     [sys.executable, "-m", "megascend.kernels.compile_ahead", job.to_text()],
@@ -112,7 +112,7 @@ def compiling_kernels(plan: RunPlan, launch: Launch) -> Iterator[None]:
                     cwd="/",  # -m searches the working directory first, which may hold modules of the user
                 )
             except OSError as error:
-                logger.warning("no process for compiling kernels ahead (%s): %s", error, late)
+                logger.warning("no process for compiling kernels ahead (%s): %s", error, consequence)
         try:
             yield
         finally:
@@ -123,7 +123,7 @@ def compiling_kernels(plan: RunPlan, launch: Launch) -> Iterator[None]:
                 errors.seek(0)
                 # A compiler's output may hold bytes that are not UTF-8, or end in the middle of a character.
                 end = " ".join(errors.read().decode(errors="replace").split())[-600:]
-                logger.warning("kernels could not be compiled ahead, so %s (exit code %d): %s", late, code, end)
+                logger.warning("kernels could not be compiled ahead, so %s (exit code %d): %s", consequence, code, end)
 
 
 def job_of(plan: RunPlan) -> Job:
