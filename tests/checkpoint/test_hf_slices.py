@@ -166,7 +166,7 @@ def test_missing_weight_is_named() -> None:
 def test_file_stores_parts_or_a_reason(tmp_path) -> None:
     _, parts = stacked()
     path = tmp_path / hf_slices.NAME
-    with pytest.raises(CheckpointError, match=r"it has no hf_parts\.json: a version of megascend"):
+    with pytest.raises(CheckpointError, match=r"it has no hf_parts\.json: it was written by a version of megascend"):
         hf_slices.read(tmp_path)
     path.write_text(hf_slices.to_text(parts))
     assert hf_slices.read(tmp_path) == parts

@@ -193,9 +193,7 @@ def test_checkpoint_without_hf_parts_of_another_engine_is_refused(parity_folder,
     for message, unchanged in ranks:
         assert unchanged
         assert "engine fsdp cannot continue" in message
-        assert (
-            "of engine megatron: it has no hf_parts.json: a version of megascend has written it that did not" in message
-        )
+        assert "of engine megatron: it has no hf_parts.json: it was written by a version of megascend" in message
         assert "Continue it with engine megatron, or export its weights there (export_hf)" in message
 
 
