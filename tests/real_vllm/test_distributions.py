@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from driving import TOKENS, Server
 
 from megascend.app.rl.learn import learn
 from megascend.config.rl import Objective
@@ -16,6 +15,7 @@ from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend
 from megascend.testing.tiny_models import write_tiny_checkpoint
+from support.vllm_server import TOKENS, Server
 from weightwire.engine import Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly, pytest.mark.usefixtures("megatron_imported")]
