@@ -8,7 +8,7 @@
 The trainer uses the first GPUs, vLLM the last ``--tensor``. The model has random weights; the trainer takes a step at ``--lr`` on
 random tokens before every push. Every step of the run and every phase of a push is logged when it begins, with the seconds since
 the start. The table has a row for each push after the second of its mode; its columns are those of
-bench_engine.py, and "payload", the bytes handed to the transport relative to complete weights. After the last push of each mode,
+bench_engine.py, and "share", the bytes that the workers received relative to complete weights. After the last push of each mode,
 log-probabilities of vLLM and of the trainer are compared; on GPUs both compute in bf16.
 """
 
@@ -83,7 +83,7 @@ def measure(
                 if load:
                     row["rate during"] = (load.tokens() - before) / (time.perf_counter() - start)
                     load.check()
-                rounds.append(row | {"undisturbed": undisturbed, "payload": pushed.payload, "nbytes": pushed.nbytes})
+                rounds.append(row | {"undisturbed": undisturbed, "share": pushed.share, "nbytes": pushed.nbytes})
         figures[mode] = {
             "transport": pushed.transport,
             "why not sharded": pushed.why_not_sharded,
@@ -110,7 +110,7 @@ def show_progress(*, detailed: bool) -> None:
 def report(mode: str, values: dict[str, Any], nbytes: int) -> None:
     """Print the table of one mode."""
     print(
-        "| mode | whole s | describe | begin | transfer | verify | commit | pause ms | GB/s | payload | tokens during |"
+        "| mode | whole s | describe | begin | transfer | verify | commit | pause ms | GB/s | share | tokens during |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for row in values["rounds"]:
@@ -121,7 +121,7 @@ def report(mode: str, values: dict[str, Any], nbytes: int) -> None:
         rate = row["rate during"] / row["undisturbed"] if row["undisturbed"] else float("nan")
         print(
             f"| {mode}, {values['transport']}, {method} | {row['whole']:.3f} | {phases} | {pause:.0f} "
-            f"| {nbytes / row['whole'] / 1e9:.1f} | {row['payload'] / nbytes:.3f} | {rate:.2f} |"
+            f"| {nbytes / row['whole'] / 1e9:.1f} | {row['share']:.3f} | {rate:.2f} |"
         )
     note = values["why not sharded"] or "sharded"
     print(f"{mode}: first {values['first']['whole']:.3f} s; mean |d log p| {values['difference']:.1e}; {note}")
