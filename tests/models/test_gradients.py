@@ -133,8 +133,8 @@ def test_gradients_equal_transformers(case: Case, parity_folder: Path) -> None:
 )
 def test_gradients_in_bf16_are_as_near_as_transformers(arch: str, parity_folder: Path) -> None:
     """Dense models measured 0.90 to 0.98 of transformers' error, ones with experts 0.4 to 2.2: tokens that other experts get."""
-    ours, transformers = errors_in_bf16(arch, parity_folder)
-    assert ours <= (3 if expert_count(tiny_config(arch)) else 1.05) * transformers
+    error, transformers_error = errors_in_bf16(arch, parity_folder)
+    assert error <= (3 if expert_count(tiny_config(arch)) else 1.05) * transformers_error
 
 
 @pytest.mark.parametrize("case", params(with_adapters(), ADAPTERS_IN_CI), ids=lambda case: case.name)

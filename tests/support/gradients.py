@@ -134,17 +134,17 @@ def errors_in_bf16(arch: str, folder: Path) -> tuple[float, float]:
     """
     checkpoint, tokens = case_checkpoint(folder, arch), token_lists()
     case, samples = Case("bf16", arch=arch, precision="bf16"), causal_samples(tokens)
-    (ours,) = run_distributed(reduced_gradients, 1, case, checkpoint, samples, init=False, timeout_s=180)
+    (gradients,) = run_distributed(reduced_gradients, 1, case, checkpoint, samples, init=False, timeout_s=180)
     rounded, exact = (
         hf_reference(folder, checkpoint, tokens, steps=0, gradients=True, dtype=dtype).gradients
         for dtype in ("bfloat16", "float64")
     )
 
-    def error(gradients: Mapping[str, Tensor]) -> float:
-        parts = [(gradients[name].double() - tensor).flatten() for name, tensor in exact.items()]
+    def error(values: Mapping[str, Tensor]) -> float:
+        parts = [(values[name].double() - tensor).flatten() for name, tensor in exact.items()]
         return float(torch.cat(parts).norm()) / float(torch.cat([tensor.flatten() for tensor in exact.values()]).norm())
 
-    return error(ours.values), error(rounded)
+    return error(gradients.values), error(rounded)
 
 
 def compare_adapter(case: Case, folder: Path, out: Path, seed: int) -> dict[str, float]:

@@ -440,10 +440,10 @@ def test_an_engine_restarted_with_other_workers_gets_the_next_push(parity_folder
             (pushes, versions, weights, order), _ = run_distributed(on_rank, 2, init=False, timeout_s=120)
         finally:
             first.end()
-        sent = exported(tmp_path / "sent", order)
+        expected = exported(tmp_path / "sent", order)
         for workers in (served[0].weights()[0], weights):
             for number, worker in enumerate(workers):
-                assert slices_are(worker, vllm_like(specs_of(sent), len(workers), number), sent)
+                assert slices_are(worker, vllm_like(specs_of(expected), len(workers), number), expected)
     assert versions == [{"model": 3}] * after
     assert [(push.sharded, push.base) for push in pushes] == [(True, None), (True, 2 if mode == "delta" else None)]
 

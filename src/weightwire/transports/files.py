@@ -125,10 +125,10 @@ class FilesTransport:
             (self.path.parent / "adapter_config.json").write_text(json.dumps(dict(adapter.config)), encoding="utf-8")
         self._writing.replace(self.path)
         current = self.path.parent
-        others = [path for path in self._root.iterdir() if _VERSION.fullmatch(path.name) and path != current]
+        earlier = [path for path in self._root.iterdir() if _VERSION.fullmatch(path.name) and path != current]
         # By time, not by version: an earlier run may have left greater numbers, and its files are the old ones.
-        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        for old in others[self._keep - 1 :]:
+        earlier.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for old in earlier[self._keep - 1 :]:
             for file in old.iterdir():
                 file.unlink()
             old.rmdir()

@@ -71,8 +71,8 @@ class Audit:
         if self._partial:  # the disk had room for a part of an entry
             line = b"\n" + line
         try:
-            written = self._stream.write(line)
-            problem = None if written == len(line) else "no space left"
+            count = self._stream.write(line)
+            problem = None if count == len(line) else "no space left"
             self._partial = problem is not None
         except OSError as error:  # the request has had its effect: its client must get the answer
             problem = error.strerror

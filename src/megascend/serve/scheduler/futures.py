@@ -272,28 +272,28 @@ class Completions:
         log.ended[request] = (self._count, succeeded)
         log.changed.set()
 
-    async def since(self, sampler: str, clone: int, seen: int, timeout_s: float) -> tuple[dict[str, bool], int]:
+    async def since(self, sampler: str, clone: int, cursor: int, timeout_s: float) -> tuple[dict[str, bool], int]:
         """Return (name to succeeded of finished requests, cursor); wait for one if there is none.
 
         Args:
-            seen: cursor of the previous call, which acknowledges everything up to it; 0 at first.
+            cursor: that of the previous call, which acknowledges everything up to it; 0 at first.
         """
         # From a server whose clock was ahead of this one's: it acknowledges nothing of this one.
-        seen = seen if seen <= self._count else 0
+        cursor = cursor if cursor <= self._count else 0
         log = self._logs.setdefault((sampler, clone), _Log())
         log.waiting += 1
         try:
-            for name in [name for name, (position, _) in log.ended.items() if position <= seen]:
+            for name in [name for name, (position, _) in log.ended.items() if position <= cursor]:
                 del log.ended[name]
             if not log.ended and timeout_s > 0:
                 log.changed.clear()  # no await since the look at log.ended, so no completion can be missed
                 await asyncio.wait_for(log.changed.wait(), timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
-            return {}, seen
+            return {}, cursor
         finally:
             log.waiting -= 1
             self._tidy(sampler, clone, log)
-        last = max((position for position, _ in log.ended.values()), default=seen)
+        last = max((position for position, _ in log.ended.values()), default=cursor)
         return {name: succeeded for name, (_, succeeded) in log.ended.items()}, last
 
     def drop(self, request: str) -> None:
