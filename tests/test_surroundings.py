@@ -67,7 +67,7 @@ def test_name_user_keeps_known_values(nobody: dict[str, str], tmp_path: Path, mo
     assert set_user_variables(nobody) == []
     assert nobody == {}
     monkeypatch.setenv("HOME", "/")
-    assert home() == Path("/") if os.access("/", os.W_OK) else tmp_path / f"megascend-home-{os.getuid()}"
+    assert home() == (Path("/") if os.access("/", os.W_OK) else tmp_path / f"megascend-home-{os.getuid()}")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     for unwritable in ("/nonexistent/home", str(tmp_path)):
         monkeypatch.setenv("HOME", unwritable)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from recording_backend import Served, served
 
+from megascend.errors import MegascendError
 from megascend.sampling.request import SampleResult
 from megascend.serve.api.application import ABSENT
 from megascend.serve.api.bodies import SampleBody
@@ -149,7 +150,7 @@ SPARSE = {
 @pytest.mark.parametrize(
     ("tensor", "rows", "computed", "answered"),
     [
-        (DENSE, ((7, -1), (5, 6)), ((-1.0, 0.0), (-2.0, -3.0)), [[-1.0, 0.0], [-2.0, -3.0]]),
+        (DENSE, ((7, -1), (5, 6)), ((-1.0, 0.0), (-2.0, -3.0)), [-1.0, 0.0, -2.0, -3.0]),
         (SPARSE, ((-1, -1), (4, 9)), ((0.0, 0.0), (-2.0, -3.0)), [-2.0, -3.0]),
     ],
 )
@@ -163,7 +164,7 @@ def test_target_logprobs_of_a_prompt_keep_their_layout(tensor, rows, computed, a
     answer = SampleAnswer(result, None, targets_of(tensor))
     read = conversion.deserialize_sample_response(answer.protobuf())
     target_scores, alternatives = read.target_prompt_logprobs, read.prompt_alt_tokens
-    assert list(target_scores.data) == [value for row in answered for value in row] if tensor is DENSE else answered
+    assert list(target_scores.data) == answered
     assert (target_scores.shape, target_scores.sparse_crow_indices) == (
         tensor["shape"],
         tensor.get("sparse_crow_indices"),
@@ -173,6 +174,27 @@ def test_target_logprobs_of_a_prompt_keep_their_layout(tensor, rows, computed, a
     assert read.topk_prompt_logprobs == [None, [(1, -1.0)], [(2, -2.0)]]
     tensor_json = answer.json()["target_prompt_logprobs"]
     assert (tensor_json["shape"], tensor_json["data"]) == (tensor["shape"], list(target_scores.data))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling_params": {"top_k": 2.5}}, "top_k: .*whole number.*2.5"),
+        ({"sampling_params": {"seed": 0.1}}, "seed: .*whole number.*0.1"),
+        ({"target_prompt_logprobs": {**SPARSE, "data": [4.5, 9.0]}}, "expected integers, got float64"),
+        ({"target_prompt_logprobs": {**DENSE, "data": [7, 8, 5, 6.5]}}, "expected integers, got float64"),
+    ],
+)
+def test_fractions_where_integers_belong_are_refused(changes, message) -> None:
+    with pytest.raises(MegascendError, match=message):
+        sample_request_of(SampleBody.read(sample_body(**changes)), None, 9)
+
+
+def test_whole_numbers_may_be_floats() -> None:
+    body = sample_body(sampling_params={"max_tokens": 1, "top_k": 4.0, "seed": 7.0})
+    params = sample_request_of(SampleBody.read(body), None, 9).params
+    assert (params.top_k, params.seed) == (4, 7)
+    assert all(isinstance(value, int) for value in (params.top_k, params.seed))
 
 
 def test_requests_to_sample_that_would_grow_are_refused(system) -> None:

@@ -253,7 +253,15 @@ def _check_64_bits(value: float) -> float:
     return value
 
 
+def _whole(value: float) -> int:
+    if value != int(value):
+        raise ValueError("must be a whole number")
+    return int(value)
+
+
 Bounded = Annotated[int | float, AfterValidator(_check_64_bits)]
+Whole = Annotated[Bounded, AfterValidator(_whole)]
+"""An integer, which JSON libraries may write as 5.0."""
 
 
 class SamplingSettings(Body):
@@ -261,6 +269,6 @@ class SamplingSettings(Body):
 
     temperature: Bounded = 1.0
     top_p: Bounded = 1.0
-    top_k: Bounded = -1
-    seed: Bounded | None = None
+    top_k: Whole = -1
+    seed: Whole | None = None
     stop: Any = None

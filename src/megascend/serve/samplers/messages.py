@@ -15,7 +15,7 @@ from megascend.sampling.request import SampledSequence, SampleRequest, SampleRes
 from megascend.serve.api.bodies import MaxTokens, SampleBody, SamplingSettings
 from megascend.serve.api.wire import messages_of_client, tensor_of_json
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.pictures import ModelInput, PictureReader, chunks_of_json
+from megascend.serve.pictures import ModelInput, PictureReader, chunks_of_json, integers
 
 MAX_CELLS = 2**20
 """Maximum number of target tokens of one request."""
@@ -65,13 +65,11 @@ def targets_of(value: Any) -> PromptTargets | None:
         if value.get("sparse_crow_indices") is None:
             cells, sparse = tensor_of_json(value), None
         else:
-            shifted = {
-                **value,
-                "data": (np.asarray(value["data"], np.int64) + 1).tolist(),
-            }  # shifted, because dense() fills gaps with 0, a valid token
+            # Shifted, because dense() fills gaps with 0, a valid token.
+            shifted = {**value, "data": (integers(value["data"]) + 1).tolist()}
             cells = tensor_of_json(shifted) - 1
             names = {"crow": "sparse_crow_indices", "col": "sparse_col_indices"}
-            sparse = {short: np.asarray(value[name], np.int64) for short, name in names.items()}
+            sparse = {short: integers(value[name]) for short, name in names.items()}
     except DataError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -176,8 +174,8 @@ def sample_request_of(
             longest,
             settings.temperature,
             settings.top_p,
-            int(settings.top_k),
-            None if settings.seed is None else int(settings.seed) % 2**62,
+            settings.top_k,
+            None if settings.seed is None else settings.seed % 2**62,
             _stops(settings.stop),
         ),
         adapter,
