@@ -732,8 +732,8 @@ def make_batches(work: Work) -> list[torch.Tensor]:
     shape, features = work.shape, math.prod(work.grid) // 4
     special = [shape[name] for name in shape if name.endswith("_token_id")]
     tokens = (min(special) * uniform**3).long()
-    picture = [shape["vision_start_token_id"], *[shape["image_token_id"]] * features, shape["vision_end_token_id"]]
-    tokens[..., : work.pictures * len(picture)] = torch.tensor(picture * work.pictures)
+    image_row = [shape["vision_start_token_id"], *[shape["image_token_id"]] * features, shape["vision_end_token_id"]]
+    tokens[..., : work.pictures * len(image_row)] = torch.tensor(image_row * work.pictures)
     return list(tokens)
 
 

@@ -163,7 +163,7 @@ def test_several_pictures_and_none_in_one_file(folder: Path, model: Path) -> Non
     assert int((store[0].input_ids == PAD).sum()) == 6 + 8
     assert store[1].images is None
     in_memory = build_samples(
-        read_documents(path), byte_tokenizer(2048, PICTURES), 400, pictures=PictureProcessor.for_model(model)
+        read_documents(path), byte_tokenizer(2048, PICTURES), 400, image_processor=PictureProcessor.for_model(model)
     )
     for stored, built in zip(store, in_memory, strict=True):
         assert torch.equal(stored.input_ids, built.input_ids)
@@ -334,7 +334,7 @@ def test_picture_that_grows_while_samples_are_written_is_not_read_again(
 ) -> None:
     path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
     findings, processor = Findings(), PictureProcessor.for_model(model, Pictures(max_bytes=10_000))
-    encoder = Encoder(byte_tokenizer(2048, PICTURES), LIMITS, findings, pictures=processor)
+    encoder = Encoder(byte_tokenizer(2048, PICTURES), LIMITS, findings, image_processor=processor)
 
     def documents() -> Any:
         for number, document in enumerate(read_documents(path)):

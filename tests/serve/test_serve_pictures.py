@@ -65,7 +65,7 @@ def image_chunk(content: bytes, kind: str = "png", **values: Any) -> dict[str, A
     return {"type": "image", "data": base64.b64encode(content).decode(), "format": kind, **values}
 
 
-def request(*chunks: dict[str, Any], length: int, pictures: PictureProcessor | None, **inputs: Any) -> TrainRequest:
+def request(*chunks: dict[str, Any], length: int, image_processor: PictureProcessor | None, **inputs: Any) -> TrainRequest:
     """Read a forward_backward of one sample in JSON; ``length``: of its targets."""
     tensors = {"target_tokens": [*range(1, length + 1)], **inputs}
     datum = {
@@ -77,7 +77,7 @@ def request(*chunks: dict[str, Any], length: int, pictures: PictureProcessor | N
     }
     inside = {"data": [datum], "loss_fn": "cross_entropy"}
     body = {"model_id": "m", "seq_id": 1, "forward_backward_input": inside}
-    return train_request_of_json(body, 10, pictures, forward_only=False)
+    return train_request_of_json(body, 10, image_processor, forward_only=False)
 
 
 TEXT = {"type": "encoded_text", "tokens": [5, 6]}
@@ -88,7 +88,7 @@ FEATURES = 6
 def test_pictures_become_tokens_and_images(model: Path, processor: PictureProcessor) -> None:
     contents = [picture(0), picture(1, (32, 64), "JPEG")]
     chunks = (TEXT, image_chunk(contents[0]), TEXT, image_chunk(contents[1], "jpeg", expected_tokens=8), TEXT)
-    read = request(*chunks, length=20, pictures=processor)
+    read = request(*chunks, length=20, image_processor=processor)
     assert read.problem is None
     [datum] = read.data
     token = processor.layout.token
@@ -132,7 +132,7 @@ def test_the_clients_messages_are_read_alike(processor: PictureProcessor) -> Non
     message = conversion.forward_backward_request_to_proto(message_fields).SerializeToString()
     by_protobuf = train_request_of_protobuf(message, 10, processor)
     dumped = [chunk.model_dump(mode="json") for chunk in chunks]
-    by_json = request(*dumped, length=len(targets), pictures=processor, weights=weights)
+    by_json = request(*dumped, length=len(targets), image_processor=processor, weights=weights)
     reread = train_request_of_json(
         json.loads(json.dumps(json_of_train_request(by_protobuf))), 10, processor, forward_only=False
     )
@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_pictures_that_cannot_be_read_are_refused_with_their_field(kind: str, processor: PictureProcessor) -> None:
     make, problem = REFUSED[kind]
     chunk = make()
-    read = request(TEXT, GOOD, chunk, length=4, pictures=processor)
+    read = request(TEXT, GOOD, chunk, length=4, image_processor=processor)
     assert read.problem is not None
     assert read.problem.startswith("sample 0: chunks[2]")
     assert problem in read.problem
@@ -206,7 +206,7 @@ def test_pictures_that_cannot_be_read_are_refused_with_their_field(kind: str, pr
 def test_pictures_of_a_request_share_limits(model: Path) -> None:
     limits = RequestPictures(max_total_pixels=3 * 48 * 32, max_count=2)
     processor = PictureProcessor.for_model(model, limits)
-    read = request(GOOD, GOOD, TEXT, GOOD, length=4, pictures=processor)
+    read = request(GOOD, GOOD, TEXT, GOOD, length=4, image_processor=processor)
     assert read.problem == "sample 0: chunks[3] is picture 3 of its sample, over the limit of 2 (pictures.max_count)"
     body = {"chunks": [GOOD, GOOD, TEXT]}
     datum = {"model_input": body, "loss_fn_inputs": {"target_tokens": {"data": [1] * 14, "dtype": "int64"}}}
@@ -220,13 +220,13 @@ def test_pictures_of_a_request_share_limits(model: Path) -> None:
 
 def test_tokens_of_pictures_come_with_pictures_alone(processor: PictureProcessor) -> None:
     token = processor.layout.token
-    read = request({"tokens": [1, token]}, length=2, pictures=processor)
+    read = request({"tokens": [1, token]}, length=2, image_processor=processor)
     assert read.problem == (
         f"sample 0: chunks[0] has token {token}, which stands for a picture: send an image chunk in its place"
     )
     # A model of text has no such token.
-    assert request({"tokens": [1, token]}, length=2, pictures=None).problem is None
-    assert request(GOOD, length=2, pictures=None).problem == (
+    assert request({"tokens": [1, token]}, length=2, image_processor=None).problem is None
+    assert request(GOOD, length=2, image_processor=None).problem == (
         "sample 0: chunks[0] is a picture, and the served model takes none"
     )
 
@@ -239,7 +239,7 @@ def test_weights_of_pictures_must_be_zero(processor: PictureProcessor) -> None:
         inputs: dict[str, Any] = {name: values}
         if name == "advantages":
             inputs["logprobs"] = [0.0] * length
-        [datum] = request(TEXT, GOOD, TEXT, length=length, pictures=processor, **inputs).data
+        [datum] = request(TEXT, GOOD, TEXT, length=length, image_processor=processor, **inputs).data
         with pytest.raises(DataError) as error:
             samples_of(datum, loss_of("cross_entropy" if name == "weights" else "ppo", {}))
         assert str(error.value) == (

@@ -75,8 +75,8 @@ class AnswerSampler:
                 "they are, or name a template with data.chat_template"
             )
         template = ChatTemplate(tokenizer, data.chat_template_options, template_date) if settings.chat else None
-        pictures = PictureProcessor.for_model(model, data.pictures)
-        rendered = [_tokens(prompt, template, tokenizer, pictures) for prompt in settings.prompts]
+        image_processor = PictureProcessor.for_model(model, data.pictures)
+        rendered = [_tokens(prompt, template, tokenizer, image_processor) for prompt in settings.prompts]
         prompts = tuple(tuple(tokens) for tokens, _ in rendered)
         for prompt, tokens in zip(settings.prompts, prompts, strict=True):
             # Now: at its first turn, after hours, it would end the run.
@@ -146,7 +146,7 @@ def _tokens(
     prompt: Prompt,
     template: ChatTemplate | None,
     tokenizer: PreTrainedTokenizerBase,
-    pictures: PictureProcessor | None,
+    image_processor: PictureProcessor | None,
 ) -> tuple[list[int], SampleImages | None]:
     """Return the tokens of a prompt and its pictures, whose paths are relative to the working directory."""
     if template is None:
@@ -162,16 +162,16 @@ def _tokens(
         sources = sources_of(messages)
         if not sources:
             return tokens, None
-        if pictures is None:
+        if image_processor is None:
             count = f"{len(sources)} picture{'s' * (len(sources) > 1)}"
             raise ConfigError(f"generation: a prompt has {count}, and this model takes none")
         if None in sources:
             raise ConfigError(
                 'generation: a part of a prompt is a picture without a source: {"type": "image", "image": PATH}'
             )
-        chosen = pictures.encode(sources, Path())
-        tokens, _ = chosen.expand(tokens, [0.0] * len(tokens), pictures.layout.token)
-        return tokens, pictures.load(chosen.sources)
+        chosen = image_processor.encode(sources, Path())
+        tokens, _ = chosen.expand(tokens, [0.0] * len(tokens), image_processor.layout.token)
+        return tokens, image_processor.load(chosen.sources)
     except DataError as error:
         raise ConfigError(f"generation: {error}") from error
 

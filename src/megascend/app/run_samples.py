@@ -355,19 +355,19 @@ class StreamedSamples(RunSamples):
         # A copy: a thread uses it, and concurrent use is an error ("Already borrowed").
         stream_tokenizer = copy.deepcopy(tokenizer)
         day = config.template_date or date.today()
-        pictures = PictureProcessor.for_model(config.model, data.pictures)
+        image_processor = PictureProcessor.for_model(config.model, data.pictures)
         files = [SourceFiles(source) for source in sources]
         model_files = tokenizer_of(config.model)
         inputs: dict[str, str] = {}
         for source, source_files in zip(sources, files, strict=True):
-            part = sample_inputs(source_files.identity, source.data, tokenizer, limits, model_files, day, pictures)
+            part = sample_inputs(source_files.identity, source.data, tokenizer, limits, model_files, day, image_processor)
             inputs |= named_inputs(part, source.setting)
 
         def open_stream() -> StreamedBatches:
             def encoder(findings: Findings) -> Encoder:
-                return make_encoder(data, stream_tokenizer, limits, findings, day, pictures)
+                return make_encoder(data, stream_tokenizer, limits, findings, day, image_processor)
 
-            return StreamedBatches(sources, data.global_batch_size, config.seed, encoder, inputs, pictures, files)
+            return StreamedBatches(sources, data.global_batch_size, config.seed, encoder, inputs, image_processor, files)
 
         stream = open_stream()
         first = next(stream)
@@ -376,7 +376,7 @@ class StreamedSamples(RunSamples):
             with tempfile.TemporaryDirectory(prefix="megascend-stream-") as folder:
                 path = Path(folder) / "first"
                 write_store(path, enumerate(_documents(first)), Findings(), inputs, scored=limits.scored)
-                learned = all_samples(SampleStore(path, pictures))
+                learned = all_samples(SampleStore(path, image_processor))
         except OSError as error:
             raise DataError(
                 f"the first batch cannot be written to {tempfile.gettempdir()}: {error}; set TMPDIR to a folder with room"

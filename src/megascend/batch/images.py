@@ -99,12 +99,12 @@ class DeferredImages(SampleImages):
 
 def decode_together(images: Sequence[SampleImages | PictureSources | None]) -> None:
     """Decode the deferred pictures of samples on several threads. One that fails raises its error where it is used."""
-    deferred = [pictures for pictures in images if isinstance(pictures, DeferredImages)]
+    deferred = [item for item in images if isinstance(item, DeferredImages)]
 
-    def decode(pictures: DeferredImages) -> None:
+    def decode(deferred_images: DeferredImages) -> None:
         # Raised again in the checks of the step, whose result all ranks exchange; an error here would leave the others waiting.
         with contextlib.suppress(DataError):
-            _ = pictures.pixel_values
+            _ = deferred_images.pixel_values
 
     if len(deferred) > 1:
         with ThreadPoolExecutor(min(len(deferred), DECODING_THREADS)) as threads:
@@ -191,10 +191,10 @@ def positions(input_ids: Tensor, grids: Tensor | None, layout: ImageLayout) -> T
 def joined(images: Sequence[SampleImages | PictureSources | None], device: torch.device) -> ImageBatch | None:
     """Return the pictures of samples on a device; None if no sample has any."""
     # None: each engine decides whether its tower must run for a micro batch without pictures.
-    present = [pictures for pictures in images if isinstance(pictures, SampleImages)]
+    present = [item for item in images if isinstance(item, SampleImages)]
     if not present:
         return None
     return ImageBatch(
-        to_device(torch.cat([pictures.pixel_values for pictures in present]), device),
-        to_device(torch.cat([pictures.grids for pictures in present]), device),
+        to_device(torch.cat([item.pixel_values for item in present]), device),
+        to_device(torch.cat([item.grids for item in present]), device),
     )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megascend.batch import images as pictures
+from megascend.batch import images
 from megascend.batch.candidates import same_width
 from megascend.batch.images import ImageBatch, SampleImages
 from megascend.batch.loss import Loss
@@ -245,7 +245,7 @@ def build(
         allowed=None if dummy else _allowed_column(selected, columns),
         teacher_states=None if dummy else _teacher_states(selected, loss, columns),
         labels=to_device(label_tensor(selected), device) if loss is not None and "label" in loss.requires else None,
-        images=None if image_layout is None else pictures.joined([sample.images for sample in selected], device),
+        images=None if image_layout is None else images.joined([sample.images for sample in selected], device),
     )
 
 
@@ -367,7 +367,7 @@ def _picture_positions(
     for sample, share in zip(samples, shares, strict=True):
         ids = F.pad(sample.input_ids, (0, share.padded_length - len(sample)))
         grids = sample.images.grids if isinstance(sample.images, SampleImages) else None
-        parts.append(share.take(pictures.positions(ids, grids, image_layout).T).T)
+        parts.append(share.take(images.positions(ids, grids, image_layout).T).T)
     return torch.cat(parts, dim=1)[:, None] if packing else torch.stack(parts, dim=1)
 
 

@@ -82,19 +82,19 @@ def prepare_samples(
     files_read = files_of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
     template_date = template_date or date.today()
-    pictures = PictureProcessor.for_model(model, data.pictures)
+    image_processor = PictureProcessor.for_model(model, data.pictures)
     # Before the digests: what changes after them is noticed, and not kept as samples of the content that they are of.
     states = _states(files_read)
     content, files = content_of(path, files_read, setting), tokenizer_of(model)
-    sources = sample_inputs(json_digest(content[1]), data, tokenizer, limits, files, template_date, pictures)
+    sources = sample_inputs(json_digest(content[1]), data, tokenizer, limits, files, template_date, image_processor)
     # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
     # Paths of pictures are relative to the data, whose own path may be relative to the working directory.
-    location = None if pictures is None else str(path.resolve())
+    location = None if image_processor is None else str(path.resolve())
     key = json_digest([sources, content, files, asdict(limits), location])
 
     def make(fresh: Path) -> None:
         findings = Findings(setting)
-        encoder = make_encoder(data, tokenizer, limits, findings, template_date, pictures)
+        encoder = make_encoder(data, tokenizer, limits, findings, template_date, image_processor)
         write_store(fresh, _encoded(path, data, encoder, findings), findings, sources, scored=limits.scored)
         changed = [file for file, state in _states(files_read).items() if states.get(file) != state]
         # A new time of modification is not a change.
@@ -104,7 +104,7 @@ def prepare_samples(
         findings.raise_problems()
 
     try:
-        store = _in_cache(key, make, pictures)
+        store = _in_cache(key, make, image_processor)
     except OSError as error:
         raise DataError(
             f"{path}: its samples cannot be kept in {cache_folder()}: {error}; set MEGASCEND_CACHE to one that can be written"
@@ -196,7 +196,7 @@ def prepared_store(
                 f"data.prepared: {file} is missing or incomplete ({size} bytes were written): copy it again"
             )
     set_template(data, tokenizer)
-    pictures = PictureProcessor.for_model(model, data.pictures)
+    image_processor = PictureProcessor.for_model(model, data.pictures)
     content = entry["inputs"][f"data ({setting})"]
     name = entry.get("name")  # None in folders of earlier versions
     if not path.exists() and name not in (None, _data_name(path)):
@@ -209,7 +209,7 @@ def prepared_store(
         files_read = files_of(path, data.split, data.config_name, Findings(setting))
         content = json_digest(content_of(path, files_read, setting)[1])
     day = template_date or date.today()
-    inputs = sample_inputs(content, data, tokenizer, limits, tokenizer_of(model), day, pictures)
+    inputs = sample_inputs(content, data, tokenizer, limits, tokenizer_of(model), day, image_processor)
     now, saved = named_inputs(inputs, setting) | pair_inputs(limits), entry["inputs"]
     if PAIR_LIMITS not in saved:
         del now[PAIR_LIMITS]
@@ -226,7 +226,7 @@ def prepared_store(
             f"data.prepared: {folder} was prepared from something else: {values}. Prepare it again, or leave data.prepared out "
             f"to tokenise here{day}"
         )
-    store = SampleStore(folder / entry["folder"], pictures)
+    store = SampleStore(folder / entry["folder"], image_processor)
     if (pictures_now := store.changed_files()) is not None:
         missing = next((file for file, size, _ in pictures_now if size < 0), None)
         problem = f"{missing} is missing" if missing else "files of pictures have changed"
@@ -255,7 +255,7 @@ def make_encoder(
     limits: SampleLimits,
     findings: Findings,
     template_date: date,
-    pictures: PictureProcessor | None,
+    image_processor: PictureProcessor | None,
 ) -> Encoder:
     """Return the encoder that the settings describe; it reports to ``findings``."""
     return Encoder(
@@ -266,7 +266,7 @@ def make_encoder(
         on_too_long=data.on_too_long,
         template_options=data.chat_template_options,
         template_date=template_date,
-        pictures=pictures,
+        image_processor=image_processor,
     )
 
 
@@ -277,7 +277,7 @@ def sample_inputs(
     limits: SampleLimits,
     files: Sequence[Sequence[str]],
     template_date: date,
-    pictures: PictureProcessor | None,
+    image_processor: PictureProcessor | None,
 ) -> dict[str, str]:
     """Return what samples are made from, by name: digests or values.
 
@@ -288,7 +288,7 @@ def sample_inputs(
     settings = data.model_dump(
         mode="json",
         include={"split", "config_name", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}
-        | (set() if pictures is None else {"pictures"}),
+        | (set() if image_processor is None else {"pictures"}),
     )
     return {
         "data": content,
@@ -310,18 +310,18 @@ def named_inputs(inputs: Mapping[str, str], setting: str) -> dict[str, str]:
     return {names.get(name, name): value for name, value in inputs.items()}
 
 
-def _in_cache(key: str, make: Callable[[Path], None], pictures: PictureProcessor | None) -> SampleStore:
+def _in_cache(key: str, make: Callable[[Path], None], image_processor: PictureProcessor | None) -> SampleStore:
     """Return the samples that the cache folder has under ``key``; build them if it has none.
 
     One process of the machine makes them; the others wait at the lock and then map the same files.
     """
     limit, folder = cache_limit(), cache_folder() / "samples" / key
     is_new = not folder.exists()
-    store = SampleStore(cached(folder, make, PATIENCE_S), pictures)
+    store = SampleStore(cached(folder, make, PATIENCE_S), image_processor)
     # The data are the same, and pictures that they name are not.
     if (files_now := store.changed_files()) is not None:
         folder = folder.with_name(json_digest([key, files_now]))
-        store = SampleStore(cached(folder, make, PATIENCE_S), pictures)
+        store = SampleStore(cached(folder, make, PATIENCE_S), image_processor)
     # Only after adding an entry: the cache can only have grown then.
     if is_new:
         prune(folder.parent, limit, keep=folder)

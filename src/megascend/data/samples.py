@@ -92,14 +92,14 @@ class Encoder:
         on_too_long: TooLong = "error",
         template_options: Mapping[str, Any] | None = None,
         template_date: date | None = None,
-        pictures: PictureProcessor | None = None,
+        image_processor: PictureProcessor | None = None,
     ) -> None:
         """Report omitted and cut documents to ``findings``; ``on_too_long`` does not apply to texts, which are cut into pieces.
 
         Args:
-            pictures: loads the pictures of samples (:class:`PictureSources`); None: the model takes none.
+            image_processor: loads the pictures of samples (:class:`PictureSources`); None: the model takes none.
         """
-        self._pictures = pictures
+        self._image_processor = image_processor
         self._tokenizer, self._limits, self._findings = with_whole_offsets(tokenizer), limits, findings
         self._train_on_prompt, self._on_too_long = train_on_prompt, on_too_long
         self._template = ChatTemplate(tokenizer, template_options, template_date)
@@ -322,15 +322,15 @@ class Encoder:
         if not learn_all and lies_within_a_token(offsets, [start for start, _, weight in spans if weight]):
             self._findings.remark(SHARED_WITH_TEMPLATE, document.source)
         weights = token_weights(offsets, spans, elsewhere=float(learn_all))
-        if self._pictures is None or pictures is None:
+        if self._image_processor is None or pictures is None:
             return tokens, weights, None
         # After the weights: their spans are those of the template's text, which has one token for each picture.
-        tokens, weights = pictures.expand(tokens, weights, self._pictures.layout.token)
+        tokens, weights = pictures.expand(tokens, weights, self._image_processor.layout.token)
         return tokens, weights, pictures.sources if pictures.tokens else None
 
     def _decoded(self, messages: Messages, source: str) -> EncodedPictures | None:
         """Return the pictures of a conversation, each decoded once; None for a model of text."""
-        sources, processor = sources_of(messages), self._pictures
+        sources, processor = sources_of(messages), self._image_processor
         if processor is None:
             if sources:
                 raise DataError(
@@ -408,7 +408,7 @@ class Encoder:
         rest = tokens[limit:]
         # limit + 1 ids give `limit` inputs with a target each.
         tokens, weights = self._without_padding(tokens[: limit + targets], weights[: limit + targets])
-        cuts_picture = pictures is not None and self._pictures is not None and self._pictures.layout.token in rest
+        cuts_picture = pictures is not None and self._image_processor is not None and self._image_processor.layout.token in rest
         # Truncation may cut off everything that is learned.
         if self._on_too_long == "skip" or cuts_picture or not self._learns(weights):
             effect = "a picture would be cut" if cuts_picture else "nothing to learn stays"
@@ -450,28 +450,28 @@ def build_samples(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     train_on_prompt: bool = False,
-    pictures: PictureProcessor | None = None,
+    image_processor: PictureProcessor | None = None,
 ) -> list[Sample]:
     """Yield the samples of all documents, in order.
 
     A conversation becomes one sample, with loss on the assistant's turns (on everything with ``train_on_prompt``). A
     text, closed by the end-of-sequence token, becomes as many samples of at most ``max_length`` as it needs; every
-    token of it but the first is a target exactly once. ``pictures``: of a model that takes them.
+    token of it but the first is a target exactly once. ``image_processor``: of a model that takes them.
 
     Raises:
         DataError: documents are longer than ``max_length``, have nothing to learn, or cannot be rendered; the message lists
             all of them.
     """
     findings = Findings()
-    encoder = Encoder(tokenizer, SampleLimits(max_length), findings, train_on_prompt=train_on_prompt, pictures=pictures)
+    encoder = Encoder(tokenizer, SampleLimits(max_length), findings, train_on_prompt=train_on_prompt, image_processor=image_processor)
     samples: list[Sample] = []
     for number, document in enumerate(documents):
         with findings.collecting():
             samples += encoder.encode(document, number)
     findings.raise_problems()
     for sample in samples:
-        if pictures is not None and isinstance(sample.images, PictureSources):
-            sample.images = pictures.load(sample.images)
+        if image_processor is not None and isinstance(sample.images, PictureSources):
+            sample.images = image_processor.load(sample.images)
     if not samples:
         raise DataError("the training data holds no token to predict: every text is shorter than two tokens")
     return samples

@@ -72,7 +72,7 @@ class SampleStore(Sequence[Sample]):
         self._margins = np.ascontiguousarray(self._index[:, 8]).view(np.float64)
         # One row per picture: PATH or CONTENT, start and length in the file, digest of the picture, its size and time of change.
         self._picture_index = np.fromfile(path / PICTURE_INDEX, dtype=np.int64).reshape(-1, 6)
-        self._pictures = _mapped(path / PICTURES, np.uint8)
+        self._image_bytes = _mapped(path / PICTURES, np.uint8)
         self._processor = processor
         self._tokens = _mapped(path / TOKENS, np.int32)
         self._weights = _mapped(path / WEIGHTS, np.float32)
@@ -99,14 +99,14 @@ class SampleStore(Sequence[Sample]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         row = self._index[index].tolist()
-        start, count, document, side, picture, pictures, slot, width, margin_bits, digest, _ = row
+        start, count, document, side, first_image, image_count, slot, width, margin_bits, digest, _ = row
         stored, slots = slice(start, start + count), slice(slot, slot + (count - self._unpredicted) * width)
         arrays = (
             self._tokens[stored],
             self._weights[stored],
             self._candidate_ids[slots],
             self._candidate_logprobs[slots],
-            self._picture_index[picture : picture + pictures, 3],
+            self._picture_index[first_image : first_image + image_count, 3],
             self.classes[index] if len(self.classes) else self.classes,
         )
         # A copy or a disk may have changed bytes and kept the size: zeros, for example, are tokens as others are.
@@ -119,8 +119,8 @@ class SampleStore(Sequence[Sample]):
         tokens = torch.from_numpy(arrays[0].astype(np.int64))
         weights = torch.from_numpy(np.array(arrays[1]))
         # Every rank draws the global batch, and decodes its own share of it.
-        numbers = range(picture, picture + pictures)
-        images = DeferredImages(lambda: self._images(numbers)) if pictures else None
+        numbers = range(first_image, first_image + image_count)
+        images = DeferredImages(lambda: self._images(numbers)) if image_count else None
         sample = Sample.scored(tokens) if self.scored else Sample.causal(tokens, weights=weights, images=images)
         margin = float(self._margins[index])
         if not math.isnan(margin):
@@ -141,12 +141,12 @@ class SampleStore(Sequence[Sample]):
             sample.label = int(side == DESIRABLE)
         return sample
 
-    def _images(self, pictures: Sequence[int]) -> SampleImages:
+    def _images(self, numbers: Sequence[int]) -> SampleImages:
         assert self._processor is not None, "only a model that takes pictures has samples with them"
         contents, names = [], []
-        for picture in pictures:
-            kind, start, length, expected, *_ = self._picture_index[picture].tolist()
-            stored = self._pictures[start : start + length].tobytes()
+        for number in numbers:
+            kind, start, length, expected, *_ = self._picture_index[number].tolist()
+            stored = self._image_bytes[start : start + length].tobytes()
             source = PictureSource(path=os.fsdecode(stored)) if kind == PATH else PictureSource(data=stored)
             # Limits apply here too: the file may have changed since the sample was made.
             content = encoded(source, self._processor.limits)
@@ -163,7 +163,7 @@ class SampleStore(Sequence[Sample]):
         for kind, start, length, _, size, modified in self._picture_index.tolist():
             # By size and time, without reading: every start of a run checks all pictures of its data.
             if kind == PATH:
-                path = os.fsdecode(self._pictures[start : start + length].tobytes())
+                path = os.fsdecode(self._image_bytes[start : start + length].tobytes())
                 now = [*file_state(Path(path))]
                 changed |= now != [size, modified]
                 files.append([path, *now])
@@ -258,7 +258,7 @@ def write_store(
     Pictures that are files stay where they are; others are copied. ``scored``: the samples are for a scalar head.
     """
     path.mkdir()
-    state, start, pictures, slots = xxhash.xxh3_64(), 0, 0, 0
+    state, start, image_count, slots = xxhash.xxh3_64(), 0, 0, 0
     label_width, label_ids = 0, False
     with (
         _PictureWriter(path) as writer,
@@ -301,10 +301,10 @@ def write_store(
                     labels.write(label.tobytes())
                 content = [token_array, weight_array, *top, picture_digests]
                 digests = [_sample_digest(arrays, side, margin_bits) for arrays in ([*content, label], content)]
-                row = [start, len(ids), number, side, pictures, added, slots, width, margin_bits, *digests]
+                row = [start, len(ids), number, side, image_count, added, slots, width, margin_bits, *digests]
                 index.write(np.asarray(row, dtype=np.int64).tobytes())
                 start += len(ids)
-                pictures += added
+                image_count += added
                 slots += len(sample) * width
     about: dict[str, Any] = {
         "fingerprint": state.hexdigest(),
@@ -350,9 +350,9 @@ class _PictureWriter:
     def __exit__(self, *error: object) -> None:
         self._files.close()
 
-    def add(self, pictures: PictureSources, state: Any) -> int:
+    def add(self, sources: PictureSources, state: Any) -> int:
         """Write the pictures of a sample, add them to the fingerprint ``state``, and return their number."""
-        for source, identity in zip(pictures.sources, pictures.identities, strict=True):
+        for source, identity in zip(sources.sources, sources.identities, strict=True):
             if source.data is not None:
                 kind, stored = CONTENT, source.data
             else:
@@ -364,7 +364,7 @@ class _PictureWriter:
             row = [kind, self._offset, len(stored), identity.digest, identity.size, identity.modified]
             self._index.write(np.asarray(row, dtype=np.int64).tobytes())
             self._offset += len(stored)
-        return len(pictures.sources)
+        return len(sources.sources)
 
 
 def _mapped(path: Path, dtype: Any) -> np.ndarray:

@@ -331,7 +331,7 @@ class StreamedBatches:
         seed: int,
         encoder: Callable[[Findings], Encoder],
         inputs: Mapping[str, str],
-        pictures: PictureProcessor | None = None,
+        image_processor: PictureProcessor | None = None,
         files: Sequence[SourceFiles] = (),
     ) -> None:
         """
@@ -352,7 +352,7 @@ class StreamedBatches:
             "weights": [source.weight for source in sources],
         }
         self._turns = SourceTurns([1 if source.weight is None else source.weight for source in sources])
-        load = pictures.load if pictures is not None else _no_pictures
+        load = image_processor.load if image_processor is not None else _no_pictures
         encode = encoder(self._findings)
         self._streams = [
             SampleStream(source, f"{seed}/source {number}", self._bad, encode, load, source_files)

@@ -61,12 +61,11 @@ class ModelInput:
     pictures: tuple[PlacedPicture, ...] = ()
 
     @property
-    def images(self) -> PictureSources | None:
+    def sources(self) -> PictureSources | None:
         """The pictures for the ranks, which decode those that they compute with."""
         if not self.pictures:
             return None
-        sources = tuple(PictureSource(data=picture.chunk.data) for picture in self.pictures)
-        return PictureSources(sources, Path(), grids=tuple(picture.grid for picture in self.pictures))
+        return PictureSources(tuple(PictureSource(data=picture.chunk.data) for picture in self.pictures), Path(), grids=tuple(picture.grid for picture in self.pictures))
 
     def is_picture(self) -> np.ndarray:
         """Return which tokens stand for pictures, bool [n]."""
@@ -134,20 +133,20 @@ class PictureReader:
             raise DataError(f"{label}: format {str(chunk.format)[:40]!r}; this server takes {' and '.join(FORMATS)}")
         source = PictureSource(data=chunk.data)
         try:
-            image = decode(encoded(source, limits), source.name, limits, FORMATS[chunk.format])
-            self._pixels += image.width * image.height
+            decoded = decode(encoded(source, limits), source.name, limits, FORMATS[chunk.format])
+            self._pixels += decoded.width * decoded.height
             if self._pixels > limits.max_total_pixels:
                 raise DataError(
                     f"the request's pictures up to here have {self._pixels} pixels, over the limit of {limits.max_total_pixels} "
                     "(pictures.max_total_pixels)"
                 )
-            grid = processor.grid(image, source.name)
+            grid = processor.grid(decoded, source.name)
         except DataError as error:
             raise DataError(f"{label}: {error}") from None
         count = processor.layout.features(*grid)
         if chunk.expected_tokens not in (None, count):
             raise DataError(
-                f"{label}: the picture of {image.width} x {image.height} pixels has {count} tokens, and expected_tokens is "
+                f"{label}: the picture of {decoded.width} x {decoded.height} pixels has {count} tokens, and expected_tokens is "
                 f"{chunk.expected_tokens}: use the image processor of the served model"
             )
         return np.full(count, processor.layout.token, np.int64), grid

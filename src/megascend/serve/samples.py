@@ -159,7 +159,7 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
         for i in range(columns)
     ]
     tokens = torch.from_numpy(np.ascontiguousarray(datum.tokens))
-    images = datum.model_input.images
+    images = datum.model_input.sources
     return [Sample(tokens, **inputs_of_column, images=images) for inputs_of_column in column_inputs]
 
 

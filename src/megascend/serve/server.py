@@ -52,9 +52,9 @@ def serve(
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
         servers = vllm_servers(settings, backend)  # collective: before the other ranks enter run_commands()
         generate = sampler(settings, backend).in_slices
-        pictures = PictureProcessor.for_model(settings.model, settings.pictures)
+        image_processor = PictureProcessor.for_model(settings.model, settings.pictures)
         if backend.rank != 0:
-            run_commands(backend, settings.batch_tokens, None, lambda outcomes: None, generate, pictures)
+            run_commands(backend, settings.batch_tokens, None, lambda outcomes: None, generate, image_processor)
             return
         inbox = Inbox(
             settings.window_ms / 1000, settings.batch_tokens, lambda: signals.received is not None or stopped()
@@ -68,7 +68,7 @@ def serve(
         memory = device.memory
         with http_server(settings, keys, base, inbox, lambda: (device.name, memory()), vllm) as (address, report):
             ready(address)
-            run_commands(backend, settings.batch_tokens, inbox, report, generate, pictures)
+            run_commands(backend, settings.batch_tokens, inbox, report, generate, image_processor)
 
 
 def make_backend(settings: ServeConfig) -> Any:
@@ -130,8 +130,8 @@ def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
     config = read_config(settings.model)
     architecture = str((config.get("architectures") or [config.get("model_type", "unknown")])[0])
     projections = tuple(backend.engine.trainable.projections)
-    pictures = PictureProcessor.for_model(settings.model, settings.pictures)
-    return ServedModel(names, path, architecture, backend.max_length, backend.vocab_size, projections, pictures)
+    image_processor = PictureProcessor.for_model(settings.model, settings.pictures)
+    return ServedModel(names, path, architecture, backend.max_length, backend.vocab_size, projections, image_processor)
 
 
 def check_packages() -> None:

@@ -152,15 +152,15 @@ class Api:
     # --- training ---
 
     async def forward_backward(self, request: Request, tenant: str, *, forward_only: bool = False) -> Response:
-        max_samples, pictures = self.service.settings.limits.samples, self.service.base.pictures
+        max_samples, image_processor = self.service.settings.limits.samples, self.service.base.image_processor
         if PROTOBUF in request.headers.get("content-type", ""):
             path, body = "protobuf", await read_body(request)
             # in a thread, like all parsing of large bodies: it would block the event loop
-            train_request = await asyncio.to_thread(train_request_of_protobuf, body, max_samples, pictures)
+            train_request = await asyncio.to_thread(train_request_of_protobuf, body, max_samples, image_processor)
         else:
             path, body = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
             train_request = await asyncio.to_thread(
-                train_request_of_json, body, max_samples, pictures, forward_only=forward_only
+                train_request_of_json, body, max_samples, image_processor, forward_only=forward_only
             )
         # No await from here to note_request: requests must reach the database in the order in which they were enqueued.
         future = train(self.service, tenant, train_request)
@@ -195,7 +195,7 @@ class Api:
         body, prompt = await read_json(request, LARGE), None
         if holds_pictures(body.get("prompt")):
             # In a thread, as decoding would block the event loop; its errors belong to the future.
-            prompt = await asyncio.to_thread(prompt_of, body["prompt"], self.service.base.pictures)
+            prompt = await asyncio.to_thread(prompt_of, body["prompt"], self.service.base.image_processor)
         future = self._samplers.sample(tenant, body, prompt)
         names = [f"{future.name}:{part}" for part in range(future.parts)]
         return Json({"request_id": future.name, "sample_sequence_ids": names})

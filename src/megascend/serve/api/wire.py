@@ -245,12 +245,12 @@ def messages_of_client() -> Any:
 
 
 def train_request_of_json(
-    body: Mapping[str, Any], max_data: int, pictures: PictureProcessor | None = None, *, forward_only: bool
+    body: Mapping[str, Any], max_data: int, image_processor: PictureProcessor | None = None, *, forward_only: bool
 ) -> TrainRequest:
     """Read a request in JSON, from older clients. Unknown fields are ignored.
 
     Args:
-        pictures: decodes pictures; None: the model takes none.
+        image_processor: decodes pictures; None: the model takes none.
     """
     fields = TrainBody.read(body)
     inside = fields.forward_input if forward_only else fields.forward_backward_input
@@ -261,7 +261,7 @@ def train_request_of_json(
     settings = inside.loss_fn_config or {}
     settings = settings if isinstance(settings, dict) else {"": settings}
     request = TrainRequest(fields.model_id, number_of(fields.seq_id), str(inside.loss_fn), settings, forward_only)
-    reader = PictureReader(pictures)
+    reader = PictureReader(image_processor)
     return _with_data(request, inside.data, partial(_datum_of_json, reader=reader), _sparse_shapes_of_json)
 
 
@@ -285,11 +285,11 @@ def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
     return {"model_id": request.model, "seq_id": request.number, "forward_backward_input": inside}
 
 
-def train_request_of_protobuf(body: bytes, max_data: int, pictures: PictureProcessor | None = None) -> TrainRequest:
+def train_request_of_protobuf(body: bytes, max_data: int, image_processor: PictureProcessor | None = None) -> TrainRequest:
     """Read a request in protobuf, from newer clients.
 
     Args:
-        pictures: decodes pictures; None: the model takes none.
+        image_processor: decodes pictures; None: the model takes none.
     """
     from google.protobuf.message import DecodeError
 
@@ -308,7 +308,7 @@ def train_request_of_protobuf(body: bytes, max_data: int, pictures: PictureProce
     request = TrainRequest(
         message.model_id, number_of(message.seq_id), message.loss_fn, settings, bool(message.forward_only)
     )
-    reader = PictureReader(pictures)
+    reader = PictureReader(image_processor)
     return _with_data(request, message.data, partial(_datum_of_message, reader=reader), _sparse_shapes_of_message)
 
 

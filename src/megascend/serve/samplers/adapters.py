@@ -77,7 +77,7 @@ class Samplers:
             raise RequestRefusedError("too many of your samples are pending", 429)
         self._service.check_answers(tenant)
         if prompt is None:
-            prompt = prompt_of(options.prompt, self._service.base.pictures)
+            prompt = prompt_of(options.prompt, self._service.base.image_processor)
         future = self._enqueue(tenant, label, owner, path, options, prompt)
         # A future that has ended is one that failed above, without responses.
         if options.record_stability_info and session is not None and future.ended is None:

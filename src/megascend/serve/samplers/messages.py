@@ -120,14 +120,14 @@ MAX_TOP = 2**22
 """Maximum (token, log-probability) pairs in one answer."""
 
 
-def prompt_of(value: Any, pictures: PictureProcessor | None = None) -> ModelInput | DataError:
+def prompt_of(value: Any, image_processor: PictureProcessor | None = None) -> ModelInput | DataError:
     """Read a prompt, or return why it cannot be read.
 
     Args:
-        pictures: decodes pictures; None: the model takes none.
+        image_processor: decodes pictures; None: the model takes none.
     """
     try:
-        return PictureReader(pictures).read(chunks_of_json(value))
+        return PictureReader(image_processor).read(chunks_of_json(value))
     except DataError as error:
         return DataError(f"prompt: {error}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -185,7 +185,7 @@ def sample_request_of(
         topk_logprobs=sample_count,
         target_tokens=None if targets is None else targets.rows(),
         prompt_draws=body.prompt_alt_tokens_k,
-        images=prompt_input.images,
+        images=prompt_input.sources,
     )
 
 

@@ -79,7 +79,7 @@ def run_commands(
     inbox: Inbox | None,
     report: Callable[[list[Outcome]], None],
     generate: Generate | None = None,
-    pictures: PictureProcessor | None = None,
+    image_processor: PictureProcessor | None = None,
 ) -> None:
     """Run commands until the inbox of rank 0 is closed. Collective.
 
@@ -88,10 +88,10 @@ def run_commands(
         inbox: rank 0's inbox; None on other ranks.
         report: called on every rank with outcomes.
         generate: samples responses in slices; collective.
-        pictures: decodes pictures of commands; None: the model takes none.
+        image_processor: decodes pictures of commands; None: the model takes none.
     """
     queue = AdapterQueue(backend, max_batch_tokens=max_batch_tokens, max_pending=UNLIMITED)
-    runner = CommandRunner(backend, queue, generate, pictures)
+    runner = CommandRunner(backend, queue, generate, image_processor)
     while _run_turn(backend, runner, inbox, report):
         pass
 
@@ -142,7 +142,7 @@ class CommandRunner:
         backend: the model on all ranks.
         queue: runs all commands except sampling, in each model's order.
         generate: samples responses; collective.
-        pictures: decodes the pictures of commands when a rank computes with them.
+        image_processor: decodes the pictures of commands when a rank computes with them.
 
     Attributes:
         finished_models: models whose last command ended in the last unit.
@@ -153,9 +153,9 @@ class CommandRunner:
         backend: AdapterStore,
         queue: AdapterQueue,
         generate: Generate | None = None,
-        pictures: PictureProcessor | None = None,
+        image_processor: PictureProcessor | None = None,
     ) -> None:
-        self._backend, self._queue, self._generate, self._pictures = backend, queue, generate, pictures
+        self._backend, self._queue, self._generate, self._image_processor = backend, queue, generate, image_processor
         self._unfinished: dict[str, deque[_Entry]] = {}  # by model, in the order in which clients expect the answers
         self._to_sample: list[Respond] = []  # in the order of arrival
         self._single_retries: deque[Respond] = deque()  # requests whose batch ran out of memory
@@ -231,8 +231,8 @@ class CommandRunner:
         """Return a command's pictures, which travel as they were sent."""
         if not isinstance(images, PictureSources):
             return images
-        assert self._pictures is not None, "requests with pictures are refused for a model of text"
-        return self._pictures.deferred(images)
+        assert self._image_processor is not None, "requests with pictures are refused for a model of text"
+        return self._image_processor.deferred(images)
 
     def _run_calls(self) -> list[Outcome]:
         """Create, load and save adapters at the head of their queues."""

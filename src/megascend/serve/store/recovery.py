@@ -252,12 +252,12 @@ class Recovery:
 
     def _replay(self, model: Model, path: str, body: bytes, number: int) -> Future:
         service, max_samples = self._service, self._service.settings.limits.samples
-        pictures = service.base.pictures
+        image_processor = service.base.image_processor
         if path == "protobuf":
-            return train(service, model.tenant, train_request_of_protobuf(body, max_samples, pictures))
+            return train(service, model.tenant, train_request_of_protobuf(body, max_samples, image_processor))
         if path in ("forward", "forward_backward", "resolved"):
             forward_only = path == "forward"
-            request = train_request_of_json(json.loads(body), max_samples, pictures, forward_only=forward_only)
+            request = train_request_of_json(json.loads(body), max_samples, image_processor, forward_only=forward_only)
             return train(service, model.tenant, replace(request, resolved=path == "resolved"))
         if path == "missing":
             return service.enqueue_missing(model, number, body.decode())
