@@ -24,8 +24,8 @@ With ``--lora`` the model is frozen, and an adapter of that rank on all linear l
 ``base=nf4`` and ``base=fp8`` of ``megascend`` quantise the model. ``peft`` is transformers' model with peft's adapter and torch's
 fused AdamW, on one rank. Each library draws the adapter's first values in its own way, so the bounds are those of bf16.
 
-With ``--pictures`` every sequence of a family with a vision tower begins with so many pictures of 448 x 448 pixels (196
-tokens each, never learned); ``tower=train`` trains the tower too. There is no ``bare`` run with pictures.
+With ``--images`` every sequence of a family with a vision tower begins with so many images of 448 x 448 pixels (196
+tokens each, never learned); ``tower=train`` trains the tower too. There is no ``bare`` run with images.
 
 The bare loop uses megatron-core, mcore-bridge and Transformer Engine only: padded [batch, sequence] micro batches,
 Transformer Engine's fused cross entropy, Megatron DDP with fp32 gradients, Megatron's optimizer (fp32 main parameters,
@@ -248,8 +248,8 @@ class Work:
     family: str | None = None
     lora: int = 0
     """Rank of the adapter that is trained; 0: all parameters are."""
-    pictures: int = 0
-    """Pictures at the beginning of every sequence."""
+    images: int = 0
+    """Images at the beginning of every sequence."""
     batches: int = 2
     """Distinct batches, used in turn, so that the loss falls and a wrong update shows."""
 
@@ -265,7 +265,7 @@ class Work:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of a picture's patches; four patches are a token."""
+        """Frames, rows and columns of an image's patches; four patches are a token."""
         side = 4 if self.length < 512 else 28
         return 1, side, side
 
@@ -433,12 +433,12 @@ class PlainSteps(Steps):
         dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         placement = {"device_map": {"": self.rank}} if on_gpu else {}
-        auto: Any = AutoModelForImageTextToText if work.pictures else AutoModelForCausalLM
+        auto: Any = AutoModelForImageTextToText if work.images else AutoModelForCausalLM
         model: Any = auto.from_pretrained(model_dir, dtype=torch.float32, **placement)
         if options.get("recompute"):
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        layers = model.model.language_model.layers if work.pictures else model.model.layers
-        if work.pictures:
+        layers = model.model.language_model.layers if work.images else model.model.layers
+        if work.images:
             model.model.visual.requires_grad_(options.get("tower") == "train")
             layers = [*model.model.visual.blocks, *layers]
         for layer in layers:
@@ -457,8 +457,8 @@ class PlainSteps(Steps):
         for part in parts:
             tokens, weights = part.to(self.device, non_blocking=True), weights_of(self.work, part[:, 1:])
             inputs: dict[str, torch.Tensor] = {"input_ids": tokens[:, :-1]}
-            if self.work.pictures:
-                pixels, grids = zip(*(make_pictures(self.work, row) for row in part), strict=True)
+            if self.work.images:
+                pixels, grids = zip(*(make_images(self.work, row) for row in part), strict=True)
                 inputs["pixel_values"] = torch.cat(pixels).to(self.device)
                 inputs["image_grid_thw"] = torch.cat(grids).to(self.device)
                 inputs["mm_token_type_ids"] = (tokens[:, :-1] == self.work.shape["image_token_id"]).int()
@@ -533,7 +533,7 @@ class MegascendSteps(Steps):
         import megascend
 
         megascend.bootstrap(work.platform, engine=self.engine)
-        extra = self.settings(options) | ({"vision_tower": options.get("tower", "frozen")} if work.pictures else {})
+        extra = self.settings(options) | ({"vision_tower": options.get("tower", "frozen")} if work.images else {})
         budget = int(options.get("micro_batch_tokens", (1 if work.lora else 2) * work.length))
         if work.lora:
             extra["adapters"] = megascend.Adapters(
@@ -576,7 +576,7 @@ class MegascendSteps(Steps):
     def step(self, batch: torch.Tensor) -> tuple[float, float]:
         samples = []
         for row in batch:
-            images = self.images(*make_pictures(self.work, row)) if self.work.pictures else None
+            images = self.images(*make_images(self.work, row)) if self.work.images else None
             weights = weights_of(self.work, row[1:])
             samples.append(self.sample(input_ids=row[:-1], target_ids=row[1:], weights=weights, images=images))
         result = self.backend.forward_backward(self.backend.shard(samples), adapter=self.adapter)
@@ -727,18 +727,18 @@ def make_batches(work: Work) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(work.seed)
     size = (work.batches, work.sequences, work.length + 1)
     uniform = torch.rand(size, generator=generator, dtype=torch.float64)
-    if not work.pictures:
+    if not work.images:
         return list((work.text["vocab_size"] * uniform**3).long())
     shape, features = work.shape, math.prod(work.grid) // 4
     special = [shape[name] for name in shape if name.endswith("_token_id")]
     tokens = (min(special) * uniform**3).long()
     image_row = [shape["vision_start_token_id"], *[shape["image_token_id"]] * features, shape["vision_end_token_id"]]
-    tokens[..., : work.pictures * len(image_row)] = torch.tensor(image_row * work.pictures)
+    tokens[..., : work.images * len(image_row)] = torch.tensor(image_row * work.images)
     return list(tokens)
 
 
-def make_pictures(work: Work, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return pixel values [patches, numbers of a patch] and grids [pictures, 3] of one sequence, made from its tokens."""
+def make_images(work: Work, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return pixel values [patches, numbers of a patch] and grids [images, 3] of one sequence, made from its tokens."""
     import torch
 
     vision = work.shape["vision_config"]
@@ -746,15 +746,15 @@ def make_pictures(work: Work, tokens: torch.Tensor) -> tuple[torch.Tensor, torch
     key = int(tokens[-64:].sum())
     if key not in PIXELS:  # made once: the making is not part of the second and later steps of a batch
         generator = torch.Generator().manual_seed(key)
-        PIXELS[key] = torch.randn(work.pictures * math.prod(work.grid), patch, generator=generator)
-    return PIXELS[key], torch.tensor([work.grid] * work.pictures)
+        PIXELS[key] = torch.randn(work.images * math.prod(work.grid), patch, generator=generator)
+    return PIXELS[key], torch.tensor([work.grid] * work.images)
 
 
 def weights_of(work: Work, targets: torch.Tensor) -> torch.Tensor:
-    """Return 1 for every target that is learned and 0 for tokens of pictures, in the shape of ``targets``."""
+    """Return 1 for every target that is learned and 0 for tokens of images, in the shape of ``targets``."""
     import torch
 
-    if not work.pictures:
+    if not work.images:
         return torch.ones(targets.shape)
     special = [work.shape[name] for name in work.shape if name.endswith("_token_id")]
     return (~torch.isin(targets, torch.tensor(special))).float()
@@ -926,7 +926,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a model and batch for a CPU, seconds a run")
     parser.add_argument("--moe", action="store_true", help="Qwen3-30B-A3B's shapes, or with --tiny a few experts")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="its shapes, or with --tiny those of its tiny model")
-    parser.add_argument("--pictures", type=int, default=0, help="pictures of every sequence, of a family with a tower")
+    parser.add_argument("--images", type=int, default=0, help="images of every sequence, of a family with a tower")
     parser.add_argument("--lora", type=int, default=0, help="rank of an adapter to train in place of the model")
     parser.add_argument("--ranks", type=int, default=1, help="processes of every run, a GPU each")
     parser.add_argument("--layers", type=int)
@@ -986,7 +986,7 @@ def work_from(arguments: argparse.Namespace) -> Work:
         seed=arguments.seed,
         ranks=arguments.ranks,
         family=arguments.family,
-        pictures=arguments.pictures,
+        images=arguments.images,
         lora=arguments.lora,
     )
 
@@ -1006,14 +1006,14 @@ def main() -> int:
     runs = arguments.run or ["bare", "megascend"]
     for run in runs:
         name = parse_run(run)[0]
-        if name == "bare" and (work.ranks > 1 or work.pictures):
+        if name == "bare" and (work.ranks > 1 or work.images):
             raise SystemExit("--run bare is for one rank and text")
-        if name == "peft" and (work.ranks > 1 or work.pictures or not work.lora):
+        if name == "peft" and (work.ranks > 1 or work.images or not work.lora):
             raise SystemExit("--run peft is for one rank, text and --lora")
         if name in ("bare", "plain") and work.lora:
             raise SystemExit(f"--run {name} trains all parameters: leave out --lora")
-    if work.pictures and "vision_config" not in work.shape:
-        raise SystemExit(f"--pictures {work.pictures} needs a family with a vision tower (--family qwen3_vl)")
+    if work.images and "vision_config" not in work.shape:
+        raise SystemExit(f"--images {work.images} needs a family with a vision tower (--family qwen3_vl)")
     with tempfile.TemporaryDirectory(prefix="bench_train_") as folder:
         model_dir = arguments.model_dir or Path(folder) / "model"
         model_dir.mkdir(parents=True, exist_ok=True)

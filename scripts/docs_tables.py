@@ -214,8 +214,8 @@ def families() -> str:
         compared = ", ".join(layouts[model_type]) if architecture.proven else missing
         if architecture.megatron_core is not None:
             compared = f"Megatron-Core {architecture.megatron_core} and later: {compared}"
-        if architecture.proven_with_pictures:
-            compared = "with pictures, in the layouts of [Pictures](images.md#what-is-trained)"
+        if architecture.proven_with_images:
+            compared = "with images, in the layouts of [Images](images.md#what-is-trained)"
         rows.append([f"`{model_type}`", ", ".join(filter(None, parts)), compared])
     rows += [[f"`{model_type}`", "vision tower", f"refused: {reason}"] for model_type, reason in UNDECLARED.items()]
     parts = "compressed attention, hyper-connections, experts chosen by token ids"

@@ -37,4 +37,4 @@ step "Ask it, with plain transformers"
 python scripts/quickstart_answers.py "$run/run/hf" "$data"
 
 step "Done"
-echo "metrics: $run/run/metrics.jsonl   picture: $run/run/metrics.png   model: $run/run/hf"
+echo "metrics: $run/run/metrics.jsonl   plot: $run/run/metrics.png   model: $run/run/hf"

@@ -270,7 +270,7 @@ NIGHTLY = {
     },
     "models/test_images.py": {
         "checkpoints_continue_on_other_engines[qwen3_vl": "engines/fsdp/test_between_engines.py",
-        "engines_of_transformers_train_with_pictures[fsdp-qwen3_5-train-2]": "single; the frozen tower of qwen3_vl on fsdp",
+        "engines_of_transformers_train_with_images[fsdp-qwen3_5-train-2]": "single; the frozen tower of qwen3_vl on fsdp",
         "qwen2_5_vl_is_refused_by_name[fsdp]": "megatron: the declaration refuses it before an engine is chosen",
         "qwen2_5_vl_is_refused_by_name[single]": "megatron: the declaration refuses it before an engine is chosen",
     },

@@ -40,12 +40,12 @@ def printed(folder: Path) -> dict[str, str]:
 @pytest.mark.nightly
 def test_page_ends_with_its_answer(printed: dict[str, str]) -> None:
     assert list(printed) == [
-        "python make_pictures.py",
+        "python make_images.py",
         "megascend new-model model --arch qwen3_vl --hidden 128 --layers 2 --context 512",
-        "megascend train pictures.yaml",
+        "megascend train images.yaml",
         "python answer.py",
     ]
-    last = printed["megascend train pictures.yaml"].rpartition("answers after step 120:")[2]
+    last = printed["megascend train images.yaml"].rpartition("answers after step 120:")[2]
     assert last.startswith(f"\n  > user: [new.png] What is this?\n    {ANSWER}\n")
     assert printed["python answer.py"].strip() == ANSWER
 
@@ -55,7 +55,7 @@ def test_page_ends_with_its_answer(printed: dict[str, str]) -> None:
 def test_killed_run_resumes_with_the_same_bits(printed: dict[str, str], folder: Path) -> None:
     assert printed
     ended = []
-    arguments = ("train", "pictures.yaml", "--set", "output=runs/killed")
+    arguments = ("train", "images.yaml", "--set", "output=runs/killed")
     thread = threading.Thread(
         target=lambda: ended.append(run_command(*arguments, directory=folder, timeout_s=DEADLINE_S))
     )
@@ -69,9 +69,9 @@ def test_killed_run_resumes_with_the_same_bits(printed: dict[str, str], folder: 
     os.kill(json.loads((output / "events.jsonl").read_text(encoding="utf-8").splitlines()[0])["pid"], signal.SIGKILL)
     thread.join(DEADLINE_S)
     assert ended[0].returncode != 0
-    run_page_command("megascend train pictures.yaml --set output=runs/killed --resume auto", folder, DEADLINE_S)
+    run_page_command("megascend train images.yaml --set output=runs/killed --resume auto", folder, DEADLINE_S)
     uninterrupted, resumed = (
-        load_file(folder / "runs" / name / "hf" / "model.safetensors") for name in ("pictures", "killed")
+        load_file(folder / "runs" / name / "hf" / "model.safetensors") for name in ("images", "killed")
     )
     assert uninterrupted.keys() == resumed.keys()
     assert [name for name, tensor in uninterrupted.items() if not torch.equal(tensor, resumed[name])] == []
@@ -82,5 +82,5 @@ def test_commands_of_the_page_work_with_few_steps(tmp_path: Path) -> None:
     for name, text in page_files(PAGE).items():
         (tmp_path / name).write_text(text.replace("\nsteps: 120\n", "\nsteps: 12\n"), encoding="utf-8")
     outputs = {command: run_page_command(command, tmp_path, DEADLINE_S) for command in page_commands(PAGE)}
-    assert "answers after step 12:" in outputs["megascend train pictures.yaml"]
+    assert "answers after step 12:" in outputs["megascend train images.yaml"]
     assert outputs["python answer.py"].strip()

@@ -223,7 +223,7 @@ class EngineBackend(Backend, ABC):
             mtp: heads of the checkpoint for multi-token prediction: ``train`` one with the model (MegatronBackend only;
                 docs/support.md), ``keep`` them as they are, or ``drop`` them from exports.
             mtp_loss_weight: factor of that head's loss.
-            vision_tower: ``train`` the vision tower of a model that takes pictures (with ``adapters``: they may act on its linear
+            vision_tower: ``train`` the vision tower of a model that takes images (with ``adapters``: they may act on its linear
                 layers), or keep it ``frozen``.
 
         Raises:

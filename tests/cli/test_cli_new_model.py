@@ -27,8 +27,8 @@ import json, sys
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 answers = {}
 for path in sys.argv[2:]:
-    takes_pictures = hasattr(AutoConfig.from_pretrained(path), "vision_config")
-    loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+    takes_images = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+    loader = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     model, tokenizer = loader.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     chat = [{"role": "user", "content": sys.argv[1]}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

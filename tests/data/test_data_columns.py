@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megascend.config import DATA_COLUMNS, Data
-from megascend.data.columns import CHAT_COLUMNS, FORMS, PICTURES, parse_record
+from megascend.data.columns import CHAT_COLUMNS, FORMS, IMAGES, parse_record
 from megascend.data.document import Document
 from megascend.data.findings import Findings
 from megascend.errors import ConfigError, DataError
@@ -313,7 +313,7 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
     "content is a number": ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\].*'content'.*found 3"),
     "a video": (
         {"messages": [{"role": "user", "content": [PART]}]},
-        r"content\[0\] is a part of type 'video'; only text and pictures",
+        r"content\[0\] is a part of type 'video'; only text and images",
     ),
     "a part without text": (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
@@ -556,7 +556,7 @@ def test_ignored_column_is_reported_once() -> None:
 
 
 def test_settings_list_every_column() -> None:
-    known_columns = {name for must, may in FORMS.values() for name in (*must, *may)} | {*CHAT_COLUMNS, *PICTURES}
+    known_columns = {name for must, may in FORMS.values() for name in (*must, *may)} | {*CHAT_COLUMNS, *IMAGES}
     assert known_columns == set(DATA_COLUMNS)
 
 

@@ -30,8 +30,8 @@ NO_EXPERTS = r"TopologyError: parallel\.expert=2, but the model has no experts; 
 BIASES = (
     r"TopologyError: parallel\.expert_tensor=2 .+ does not divide experts that have biases; set expert_tensor to 1, .+"
 )
-WITH_PICTURES = (
-    r"ConfigError: parallel\.context: 2 with \w+, whose pictures are not divided over context parallel ranks: .+"
+WITH_IMAGES = (
+    r"ConfigError: parallel\.context: 2 with \w+, whose images are not divided over context parallel ranks: .+"
 )
 OLDER_STACK = r"VersionError: \w+: Megatron-Core has its layers from \S+ on, and \S+ is installed; install stack .+"
 NOT_BUILT = r"CheckpointError: \S+ mcore-bridge \S+ has no model for model_type '\w+'; .+"
@@ -50,8 +50,8 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from megascend.huggingface.architectures import make_known_to_transformers
 make_known_to_transformers(Path(sys.argv[1]))  # Kimi-K2: transformers' DeepSeek-V3 under its own name
-takes_pictures = hasattr(AutoConfig.from_pretrained(sys.argv[1]), "vision_config")
-loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+takes_images = hasattr(AutoConfig.from_pretrained(sys.argv[1]), "vision_config")
+loader = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 model = loader.from_pretrained(sys.argv[1], attn_implementation="eager").float()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 total = count = 0
@@ -132,7 +132,7 @@ def engine_refusal(arch: str) -> str | None:
     """Return the sentence with which the Megatron engine of this stack refuses a family; None where it trains it."""
     if stack_marks(arch):
         return OLDER_STACK
-    return None if BUILT_IN[arch].proven or BUILT_IN[arch].proven_with_pictures else NOT_BUILT
+    return None if BUILT_IN[arch].proven or BUILT_IN[arch].proven_with_images else NOT_BUILT
 
 
 def refusal(arch: str, recipe: str) -> str | None:
@@ -147,7 +147,7 @@ def refusal(arch: str, recipe: str) -> str | None:
     if recipe == "long_context_cp" and architecture.context_algorithms == ("all_gather",):
         return ALL_GATHER
     if recipe == "long_context_cp" and architecture.inputs is not None:
-        return WITH_PICTURES
+        return WITH_IMAGES
     if refused := engine_refusal(arch):
         return refused
     tensor = recipe in ("dense_tp_pp_dp", "multi_lora")

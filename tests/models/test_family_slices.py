@@ -20,7 +20,7 @@ from support.covering import first_stack_only, stack_marks
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 LAYOUTS = ("single", "TP2 + SP", "PP2", "TP2 x EP2 + SP")
-PICTURES = [
+IMAGES = [
     Case(f"{arch}: {name}", 2, parallel, arch=arch)
     for arch in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5_moe")
     for name, parallel in (("TP2", Parallel(tensor=2)), ("EP2", Parallel(expert=2)))
@@ -40,7 +40,7 @@ IN_CI = ("qwen3_vl_moe: EP2", "deepseek_v3: TP2 x EP2 + SP")
             id=case.name,
             marks=([] if case.name in IN_CI else [pytest.mark.nightly]) + stack_marks(case.arch, case.parallel.context),
         )
-        for case in (*CASES, *PICTURES)
+        for case in (*CASES, *IMAGES)
     ],
 )
 def test_slices_equal_the_weights_of_the_checkpoint(case: Case, parity_folder: Path) -> None:

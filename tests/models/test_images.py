@@ -1,4 +1,4 @@
-"""Qwen3-VL with pictures, on every engine and in every layout, against transformers."""
+"""Qwen3-VL with images, on every engine and in every layout, against transformers."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from megascend.testing.parity import (
 )
 from support.covering import FIRST_STACK, first_stack_only
 from support.forked_programs import run_forked
+from support.image_programs import run_program
+from support.images import (
+    TOKEN,
+    TOWER,
+    image_fields,
+    image_reference,
+    image_samples,
+    image_tokens,
+)
 from support.lora_parity import (
     PeftTrajectory,
     adapter_differences,
     case_adapter,
     peft_reference,
     train_adapter,
-)
-from support.picture_programs import run_program
-from support.pictures import (
-    TOKEN,
-    TOWER,
-    picture_fields,
-    picture_reference,
-    picture_samples,
-    picture_tokens,
 )
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -114,10 +114,10 @@ def assert_equals(trajectory: TrainingCurve, reference: TrainingCurve, *, frozen
 
 
 @pytest.mark.parametrize(("case", "tower"), MATRIX)
-def test_training_with_pictures_equals_transformers(case: Case, tower: str, parity_folder: Path) -> None:
+def test_training_with_images_equals_transformers(case: Case, tower: str, parity_folder: Path) -> None:
     checkpoint, frozen = case_checkpoint(parity_folder, case.arch), tower == "frozen"
-    reference = picture_reference(parity_folder, checkpoint, frozen=frozen, steps=STEPS, weights=True)
-    trained = train_case(case, checkpoint, picture_tokens(), STEPS, True, picture_samples(), vision_tower=tower)
+    reference = image_reference(parity_folder, checkpoint, frozen=frozen, steps=STEPS, weights=True)
+    trained = train_case(case, checkpoint, image_tokens(), STEPS, True, image_samples(), vision_tower=tower)
     assert_equals(trained, reference, frozen=frozen)
 
 
@@ -134,17 +134,17 @@ def test_training_with_pictures_equals_transformers(case: Case, tower: str, pari
         for tower in ("frozen", "train")
     ],
 )
-def test_engines_of_transformers_train_with_pictures(
+def test_engines_of_transformers_train_with_images(
     engine: str, arch: str, tower: str, processes: int, parity_folder: Path, tmp_path: Path
 ) -> None:
     checkpoint, frozen = case_checkpoint(parity_folder, arch), tower == "frozen"
     job = {"engine": engine, "checkpoint": checkpoint, "steps": STEPS, "tower": tower}
     result = run_program(processes, tmp_path, **job)
-    reference = picture_reference(parity_folder, checkpoint, frozen=frozen, steps=STEPS, weights=True)
+    reference = image_reference(parity_folder, checkpoint, frozen=frozen, steps=STEPS, weights=True)
     assert_equals(
         TrainingCurve(result["losses"], result["grad_norms"], [], result["weights"]), reference, frozen=frozen
     )
-    for logprobs, logits, tokens in zip(result["logprobs"], reference.logits, picture_tokens(), strict=False):
+    for logprobs, logits, tokens in zip(result["logprobs"], reference.logits, image_tokens(), strict=False):
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
         assert float((logprobs - expected).abs().max()) <= 2e-5
     if processes == 1:
@@ -155,10 +155,10 @@ def test_engines_of_transformers_train_with_pictures(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", ["qwen3_vl_moe", "qwen3_5_moe"])
-def test_fsdp_divides_experts_of_models_with_pictures(arch: str, parity_folder: Path, tmp_path: Path) -> None:
+def test_fsdp_divides_experts_of_models_with_images(arch: str, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, arch)
     result = run_program(2, tmp_path, engine="fsdp", checkpoint=checkpoint, steps=STEPS, tower="train", expert=2)
-    reference = picture_reference(parity_folder, checkpoint, frozen=False, steps=STEPS, weights=True)
+    reference = image_reference(parity_folder, checkpoint, frozen=False, steps=STEPS, weights=True)
     assert_equals(TrainingCurve(result["losses"], result["grad_norms"], [], result["weights"]), reference, frozen=False)
 
 
@@ -177,8 +177,8 @@ def test_checkpoints_continue_on_other_engines(
     arch: str, case: Case, tower: str, parity_folder: Path, tmp_path: Path
 ) -> None:
     """Train a step on engine single, one on Megatron and one on fsdp, each from the checkpoint of the one before."""
-    checkpoint, samples = case_checkpoint(parity_folder, arch), picture_samples()
-    reference = picture_reference(parity_folder, checkpoint, frozen=tower == "frozen", steps=STEPS, weights=True)
+    checkpoint, samples = case_checkpoint(parity_folder, arch), image_samples()
+    reference = image_reference(parity_folder, checkpoint, frozen=tower == "frozen", steps=STEPS, weights=True)
     job = {"checkpoint": checkpoint, "steps": 1, "tower": tower}
     first = run_program(1, tmp_path, **job, engine="single", save=tmp_path / "first")
 
@@ -212,17 +212,15 @@ def test_checkpoints_continue_on_other_engines(
     ],
     ids=lambda case: f"{case.arch}: {case.name}",
 )
-def test_adapter_with_pictures_equals_peft(case: Case, parity_folder: Path, tmp_path: Path) -> None:
+def test_adapter_with_images_equals_peft(case: Case, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, case.arch)
     adapter = case_adapter(checkpoint, Case("single", arch=case.arch))
-    run = train_adapter(case, checkpoint, adapter, tmp_path / "trained", STEPS, picture_samples())
+    run = train_adapter(case, checkpoint, adapter, tmp_path / "trained", STEPS, image_samples())
     assert_adapter_equals_peft(run, parity_folder, checkpoint, adapter)
 
 
 @pytest.mark.parametrize("engine", ["single", pytest.param("fsdp", marks=pytest.mark.nightly)])
-def test_engines_of_transformers_train_an_adapter_with_pictures(
-    engine: str, parity_folder: Path, tmp_path: Path
-) -> None:
+def test_engines_of_transformers_train_an_adapter_with_images(engine: str, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
     adapter = case_adapter(checkpoint, Case("single", arch="qwen3_vl"))
     job = {"engine": engine, "checkpoint": checkpoint, "steps": STEPS, "tower": "frozen", "adapter": adapter}
@@ -234,8 +232,8 @@ def test_engines_of_transformers_train_an_adapter_with_pictures(
 
 def assert_adapter_equals_peft(run: PeftTrajectory, folder: Path, checkpoint: Path, adapter: Path) -> None:
     """Compare a trained adapter with peft's; adapters of all linear layers are of the language model only."""
-    fields = [{**extra, "image_token": TOKEN} for extra in picture_fields()]
-    reference = peft_reference(folder, checkpoint, adapter, picture_tokens(), STEPS, fields=fields)
+    fields = [{**extra, "image_token": TOKEN} for extra in image_fields()]
+    reference = peft_reference(folder, checkpoint, adapter, image_tokens(), STEPS, fields=fields)
     assert run.factors.keys() == reference.factors.keys()
     assert {name.partition(".layers.")[0] for name in run.factors} == {"model.language_model"}
     difference = adapter_differences(run, reference)
@@ -267,10 +265,10 @@ def test_text_alone_trains_as_transformers(parity_folder: Path) -> None:
 
 
 @first_stack_only
-def test_rank_without_pictures_changes_no_number(parity_folder: Path) -> None:
-    """Give one data parallel rank all pictures, and the other one text."""
-    checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), picture_samples()
-    reference = picture_reference(parity_folder, checkpoint, frozen=False, steps=STEPS)
+def test_rank_without_images_changes_no_number(parity_folder: Path) -> None:
+    """Give one data parallel rank all images, and the other one text."""
+    checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), image_samples()
+    reference = image_reference(parity_folder, checkpoint, frozen=False, steps=STEPS)
 
     def on_rank() -> tuple[list[float], list[float]]:
         losses, norms = [], []
@@ -289,9 +287,9 @@ def test_rank_without_pictures_changes_no_number(parity_folder: Path) -> None:
 
 @first_stack_only
 @pytest.mark.parametrize("packing", [True, False])
-def test_picture_of_another_sample_changes_no_logprob(packing: bool, parity_folder: Path) -> None:
+def test_image_of_another_sample_changes_no_logprob(packing: bool, parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
-    samples = picture_samples()
+    samples = image_samples()
     first = samples[0].images
     assert isinstance(first, SampleImages)
     other = dataclasses.replace(samples[0], images=SampleImages(first.pixel_values * -3.0 + 1.0, first.grids))
@@ -309,7 +307,7 @@ def test_picture_of_another_sample_changes_no_logprob(packing: bool, parity_fold
 @first_stack_only
 @pytest.mark.parametrize("arch", ["qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.nightly)])
 def test_export_loads_in_transformers(arch: str, parity_folder: Path, tmp_path: Path) -> None:
-    checkpoint, samples = case_checkpoint(parity_folder, arch), picture_samples()
+    checkpoint, samples = case_checkpoint(parity_folder, arch), image_samples()
 
     def on_rank() -> list[torch.Tensor]:
         with case_backend(Case("single"), checkpoint, vision_tower="train") as backend:
@@ -325,7 +323,7 @@ def test_export_loads_in_transformers(arch: str, parity_folder: Path, tmp_path: 
     source, before = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "before"))
     assert before.keys() == source.keys()
     assert [name for name, tensor in source.items() if not torch.equal(before[name], tensor)] == []
-    reference = picture_reference(parity_folder, tmp_path / "after", frozen=True, steps=0)
+    reference = image_reference(parity_folder, tmp_path / "after", frozen=True, steps=0)
     assert max(float((a - b).abs().max()) for a, b in zip(logits, reference.logits, strict=True)) <= 2e-5
 
 
@@ -340,7 +338,7 @@ def test_experts_are_exported_as_their_authors_store_them(parity_folder: Path, t
     fused = [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]
     tensors |= {name: tensors[name].mT.contiguous() for name in fused}
     save_file(tensors, transposed / "model.safetensors", metadata={"format": "pt"})
-    samples = picture_samples()
+    samples = image_samples()
 
     def on_rank() -> list[tuple[float, float]]:
         figures = []
@@ -355,7 +353,7 @@ def test_experts_are_exported_as_their_authors_store_them(parity_folder: Path, t
 
     figures = run_distributed(on_rank, 2, init=False, timeout_s=120)[0]
     assert figures[0] == figures[1]
-    reference = picture_reference(parity_folder, transposed, frozen=False, steps=1, weights=True)
+    reference = image_reference(parity_folder, transposed, frozen=False, steps=1, weights=True)
     assert abs(figures[1][0] - reference.losses[0]) <= 1e-5
     assert abs(figures[1][1] - reference.grad_norms[0]) <= 1e-4
     exports = {
@@ -393,18 +391,18 @@ def test_experts_are_exported_as_their_authors_store_them(parity_folder: Path, t
 @first_stack_only
 def test_samples_and_settings_that_do_not_fit_are_refused(parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
-    samples = picture_samples()
-    images, tokens = samples[0].images, picture_tokens()[0]
+    samples = image_samples()
+    images, tokens = samples[0].images, image_tokens()[0]
     assert isinstance(images, SampleImages)
     text = Sample.causal(token_lists()[0])
     short = Sample.causal([token for number, token in enumerate(tokens) if number != 3], images=images)
     cases = {
-        "sample 1 has 5 tokens that stand for a picture (id 314), and its 1 pictures need 6 (6)": [text, short],
-        "sample 0 has 6 tokens that stand for a picture (id 314) and no images: set images": [Sample.causal(tokens)],
+        "sample 1 has 5 tokens that stand for an image (id 314), and its 1 images need 6 (6)": [text, short],
+        "sample 0 has 6 tokens that stand for an image (id 314) and no images: set images": [Sample.causal(tokens)],
         "sample 0 has patches of 48 numbers, and the model's have 96: use the image processor of this checkpoint": [
             Sample.causal(tokens, images=SampleImages(images.pixel_values[:, :48], images.grids))
         ],
-        "sample 0 has a picture of 3 x 8 patches, which 2 x 2 do not divide": [
+        "sample 0 has an image of 3 x 8 patches, which 2 x 2 do not divide": [
             Sample.causal(tokens, images=SampleImages(images.pixel_values, torch.tensor([[1, 3, 8]])))
         ],
     }
@@ -426,7 +424,7 @@ def test_samples_and_settings_that_do_not_fit_are_refused(parity_folder: Path) -
 @pytest.mark.parametrize(
     ("case", "settings", "message"),
     [
-        (Case("CP2", 2, Parallel(context=2)), {}, "whose pictures are not divided over context parallel ranks: set 1"),
+        (Case("CP2", 2, Parallel(context=2)), {}, "whose images are not divided over context parallel ranks: set 1"),
         (
             Case("PP4", 4, Parallel(pipeline=4)),
             {},
@@ -461,7 +459,7 @@ def test_tower_of_a_text_model_is_refused(parity_folder: Path) -> None:
 
 @first_stack_only
 def test_rotary_frequencies_of_the_tower_stay_fp32(parity_folder: Path) -> None:
-    checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), picture_samples()
+    checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), image_samples()
 
     def on_rank() -> tuple[list[str], float]:
         with case_backend(Case("bf16", precision="bf16"), checkpoint) as backend:
@@ -471,7 +469,7 @@ def test_rotary_frequencies_of_the_tower_stay_fp32(parity_folder: Path) -> None:
 
     wrong, loss = run_distributed(on_rank, 1, init=False, timeout_s=120)[0]
     assert wrong == []
-    reference = picture_reference(parity_folder, checkpoint, frozen=True, steps=STEPS)
+    reference = image_reference(parity_folder, checkpoint, frozen=True, steps=STEPS)
     assert abs(loss - reference.losses[0]) < 0.05
 
 

@@ -76,7 +76,7 @@ def test_difference_from_the_hubs_count_is_qwens_mtp_layer(name: str, describe: 
     assert info.parameter_count + layer + 2 * hidden * hidden + 3 * hidden == WITH_MTP_BESIDE[name]
 
 
-WITH_PICTURES = {
+WITH_IMAGES = {
     "qwen3-vl-4b": (24, 1024, 3),
     "qwen3-vl-8b": (27, 1152, 3),
     "qwen3-vl-30b-a3b": (27, 1152, 3),
@@ -87,12 +87,12 @@ WITH_PICTURES = {
 
 
 def test_every_published_tower_is_listed() -> None:
-    assert WITH_PICTURES.keys() == {name for name in INDEX if "vision_config" in configuration(name)}
+    assert WITH_IMAGES.keys() == {name for name in INDEX if "vision_config" in configuration(name)}
 
 
-@pytest.mark.parametrize("name", WITH_PICTURES)
+@pytest.mark.parametrize("name", WITH_IMAGES)
 def test_towers_are_read_and_planned(name: str, describe: Any) -> None:
-    info, (blocks, width, inner) = describe(name).info, WITH_PICTURES[name]
+    info, (blocks, width, inner) = describe(name).info, WITH_IMAGES[name]
     images, layout = info.architecture.inputs, info.image_layout
     assert images is not None
     assert layout is not None

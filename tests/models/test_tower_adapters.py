@@ -18,15 +18,15 @@ from megascend.lora import peft_format
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend, case_checkpoint, first_of_equals
 from support.covering import FIRST_STACK, first_stack_only
+from support.image_programs import run_program
+from support.images import TOKEN, TOWER, image_fields, image_samples, image_tokens, tower_adapter
 from support.lora_parity import PeftTrajectory, adapter_differences, first_gradients, peft_reference
-from support.picture_programs import run_program
-from support.pictures import TOKEN, TOWER, picture_fields, picture_samples, picture_tokens, tower_adapter
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 STEPS = 3
 SHARES = ((0, 3, 2, 4), (1, 5, 7, 6))
-"""Samples of two tenants; each has some with one or several pictures, and some without."""
+"""Samples of two tenants; each has some with one or several images, and some without."""
 TOWER_LAYERS = ("attn.qkv", "attn.proj", "linear_fc1", "linear_fc2")
 """Every linear layer of the towers of Qwen3-VL and Qwen3.5: of their blocks and of what merges patches."""
 LAYOUTS = (
@@ -57,7 +57,7 @@ MATRIX = [
 
 def tenant_samples(tenants: int) -> list[Sample]:
     """Return the samples of all tenants; a single one has all."""
-    samples = picture_samples()
+    samples = image_samples()
     if tenants == 1:
         return [dataclasses.replace(sample, adapter="tenant-0") for sample in samples]
     return [
@@ -101,8 +101,8 @@ def assert_equals_peft(
     run: PeftTrajectory, folder: Path, checkpoint: Path, adapter: Path, share: Sequence[int] | None = None
 ) -> None:
     """Compare with peft's training on the samples ``share``, by default on all."""
-    share = range(len(picture_tokens())) if share is None else share
-    tokens, fields = ([items[index] for index in share] for items in (picture_tokens(), picture_fields()))
+    share = range(len(image_tokens())) if share is None else share
+    tokens, fields = ([items[index] for index in share] for items in (image_tokens(), image_fields()))
     fields = [{**extra, "image_token": TOKEN} for extra in fields]  # type: ignore[dict-item]
     reference = peft_reference(folder, checkpoint, adapter, tokens, STEPS, fields=fields)  # type: ignore[arg-type]
     difference = adapter_differences(run, reference)
@@ -145,7 +145,7 @@ def test_engines_of_transformers_train_adapters_in_the_tower(
     checkpoint = case_checkpoint(parity_folder, arch)
     adapters = [tower_adapter(checkpoint, seed) for seed in range(tenants)]
     job = {"engine": engine, "checkpoint": checkpoint, "steps": STEPS, "tower": "train"}
-    shares = [list(share) for share in (SHARES if tenants > 1 else [range(len(picture_tokens()))])]
+    shares = [list(share) for share in (SHARES if tenants > 1 else [range(len(image_tokens()))])]
     result = run_program(processes, tmp_path, **job, tenants=[*map(str, adapters)], shares=shares)
     for number, (adapter, share) in enumerate(zip(adapters, shares, strict=True)):
         factors = peft_format.read(tmp_path / f"result.pt.tenant-{number}")[1]
@@ -254,11 +254,11 @@ def test_adapter_of_a_frozen_tower_is_refused_and_the_language_model_named_alone
 
 @first_stack_only
 @pytest.mark.parametrize("packing", [True, False])
-def test_picture_of_another_tenant_changes_no_logprob(packing: bool, parity_folder: Path) -> None:
+def test_image_of_another_tenant_changes_no_logprob(packing: bool, parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
     adapters = [tower_adapter(checkpoint, seed) for seed in range(2)]
     samples = tenant_samples(2)
-    other = [dataclasses.replace(samples[0], images=picture_samples(seed=1)[0].images), *samples[1:]]
+    other = [dataclasses.replace(samples[0], images=image_samples(seed=1)[0].images), *samples[1:]]
 
     def on_rank() -> list[list[torch.Tensor]]:
         case = Case("single", packing=packing, micro_batch_tokens=512)  # all samples in one micro batch

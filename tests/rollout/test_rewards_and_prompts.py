@@ -218,10 +218,10 @@ def test_a_bad_line_is_named(line: str) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}]}, "parts of 'messages'"),
     ],
 )
-def test_pictures_of_a_prompt_are_refused_and_not_left_out(record: dict[str, Any], location: str) -> None:
+def test_images_of_a_prompt_are_refused_and_not_left_out(record: dict[str, Any], location: str) -> None:
     with pytest.raises(DataError) as error:
         parse_prompt(json.dumps(record), "prompts:7")
-    assert str(error.value).startswith(f"prompts:7: pictures ({location}) are not supported in rollouts")
+    assert str(error.value).startswith(f"prompts:7: images ({location}) are not supported in rollouts")
     assert parse_prompt(json.dumps({"prompt": "what?", "images": []}), "prompts:7")["images"] == []
 
 

@@ -99,7 +99,7 @@ def peft_reference(
         steps: 0 trains nothing: logits and factors show what peft loaded.
         lr, weight_decay, max_grad_norm: of AdamW over all factors; a norm of 0 switches clipping off.
         learning_rates: of every step, in place of ``lr``.
-        fields: of each sample beside its tokens: ``weights``, and of pictures ``image_token``, ``pixel_values`` and ``grids``.
+        fields: of each sample beside its tokens: ``weights``, and of images ``image_token``, ``pixel_values`` and ``grids``.
         dtype: of all parameters.
 
     Raises:

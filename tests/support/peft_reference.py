@@ -68,8 +68,8 @@ def load(checkpoint: str, adapter: str, dtype: torch.dtype = torch.float32) -> A
     """Load the model with the adapter's factors, the only trainable parameters."""
     if Version(peft.__version__) < Version("0.20"):
         keep_keys()
-    takes_pictures = hasattr(AutoConfig.from_pretrained(checkpoint), "vision_config")
-    loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+    takes_images = hasattr(AutoConfig.from_pretrained(checkpoint), "vision_config")
+    loader = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     # torch's grouped product of experts has no float64.
     eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     base = loader.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager", local_files_only=True, **eager)
@@ -118,16 +118,16 @@ def train(
 
 
 def logits_of(model: Any, sample: dict[str, Any]) -> Tensor:
-    """Return the logits of a sample, with its pictures if it has ``image_token``."""
-    tokens, pictures = torch.tensor(sample["token_ids"])[None, :-1], {}
+    """Return the logits of a sample, with its images if it has ``image_token``."""
+    tokens, images = torch.tensor(sample["token_ids"])[None, :-1], {}
     if "image_token" in sample:
-        pictures = {"mm_token_type_ids": (tokens == sample["image_token"]).int()}
+        images = {"mm_token_type_ids": (tokens == sample["image_token"]).int()}
     if "pixel_values" in sample:
-        pictures |= {
+        images |= {
             "pixel_values": torch.tensor(sample["pixel_values"]),
             "image_grid_thw": torch.tensor(sample["grids"]),
         }
-    return model(input_ids=tokens, **pictures).logits[0]
+    return model(input_ids=tokens, **images).logits[0]
 
 
 def batch_loss(model: Any, samples: list[dict[str, Any]]) -> Tensor:

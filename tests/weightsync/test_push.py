@@ -23,7 +23,7 @@ from megascend import Adam, Adapters, Lora, Parallel
 from megascend.errors import ConfigError, MegascendError, OutOfStepError, WeightSyncError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
-from support.pictures import TOKEN, TOWER, picture_fields, picture_samples, picture_tokens
+from support.images import TOKEN, TOWER, image_fields, image_samples, image_tokens
 from support.trainers import make_trainer
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -127,7 +127,7 @@ def test_push_of_merged_and_separate_adapters(parity_folder, tmp_path):
 @pytest.mark.parametrize("arch", ["qwen3_vl", pytest.param("qwen3_5_moe", marks=pytest.mark.nightly)])
 def test_engines_and_exports_get_the_trained_vision_tower(parity_folder, tmp_path, arch):
     """Push and export a model with all of its towers' weights trained, and load the export in transformers' own class."""
-    checkpoint, samples = case_checkpoint(parity_folder, arch), picture_samples()
+    checkpoint, samples = case_checkpoint(parity_folder, arch), image_samples()
     source = load_file(checkpoint / "model.safetensors")
 
     with engines(tmp_path, "engine") as served:
@@ -155,16 +155,16 @@ def test_engines_and_exports_get_the_trained_vision_tower(parity_folder, tmp_pat
     model, problems = loaded
     assert not problems["missing_keys"]
     assert not problems["unexpected_keys"]
-    for tokens, fields, values in zip(picture_tokens(), picture_fields(), logprobs, strict=True):
+    for tokens, fields, values in zip(image_tokens(), image_fields(), logprobs, strict=True):
         row = torch.tensor([tokens])
-        pictures = {}
+        images = {}
         if "pixel_values" in fields:
-            pictures = {
+            images = {
                 "pixel_values": torch.tensor(fields["pixel_values"]),
                 "image_grid_thw": torch.tensor(fields["grids"]),
             }
         with torch.no_grad():
-            logits = model(input_ids=row, mm_token_type_ids=(row == TOKEN).int(), **pictures).logits[0, :-1]
+            logits = model(input_ids=row, mm_token_type_ids=(row == TOKEN).int(), **images).logits[0, :-1]
         expected = logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
         assert float((values - expected).abs().max()) <= 2e-5
 
@@ -178,7 +178,7 @@ def test_push_of_adapters_in_the_vision_tower(parity_folder, tmp_path):
             backend = make_trainer(checkpoint, Parallel(tensor=2), adapters=Adapters(), vision_tower="train")
             backend.add_adapter("a", Lora(rank=4, alpha=6.0, optimizer=Adam(lr=1e-2)))
             for _ in range(2):
-                backend.forward_backward(backend.shard(picture_samples()), adapter="a")
+                backend.forward_backward(backend.shard(image_samples()), adapter="a")
                 backend.optimizer_step()
             with megascend.WeightSync(backend, served) as sync:
                 sync.push(1, "a")

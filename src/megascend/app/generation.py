@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from megascend.batch.images import SampleImages
 from megascend.config import Data, Generation, Prompt
 from megascend.data.chat import ChatTemplate
+from megascend.data.images import ImageProcessor, sources_of
 from megascend.data.messages import parse_message
-from megascend.data.pictures import PictureProcessor, sources_of
 from megascend.data.samples import SampleLimits, opening_tokens
 from megascend.errors import ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams
@@ -75,7 +75,7 @@ class AnswerSampler:
                 "they are, or name a template with data.chat_template"
             )
         template = ChatTemplate(tokenizer, data.chat_template_options, template_date) if settings.chat else None
-        image_processor = PictureProcessor.for_model(model, data.pictures)
+        image_processor = ImageProcessor.for_model(model, data.images)
         rendered = [_tokens(prompt, template, tokenizer, image_processor) for prompt in settings.prompts]
         prompts = tuple(tuple(tokens) for tokens, _ in rendered)
         for prompt, tokens in zip(settings.prompts, prompts, strict=True):
@@ -146,9 +146,9 @@ def _tokens(
     prompt: Prompt,
     template: ChatTemplate | None,
     tokenizer: PreTrainedTokenizerBase,
-    image_processor: PictureProcessor | None,
+    image_processor: ImageProcessor | None,
 ) -> tuple[list[int], SampleImages | None]:
-    """Return the tokens of a prompt and its pictures, whose paths are relative to the working directory."""
+    """Return the tokens of a prompt and its images, whose paths are relative to the working directory."""
     if template is None:
         assert isinstance(prompt, str)
         return opening_tokens(prompt, tokenizer), None
@@ -163,11 +163,11 @@ def _tokens(
         if not sources:
             return tokens, None
         if image_processor is None:
-            count = f"{len(sources)} picture{'s' * (len(sources) > 1)}"
+            count = f"{len(sources)} image{'s' * (len(sources) > 1)}"
             raise ConfigError(f"generation: a prompt has {count}, and this model takes none")
         if None in sources:
             raise ConfigError(
-                'generation: a part of a prompt is a picture without a source: {"type": "image", "image": PATH}'
+                'generation: a part of a prompt is an image without a source: {"type": "image", "image": PATH}'
             )
         chosen = image_processor.encode(sources, Path())
         tokens, _ = chosen.expand(tokens, [0.0] * len(tokens), image_processor.layout.token)
@@ -185,5 +185,5 @@ def _title(prompt: Prompt) -> str:
 def _words(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
-    words = [part.get("text") or f"[{part.get('image') or part.get('path') or 'picture'!s:.80}]" for part in content]
+    words = [part.get("text") or f"[{part.get('image') or part.get('path') or 'image'!s:.80}]" for part in content]
     return " ".join(map(str, words))

@@ -1,4 +1,4 @@
-"""The picture of a run: loss, learning rate, gradient norm and throughput over the steps."""
+"""The image of a run: loss, learning rate, gradient norm and throughput over the steps."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ from megascend.batch.sample import Sample
 from megascend.config import RunConfig
 from megascend.config.data import DataSource
 from megascend.data.findings import Findings, joined
+from megascend.data.images import ImageProcessor
 from megascend.data.labels import LabelSet
 from megascend.data.order import Batches, batches
-from megascend.data.pictures import PictureProcessor
 from megascend.data.prepare import (
     make_encoder,
     named_inputs,
@@ -355,19 +355,23 @@ class StreamedSamples(RunSamples):
         # A copy: a thread uses it, and concurrent use is an error ("Already borrowed").
         stream_tokenizer = copy.deepcopy(tokenizer)
         day = config.template_date or date.today()
-        image_processor = PictureProcessor.for_model(config.model, data.pictures)
+        image_processor = ImageProcessor.for_model(config.model, data.images)
         files = [SourceFiles(source) for source in sources]
         model_files = tokenizer_of(config.model)
         inputs: dict[str, str] = {}
         for source, source_files in zip(sources, files, strict=True):
-            part = sample_inputs(source_files.identity, source.data, tokenizer, limits, model_files, day, image_processor)
+            part = sample_inputs(
+                source_files.identity, source.data, tokenizer, limits, model_files, day, image_processor
+            )
             inputs |= named_inputs(part, source.setting)
 
         def open_stream() -> StreamedBatches:
             def encoder(findings: Findings) -> Encoder:
                 return make_encoder(data, stream_tokenizer, limits, findings, day, image_processor)
 
-            return StreamedBatches(sources, data.global_batch_size, config.seed, encoder, inputs, image_processor, files)
+            return StreamedBatches(
+                sources, data.global_batch_size, config.seed, encoder, inputs, image_processor, files
+            )
 
         stream = open_stream()
         first = next(stream)
@@ -433,7 +437,7 @@ class StreamedSamples(RunSamples):
             if digest != first and all(other is None for _, _, other in ranks):
                 message = (
                     f"rank {rank} on {host} has read other samples than rank 0 on {first_host} for this step: their files "
-                    "differ between the beginnings and ends that were compared, or a file or picture could not be read on one"
+                    "differ between the beginnings and ends that were compared, or a file or image could not be read on one"
                 )
                 break
         if message is not None:

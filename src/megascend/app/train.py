@@ -349,7 +349,7 @@ class SupervisedTraining(Training[RunConfig]):
         run, objective, counts = self._run, self.objective, self.counts
         config, backend = run.config, run.backend
         share = backend.shard(batch)
-        # This rank's pictures only, on several threads: the checks in forward_backward would decode one after the other.
+        # This rank's images only, on several threads: the checks in forward_backward would decode one after the other.
         decode_together([sample.images for sample in share])
         share = objective.complete(backend, share, run.adapter)
         result = backend.forward_backward(share, loss=objective.loss, adapter=run.adapter)

@@ -1,4 +1,4 @@
-"""Pictures of samples: patches and grids beside the tokens that stand for them, and the positions of those tokens."""
+"""Images of samples: patches and grids beside the tokens that stand for them, and the positions of those tokens."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.batch.picture_sources import PictureSources
+from megascend.batch.image_sources import ImageSources
 from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
 from megascend.models import ImageLayout
 
 DECODING_THREADS = 8
-"""Threads on which a rank decodes the pictures of a step."""
+"""Threads on which a rank decodes the images of a step."""
 
 
 @dataclass(eq=False)
 class SampleImages:
-    """Pictures of one sample, in the order of their tokens, as the model's image processor returns them.
+    """Images of one sample, in the order of their tokens, as the model's image processor returns them.
 
     Attributes:
-        pixel_values: float32 [patches, numbers of a patch], the patches of all pictures, one picture after the other.
-        grids: int64 [pictures, 3], frames, rows and columns of each picture's grid of patches (``image_grid_thw``).
+        pixel_values: float32 [patches, numbers of a patch], the patches of all images, one image after the other.
+        grids: int64 [images, 3], frames, rows and columns of each image's grid of patches (``image_grid_thw``).
     """
 
     pixel_values: Any
@@ -43,7 +43,7 @@ class SampleImages:
                 f"images: pixel_values must be [patches, numbers of a patch], got shape {list(pixels.shape)}"
             )
         if grids.dim() != 2 or grids.shape[1] != 3 or grids.is_floating_point() or grids.dtype == torch.bool:
-            raise DataError(f"images: grids must be integers [pictures, 3], got {grids.dtype} {list(grids.shape)}")
+            raise DataError(f"images: grids must be integers [images, 3], got {grids.dtype} {list(grids.shape)}")
         if bool((grids < 1).any()):
             raise DataError(f"images: grids must be positive, got {grids.tolist()}")
         self.pixel_values, self.grids = pixels, grids.to(torch.int64)
@@ -62,7 +62,7 @@ class SampleImages:
 
 
 class DeferredImages(SampleImages):
-    """Pictures that are decoded when they are first used, on the ranks that use them.
+    """Images that are decoded when they are first used, on the ranks that use them.
 
     Args:
         grids: frames, rows and columns of each, if they are known before.
@@ -97,8 +97,8 @@ class DeferredImages(SampleImages):
         return f"{type(self).__name__}()"
 
 
-def decode_together(images: Sequence[SampleImages | PictureSources | None]) -> None:
-    """Decode the deferred pictures of samples on several threads. One that fails raises its error where it is used."""
+def decode_together(images: Sequence[SampleImages | ImageSources | None]) -> None:
+    """Decode the deferred images of samples on several threads. One that fails raises its error where it is used."""
     deferred = [item for item in images if isinstance(item, DeferredImages)]
 
     def decode(deferred_images: DeferredImages) -> None:
@@ -113,32 +113,32 @@ def decode_together(images: Sequence[SampleImages | PictureSources | None]) -> N
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """Pictures of a micro batch, on the device, in the order of their tokens.
+    """Images of a micro batch, on the device, in the order of their tokens.
 
     Attributes:
         pixel_values: float32 [patches, numbers of a patch].
-        grids: int64 [pictures, 3].
+        grids: int64 [images, 3].
     """
 
     pixel_values: Tensor
     grids: Tensor
 
 
-def problem(input_ids: Tensor, images: SampleImages | PictureSources | None, layout: ImageLayout | None) -> str | None:
-    """Return why a sample's pictures do not fit its tokens or the model, or None.
+def problem(input_ids: Tensor, images: SampleImages | ImageSources | None, layout: ImageLayout | None) -> str | None:
+    """Return why a sample's images do not fit its tokens or the model, or None.
 
     Args:
-        layout: layout of the model's pictures; None for a model of text.
+        layout: layout of the model's images; None for a model of text.
     """
     if layout is None:
         return None if images is None else "has images, which this model does not take: leave them out"
     tokens = int((input_ids == layout.token).sum())
-    if isinstance(images, PictureSources):
-        return "has pictures that are not decoded: take samples from the data reader, or pass megascend.SampleImages"
+    if isinstance(images, ImageSources):
+        return "has images that are not decoded: take samples from the data reader, or pass megascend.SampleImages"
     if images is None:
         if not tokens:
             return None
-        return f"has {tokens} tokens that stand for a picture (id {layout.token}) and no images: set images"
+        return f"has {tokens} tokens that stand for an image (id {layout.token}) and no images: set images"
     if images.patch_width != layout.patch_width:
         return (
             f"has patches of {images.patch_width} numbers, and the model's have {layout.patch_width}: use the image "
@@ -147,12 +147,12 @@ def problem(input_ids: Tensor, images: SampleImages | PictureSources | None, lay
     # The tower merges squares of patches into one feature; an uneven grid has patches that belong to no square.
     uneven = [grid for grid in images.grids.tolist() if grid[1] % layout.merge or grid[2] % layout.merge]
     if uneven:
-        return f"has a picture of {uneven[0][1]} x {uneven[0][2]} patches, which {layout.merge} x {layout.merge} do not divide"
+        return f"has an image of {uneven[0][1]} x {uneven[0][2]} patches, which {layout.merge} x {layout.merge} do not divide"
     expected = [layout.features(*grid) for grid in images.grids.tolist()]
     # Features replace these tokens in order: with another number of them they would be put in the wrong places.
     if tokens != sum(expected):
         return (
-            f"has {tokens} tokens that stand for a picture (id {layout.token}), and its {len(expected)} pictures need "
+            f"has {tokens} tokens that stand for an image (id {layout.token}), and its {len(expected)} images need "
             f"{sum(expected)} ({', '.join(map(str, expected))})"
         )
     return None
@@ -161,12 +161,12 @@ def problem(input_ids: Tensor, images: SampleImages | PictureSources | None, lay
 def positions(input_ids: Tensor, grids: Tensor | None, layout: ImageLayout) -> Tensor:
     """Return positions by time, height and width, int64 [3, length] (arXiv:2409.12191, section 2.1).
 
-    Text counts on from the largest position before it, in all three rows alike; a picture's tokens begin there and spread over
+    Text counts on from the largest position before it, in all three rows alike; an image's tokens begin there and spread over
     its rows and columns.
 
     Args:
-        input_ids: [length]; the tokens of a picture follow one another.
-        grids: [pictures, 3], or None.
+        input_ids: [length]; the tokens of an image follow one another.
+        grids: [images, 3], or None.
     """
     length = len(input_ids)
     rows = torch.empty(3, length, dtype=torch.int64)
@@ -188,9 +188,9 @@ def positions(input_ids: Tensor, grids: Tensor | None, layout: ImageLayout) -> T
     return rows
 
 
-def joined(images: Sequence[SampleImages | PictureSources | None], device: torch.device) -> ImageBatch | None:
-    """Return the pictures of samples on a device; None if no sample has any."""
-    # None: each engine decides whether its tower must run for a micro batch without pictures.
+def joined(images: Sequence[SampleImages | ImageSources | None], device: torch.device) -> ImageBatch | None:
+    """Return the images of samples on a device; None if no sample has any."""
+    # None: each engine decides whether its tower must run for a micro batch without images.
     present = [item for item in images if isinstance(item, SampleImages)]
     if not present:
         return None

@@ -110,7 +110,7 @@ class MicroBatch:
     Attributes:
         members: index of every sample in the caller's list.
         lengths: unpadded length of every sample.
-        input_ids, position_ids: int64 [1, n] packed, [batch, n / batch] padded. Of a model that takes pictures, position_ids has
+        input_ids, position_ids: int64 [1, n] packed, [batch, n / batch] padded. Of a model that takes images, position_ids has
             three such rows before these dimensions: time, height and width.
         packed: Megatron's PackedSeqParams or :class:`PackedLengths`, as the layout asks; None for a padded batch.
         targets, weights: [n], one sample after the other.
@@ -127,7 +127,7 @@ class MicroBatch:
         routed_experts: int64 [n, layers, k], experts to replay, -1 where the router chooses; None: everywhere.
         cached: use of the KV cache by its attention layers (``megascend.engines.key_values``), or None.
         mtp: inputs and targets of a head for multi-token prediction; None: the head does not run.
-        images: pictures of the samples, or None.
+        images: images of the samples, or None.
         candidate_ids: int64 [n, K], a teacher's candidates, -1 at unused slots; None unless all samples have them.
         teacher_logprobs: float32 [n, K], its log-probabilities of them.
         temperature: divides the logits.
@@ -196,7 +196,7 @@ def build(
         dummy: give every token weight 0, for a micro batch that only matches other ranks' collectives.
         adapter_index: adapter index of every sample; ``members`` are in ascending order of it.
         mtp: for a model that trains a head for multi-token prediction.
-        image_layout: for a model that takes pictures: its sizes.
+        image_layout: for a model that takes images: its sizes.
     """
     selected = [samples[index] for index in members]
     lengths = [len(sample) for sample in selected]
@@ -209,7 +209,7 @@ def build(
     positions = [share.take(torch.arange(share.padded_length)) for share in shares]
     position_ids = columns.in_shape_of_ids(positions)
     if image_layout is not None:
-        position_ids = to_device(_picture_positions(selected, shares, layout.packing, image_layout), device)
+        position_ids = to_device(_image_positions(selected, shares, layout.packing, image_layout), device)
     starts = accumulate(padded, initial=0)
     fields = [name for name in _field_names(selected, loss) if name not in OWN_COLUMNS]
     routed = None if dummy else routed_columns(selected)
@@ -356,7 +356,7 @@ def _allowed_column(samples: Sequence[Sample], columns: _Columns) -> Tensor | No
     return columns.padded(same_width(allowed, -1), -1).long()
 
 
-def _picture_positions(
+def _image_positions(
     samples: Sequence[Sample], shares: Sequence[_Share], packing: bool, image_layout: ImageLayout
 ) -> Tensor:
     """Return positions by time, height and width, int64 [3, 1, n] packed or [3, batch, n / batch] padded.
@@ -499,7 +499,7 @@ def next_tokens(
         adapter_index: adapter index of each token, ascending.
         multiple: n is rounded up to a multiple of this, with copies of the last token.
         cached: see :attr:`MicroBatch.cached`; None for a batch that only matches other ranks' collectives.
-        spatial: for a model that takes pictures, whose text has the same position in time, height and width.
+        spatial: for a model that takes images, whose text has the same position in time, height and width.
     """
     count = len(tokens)
     total = round_up(count, multiple)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megascend.batch.candidates import Candidates, id_rows
+from megascend.batch.image_sources import ImageSources
 from megascend.batch.images import SampleImages
-from megascend.batch.picture_sources import PictureSources
 from megascend.errors import DataError
 
 TOKEN_FIELDS = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")
@@ -42,7 +42,7 @@ class Sample:
         old_values: float32, values of the critic that ``returns`` were computed with.
         routed_experts: [length, layers, k] integers, the experts that the rollout chose for each token of ``input_ids``, as vLLM
             returns them: of all layers, or of those with experts. -1 in all k: not known, the router chooses.
-        images: pictures, for models that take them; ``input_ids`` has a token for each of their features.
+        images: images, for models that take them; ``input_ids`` has a token for each of their features.
         candidates: a teacher's likeliest tokens at each position, with its log-probabilities.
         temperature: divides the logits: log-probabilities, entropies and losses are those of the policy at this temperature.
         allowed: integers [length, A], the tokens from which each target was drawn (top-k, top-p), -1 at unused slots: the
@@ -64,7 +64,7 @@ class Sample:
     returns: Any = None
     old_values: Any = None
     routed_experts: Any = None
-    images: SampleImages | PictureSources | None = None
+    images: SampleImages | ImageSources | None = None
     candidates: Candidates | None = None
     temperature: float = 1.0
     allowed: Any = None
@@ -102,7 +102,7 @@ class Sample:
             raise DataError("a sample must hold at least one token")
         if self.label is not None:
             self.label = _label(self.label)
-        if self.images is not None and not isinstance(self.images, SampleImages | PictureSources):
+        if self.images is not None and not isinstance(self.images, SampleImages | ImageSources):
             raise DataError(f"images must be a megascend.SampleImages, got {type(self.images).__name__}")
 
     def _field(self, values: Any, name: str) -> Tensor:
@@ -128,7 +128,7 @@ class Sample:
         return {*self.token_fields(), *(name for name, value in wide.items() if value is not None)}
 
     def image_fields(self) -> dict[str, Tensor]:
-        """Return the tensors of decoded pictures by name; empty without pictures."""
+        """Return the tensors of decoded images by name; empty without images."""
         if not isinstance(self.images, SampleImages):
             return {}
         return {"images.pixel_values": self.images.pixel_values, "images.grids": self.images.grids}
@@ -144,7 +144,7 @@ class Sample:
         chosen: bool | None = None,
         adapter: str | None = None,
         routed_experts: Any = None,
-        images: SampleImages | PictureSources | None = None,
+        images: SampleImages | ImageSources | None = None,
         candidates: Candidates | None = None,
     ) -> Sample:
         """Build a sample that predicts each next token of ``token_ids`` (length n + 1 gives a sample of length n).

@@ -30,7 +30,7 @@ def new_model_command(
 ) -> None:
     """Write a random model (fp32 safetensors) with a byte-level tokenizer and a ChatML chat template.
 
-    Plain transformers loads the result from disk with AutoModelForCausalLM and AutoTokenizer; one that takes pictures
+    Plain transformers loads the result from disk with AutoModelForCausalLM and AutoTokenizer; one that takes images
     (qwen3_vl) with AutoModelForImageTextToText, AutoTokenizer and AutoImageProcessor.
     """
     from megascend.cli.random_checkpoint import ModelSize, write_checkpoint

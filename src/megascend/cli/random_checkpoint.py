@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 # Qwen's names, which chat templates and inference engines know.
 IM_START, IM_END, END_OF_TEXT = SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 PATCH, LARGEST_SIDE = 8, 256
-"""Side of a patch in pixels, and of the largest square picture that the image processor leaves as it is."""
+"""Side of a patch in pixels, and of the largest square image that the image processor leaves as it is."""
 VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, so that any usual tensor parallel size divides it."""
 EXPERTS, EXPERTS_PER_TOKEN = 4, 2
 
-WITH_PICTURES = (
+WITH_IMAGES = (
     "{% macro write(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
-    "{% if part['type'] == 'image' %}{{ 'PICTURE' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% if part['type'] == 'image' %}{{ 'IMAGE' }}{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}{% endmacro %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + write(message['content']) + '<|im_end|>' + '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""``PICTURE`` stands for the tokens of a picture."""
+"""``IMAGE`` stands for the tokens of an image."""
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -96,8 +96,8 @@ class ModelSize:
     @property
     def special_tokens(self) -> int:
         """Special tokens of the tokenizer."""
-        pictures = BUILT_IN[self.arch].inputs
-        return len(SPECIAL_TOKENS) + (0 if pictures is None else len(pictures.special_tokens))
+        images = BUILT_IN[self.arch].inputs
+        return len(SPECIAL_TOKENS) + (0 if images is None else len(images.special_tokens))
 
     @property
     def padded_vocab(self) -> int:
@@ -182,11 +182,11 @@ def _particular(size: ModelSize) -> dict[str, Any]:
     return settings
 
 
-def byte_tokenizer(context: int, pictures: Images | None = None) -> PreTrainedTokenizerFast:
+def byte_tokenizer(context: int, images: Images | None = None) -> PreTrainedTokenizerFast:
     """Build a tokenizer of one token per UTF-8 byte (token id = byte) and special tokens; any text round-trips.
 
     Args:
-        pictures: declaration of a model's pictures, whose special tokens follow ChatML's; None: it takes none.
+        images: declaration of a model's images, whose special tokens follow ChatML's; None: it takes none.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -196,7 +196,7 @@ def byte_tokenizer(context: int, pictures: Images | None = None) -> PreTrainedTo
     # Without the regular expression that splits words: without merges it would only cost time.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.add_special_tokens([*SPECIAL_TOKENS, *(pictures.special_tokens if pictures else ())])
+    tokenizer.add_special_tokens([*SPECIAL_TOKENS, *(images.special_tokens if images else ())])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=IM_END,
@@ -205,16 +205,14 @@ def byte_tokenizer(context: int, pictures: Images | None = None) -> PreTrainedTo
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHATML
-    if pictures is not None:
-        fast.chat_template = WITH_PICTURES.replace(
-            "PICTURE", "".join(pictures.special_tokens[index] for index in (0, 2, 1))
-        )
+    if images is not None:
+        fast.chat_template = WITH_IMAGES.replace("IMAGE", "".join(images.special_tokens[index] for index in (0, 2, 1)))
     return fast
 
 
-def processor_settings(pictures: Images) -> dict[str, dict[str, Any]]:
+def processor_settings(images: Images) -> dict[str, dict[str, Any]]:
     """Return the settings of a model's image and video processor, by file."""
-    image, video, processor = pictures.processor
+    image, video, processor = images.processor
     sizes = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2, "processor_class": processor}
     limits = {"shortest_edge": (4 * PATCH) ** 2, "longest_edge": LARGEST_SIDE**2}
     normal = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -247,10 +245,10 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
     from transformers.utils import logging
 
     BUILT_IN[size.arch].make_known_to_transformers()
-    pictures = BUILT_IN[size.arch].inputs
+    images = BUILT_IN[size.arch].inputs
     torch.manual_seed(seed)
     config = AutoConfig.for_model(size.arch, **hf_settings(size))
-    loader = AutoModelForCausalLM if pictures is None else AutoModelForImageTextToText
+    loader = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
     model = loader.from_config(config, dtype=torch.float32)
     text = config.get_text_config()
     model.generation_config = GenerationConfig(
@@ -261,9 +259,9 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
     try:
         with replacing_directory(out) as fresh:
             model.save_pretrained(fresh, safe_serialization=True)
-            byte_tokenizer(size.context, pictures).save_pretrained(fresh)
+            byte_tokenizer(size.context, images).save_pretrained(fresh)
             _name_tokenizer_class(fresh / "tokenizer_config.json")
-            for name, settings in processor_settings(pictures).items() if pictures is not None else ():
+            for name, settings in processor_settings(images).items() if images is not None else ():
                 (fresh / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out} could not be written: {error}") from error

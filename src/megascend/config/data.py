@@ -12,29 +12,29 @@ from megascend.config.section import Count, Section, Size
 from megascend.errors import ConfigError
 
 
-class PictureLimits(Section):
-    """Limits of one picture, and of the pictures of a sample.
+class ImageLimits(Section):
+    """Limits of one image, and of the images of a sample.
 
     Attributes:
         setting: name of the section, for messages.
     """
 
-    setting: ClassVar[str] = "data.pictures"
+    setting: ClassVar[str] = "data.images"
 
-    max_bytes: Size = Field(20 * 2**20, description="largest file of a picture, in bytes")
+    max_bytes: Size = Field(20 * 2**20, description="largest file of an image, in bytes")
     max_pixels: Size = Field(
         2**26,
         le=2**27,
-        description="most pixels of a picture, width x height, before the model's processor makes it smaller",
+        description="most pixels of an image, width x height, before the model's processor makes it smaller",
     )
-    max_count: Size = Field(32, description="most pictures of a conversation")
+    max_count: Size = Field(32, description="most images of a conversation")
 
 
-class Pictures(PictureLimits):
-    """Limits of the pictures in the data, for models that take them."""
+class DataImages(ImageLimits):
+    """Limits of the images in the data, for models that take them."""
 
     folder: Path | None = Field(
-        None, description="folder that all files of pictures must be in, links followed; unset: anywhere"
+        None, description="folder that all files of images must be in, links followed; unset: anywhere"
     )
 
 
@@ -109,7 +109,7 @@ class Data(Section):
         description="handling of a resumed run whose samples differ from its checkpoint's (other data, template, tokenizer "
         "or date): continue uses the current samples, from the same position if their number is unchanged, else from a new epoch",
     )
-    pictures: Pictures = Pictures()
+    images: DataImages = DataImages()
     train_on_prompt: bool = Field(False, description="also train on the user's turns of conversations")
 
     @model_validator(mode="after")

@@ -65,7 +65,7 @@ class Generation(Section):
     prompts: tuple[Prompt, ...] = Field(
         min_length=1,
         description="list of prompts: texts, or conversations such as [{role: system, content: ...}, {role: user, ...}], whose "
-        "content may be a list with pictures: [{type: image, image: cat.png}, {type: text, text: ...}]",
+        "content may be a list with images: [{type: image, image: cat.png}, {type: text, text: ...}]",
     )
     every: Size = Field(100, description="interval in steps; also after the last step")
     max_tokens: Size = Field(64, description="longest answer in tokens")
@@ -190,7 +190,7 @@ class TrainerConfig(Section):
     )
     vision_tower: VisionTower = Field(
         "frozen",
-        description="the vision tower of a model that takes pictures, with the layers that turn its features into those of the "
+        description="the vision tower of a model that takes images, with the layers that turn its features into those of the "
         "language model: keep its weights, or train them with the model; with lora: adapt only the language model, or the "
         "tower's linear layers too",
     )

@@ -20,18 +20,18 @@ from megascend.config import (
     parsed,
     read_settings,
 )
-from megascend.config.data import PictureLimits
+from megascend.config.data import ImageLimits
 
 DURABLE_BODY_BYTES = 2**27
 """SQLite takes rows of up to 10**9 bytes, and a body may be several times as long when stored as JSON."""
 
 
-class RequestPictures(PictureLimits):
-    """Limits of the pictures in requests, for a served model that takes them."""
+class RequestImages(ImageLimits):
+    """Limits of the images in requests, for a served model that takes them."""
 
-    setting: ClassVar[str] = "pictures"
+    setting: ClassVar[str] = "images"
 
-    max_total_pixels: Size = Field(2**28, description="most pixels of all pictures of a request")
+    max_total_pixels: Size = Field(2**28, description="most pixels of all images of a request")
 
 
 class Limits(Section):
@@ -116,10 +116,10 @@ class ServeConfig(Section):
     limits: Limits = Limits()
     vision_tower: VisionTower = Field(
         "frozen",
-        description="of a model that takes pictures: adapters act on the language model alone, or (train) on the linear layers "
+        description="of a model that takes images: adapters act on the language model alone, or (train) on the linear layers "
         "of the vision tower too",
     )
-    pictures: RequestPictures = RequestPictures()
+    images: RequestImages = RequestImages()
 
     @model_validator(mode="after")
     def _check_tls(self) -> ServeConfig:

@@ -188,7 +188,7 @@ class ChatTemplate:
         if not isinstance(content, list):
             return message
         if any(part["type"] == "image" for part in content):
-            # Without the picture itself, which a template that prints the whole part would write.
+            # Without the image itself, which a template that prints the whole part would write.
             return message | {"content": [{"type": "image"} if part["type"] == "image" else part for part in content]}
         if self._takes_parts is None:
             self._takes_parts = False  # while the probe below renders

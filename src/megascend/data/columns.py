@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
+from megascend.data.images import with_images
 from megascend.data.messages import (
     CALLS,
     EMPTY_ANSWER,
@@ -35,7 +36,6 @@ from megascend.data.messages import (
     parse_tools,
     tool_remarks,
 )
-from megascend.data.pictures import with_pictures
 from megascend.errors import DataError
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Columns that each form must have, and those that it may have."""
 CHAT_COLUMNS = ("tools", "chat_template_kwargs")
 TOP = ("top_ids", "top_logprobs")
-PICTURES = ("images", "image")
-"""Columns with the pictures of a conversation: a list, or one."""
+IMAGES = ("images", "image")
+"""Columns with the images of a conversation: a list, or one."""
 KNOWN_FORMS = (
     "'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', 'chosen' and 'rejected', "
     "'text', or 'token_ids'"
@@ -87,7 +87,7 @@ def parse_record(
         raise DataError(f"{source}: expected exactly one of the keys {KNOWN_FORMS}, found: {keys}{advice}")
     form = forms[0]
     must, may = FORMS[form]
-    chat = () if form in ("text", "token_ids") else (*CHAT_COLUMNS, *PICTURES)
+    chat = () if form in ("text", "token_ids") else (*CHAT_COLUMNS, *IMAGES)
     if findings is not None:
         read_columns = set(columns.values()) if columns else {*must, *may, *chat}
         for key in record:
@@ -97,13 +97,11 @@ def parse_record(
     if "label" in may and "label" in values:
         document = replace(document, class_label=values["label"])
     if document.messages is not None or isinstance(document.chosen, tuple):
-        columns_of_pictures = [name for name in PICTURES if values.get(name) not in (None, [])]
-        if len(columns_of_pictures) > 1:
-            raise DataError(
-                f"{source}: pictures are in {' and '.join(columns_of_pictures)}: leave one out (data.columns)"
-            )
-        column = decoded(values[columns_of_pictures[0]]) if columns_of_pictures else None
-        document = with_pictures(document, column, source)
+        columns_of_images = [name for name in IMAGES if values.get(name) not in (None, [])]
+        if len(columns_of_images) > 1:
+            raise DataError(f"{source}: images are in {' and '.join(columns_of_images)}: leave one out (data.columns)")
+        column = decoded(values[columns_of_images[0]]) if columns_of_images else None
+        document = with_images(document, column, source)
     if findings is not None:
         if document.text is None and document.messages is None and not isinstance(document.chosen, tuple):
             for key in chat:

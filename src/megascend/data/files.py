@@ -363,11 +363,11 @@ def _saved_records(path: Path, split: str | None, findings: Findings, start: Pos
         names = [str(name) for name in rows]
         chosen = names if split == ALL else [choose_split(path, split, names, findings.setting)]
         rows = datasets.concatenate_datasets([rows[name] for name in chosen])
-    # Pictures as they are stored: they are decoded within limits later. A cast to such features would write all rows anew, into
+    # Images as they are stored: they are decoded within limits later. A cast to such features would write all rows anew, into
     # the folder itself, before the first one is read.
     features = datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()})
     remaining = rows.select(range(start[0], len(rows))) if start[0] else rows
-    # Few rows at a time: they may hold pictures.
+    # Few rows at a time: they may hold images.
     tables = cast("Any", remaining.with_format("arrow").iter(batch_size=64))
     number = start[0]
     for table in tables:
@@ -387,7 +387,7 @@ def _loaded(path: Path, findings: Findings) -> Any:
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return a feature of datasets in which pictures stay files, at any depth."""
+    """Return a feature of datasets in which images stay files, at any depth."""
     import datasets
 
     if isinstance(feature, datasets.Image):

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from megascend.data.document import Document, Message, Messages
-from megascend.data.pictures import picture_part
+from megascend.data.images import image_part
 from megascend.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -167,7 +167,7 @@ def _role(role: str, label: str) -> str:
 
 
 def _content(message: Message, label: str) -> dict[str, Any]:
-    """Return ``{"content": ...}``, a string or a list of texts and pictures; empty if there is none and none is required."""
+    """Return ``{"content": ...}``, a string or a list of texts and images; empty if there is none and none is required."""
     content = message.get("content")
     if content is None and ("tool_calls" in message or "reasoning_content" in message):
         return {}
@@ -180,12 +180,12 @@ def _content(message: Message, label: str) -> dict[str, Any]:
         part = {"type": "text", "text": part} if isinstance(part, str) else part
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("image", "image_url"):
-            parts.append(picture_part(part, f"{label}: content[{number}]"))
+            parts.append(image_part(part, f"{label}: content[{number}]"))
             continue
         if kind != "text" or not isinstance(part.get("text"), str):
             description = f"a part of type {kind!r}" if kind not in (None, "text") else f"{part!r:.60}"
             raise DataError(
-                f"{label}: content[{number}] is {description}; only text and pictures can be trained on: "
+                f"{label}: content[{number}] is {description}; only text and images can be trained on: "
                 '{"type": "text", "text": ...} and {"type": "image", "image": PATH}'
             )
         parts.append({"type": "text", "text": part["text"]})

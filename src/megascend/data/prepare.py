@@ -22,7 +22,7 @@ from megascend.data.chat import check_template, writes_date
 from megascend.data.document import Document
 from megascend.data.files import iterate_documents, read_template
 from megascend.data.findings import Findings
-from megascend.data.pictures import PictureProcessor, file_state
+from megascend.data.images import ImageProcessor, file_state
 from megascend.data.samples import Encoder, SampleLimits
 from megascend.data.splits import files_of, is_saved
 from megascend.data.store import SampleStore, write_store
@@ -82,13 +82,13 @@ def prepare_samples(
     files_read = files_of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
     template_date = template_date or date.today()
-    image_processor = PictureProcessor.for_model(model, data.pictures)
+    image_processor = ImageProcessor.for_model(model, data.images)
     # Before the digests: what changes after them is noticed, and not kept as samples of the content that they are of.
     states = _states(files_read)
     content, files = content_of(path, files_read, setting), tokenizer_of(model)
     sources = sample_inputs(json_digest(content[1]), data, tokenizer, limits, files, template_date, image_processor)
     # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
-    # Paths of pictures are relative to the data, whose own path may be relative to the working directory.
+    # Paths of images are relative to the data, whose own path may be relative to the working directory.
     location = None if image_processor is None else str(path.resolve())
     key = json_digest([sources, content, files, asdict(limits), location])
 
@@ -196,7 +196,7 @@ def prepared_store(
                 f"data.prepared: {file} is missing or incomplete ({size} bytes were written): copy it again"
             )
     set_template(data, tokenizer)
-    image_processor = PictureProcessor.for_model(model, data.pictures)
+    image_processor = ImageProcessor.for_model(model, data.images)
     content = entry["inputs"][f"data ({setting})"]
     name = entry.get("name")  # None in folders of earlier versions
     if not path.exists() and name not in (None, _data_name(path)):
@@ -227,10 +227,10 @@ def prepared_store(
             f"to tokenise here{day}"
         )
     store = SampleStore(folder / entry["folder"], image_processor)
-    if (pictures_now := store.changed_files()) is not None:
-        missing = next((file for file, size, _ in pictures_now if size < 0), None)
-        problem = f"{missing} is missing" if missing else "files of pictures have changed"
-        raise DataError(f"data.prepared: {folder}: {problem}: pictures stay where they were: prepare it again here")
+    if (images_now := store.changed_files()) is not None:
+        missing = next((file for file, size, _ in images_now if size < 0), None)
+        problem = f"{missing} is missing" if missing else "files of images have changed"
+        raise DataError(f"data.prepared: {folder}: {problem}: images stay where they were: prepare it again here")
     store.sources = named_inputs(store.sources, setting)
     check_store(store, path)
     return store
@@ -255,7 +255,7 @@ def make_encoder(
     limits: SampleLimits,
     findings: Findings,
     template_date: date,
-    image_processor: PictureProcessor | None,
+    image_processor: ImageProcessor | None,
 ) -> Encoder:
     """Return the encoder that the settings describe; it reports to ``findings``."""
     return Encoder(
@@ -277,7 +277,7 @@ def sample_inputs(
     limits: SampleLimits,
     files: Sequence[Sequence[str]],
     template_date: date,
-    image_processor: PictureProcessor | None,
+    image_processor: ImageProcessor | None,
 ) -> dict[str, str]:
     """Return what samples are made from, by name: digests or values.
 
@@ -288,7 +288,7 @@ def sample_inputs(
     settings = data.model_dump(
         mode="json",
         include={"split", "config_name", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}
-        | (set() if image_processor is None else {"pictures"}),
+        | (set() if image_processor is None else {"images"}),
     )
     return {
         "data": content,
@@ -310,7 +310,7 @@ def named_inputs(inputs: Mapping[str, str], setting: str) -> dict[str, str]:
     return {names.get(name, name): value for name, value in inputs.items()}
 
 
-def _in_cache(key: str, make: Callable[[Path], None], image_processor: PictureProcessor | None) -> SampleStore:
+def _in_cache(key: str, make: Callable[[Path], None], image_processor: ImageProcessor | None) -> SampleStore:
     """Return the samples that the cache folder has under ``key``; build them if it has none.
 
     One process of the machine makes them; the others wait at the lock and then map the same files.
@@ -318,7 +318,7 @@ def _in_cache(key: str, make: Callable[[Path], None], image_processor: PicturePr
     limit, folder = cache_limit(), cache_folder() / "samples" / key
     is_new = not folder.exists()
     store = SampleStore(cached(folder, make, PATIENCE_S), image_processor)
-    # The data are the same, and pictures that they name are not.
+    # The data are the same, and images that they name are not.
     if (files_now := store.changed_files()) is not None:
         folder = folder.with_name(json_digest([key, files_now]))
         store = SampleStore(cached(folder, make, PATIENCE_S), image_processor)

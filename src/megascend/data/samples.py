@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from megascend.batch.candidates import Candidates
+from megascend.batch.image_sources import ImageSources
 from megascend.batch.loss import MARGIN
 from megascend.batch.packing import round_up
-from megascend.batch.picture_sources import PictureSources
 from megascend.batch.sample import Sample
 from megascend.data.chat import ChatTemplate
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
+from megascend.data.images import EncodedImages, ImageProcessor, folder_of, sources_of
 from megascend.data.labels import LabelSet
-from megascend.data.pictures import EncodedPictures, PictureProcessor, folder_of, sources_of
 from megascend.data.rendering import Span
 from megascend.errors import DataError
 
@@ -92,12 +92,12 @@ class Encoder:
         on_too_long: TooLong = "error",
         template_options: Mapping[str, Any] | None = None,
         template_date: date | None = None,
-        image_processor: PictureProcessor | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         """Report omitted and cut documents to ``findings``; ``on_too_long`` does not apply to texts, which are cut into pieces.
 
         Args:
-            image_processor: loads the pictures of samples (:class:`PictureSources`); None: the model takes none.
+            image_processor: loads the images of samples (:class:`ImageSources`); None: the model takes none.
         """
         self._image_processor = image_processor
         self._tokenizer, self._limits, self._findings = with_whole_offsets(tokenizer), limits, findings
@@ -158,7 +158,7 @@ class Encoder:
                 "no 'label', from which classification learns; name a column of another name with data.columns: {label: COLUMN, "
                 "...}, with all others that are read"
             )
-        label, pictures = labels.parse(document.class_label), None
+        label, images = labels.parse(document.class_label), None
         if document.loss_weights is not None:
             raise DataError("'loss' and 'weight' have no meaning for a classifier: leave them out")
         # The first token is never a target: 0 by default.
@@ -170,14 +170,14 @@ class Encoder:
             )
         if document.messages is not None:
             kind = "conversation"
-            tokens, _, pictures = self._conversation(document, document.messages, None, learn_all=True)
+            tokens, _, images = self._conversation(document, document.messages, None, learn_all=True)
         elif document.token_ids is not None:
             kind, tokens = "sequence of tokens", list(document.token_ids)
         else:
             kind = "text"
             text = document.text if document.text is not None else f"{document.prompt or ''}{document.completion or ''}"
             tokens = self._ids(text)[0]
-        sample = self._within_limit(tokens, [1.0] * len(tokens), kind, document.source, pictures)
+        sample = self._within_limit(tokens, [1.0] * len(tokens), kind, document.source, images)
         if sample is not None:
             sample.label = label if isinstance(label, int) else torch.tensor(label)
         return sample
@@ -203,19 +203,19 @@ class Encoder:
                 document.candidates,
             )
             return self._within_limit(tokens, weights, "sequence of tokens", document.source, candidates=candidates)
-        pictures = None
+        images = None
         if document.messages is not None:
-            tokens, weights, pictures = self._conversation(document, document.messages, document.loss_weights)
+            tokens, weights, images = self._conversation(document, document.messages, document.loss_weights)
             kind = "conversation"
         else:
             tokens, weights = self._completion(document.prompt or "", document.completion or "", document.source)
             kind = "prompt with its completion"
-        return self._within_limit(tokens, weights, kind, document.source, pictures)
+        return self._within_limit(tokens, weights, kind, document.source, images)
 
     def _pair(self, document: Document, number: int) -> list[Sample]:
         samples = []
         for side in (document.chosen, document.rejected):
-            pictures = None
+            images = None
             if isinstance(side, str):
                 # Losses that average over a response's tokens would include the prompt's.
                 tokens, weights = self._completion(document.prompt or "", side, document.source, learn_prompt=False)
@@ -225,8 +225,8 @@ class Encoder:
                 learned = tuple(
                     float(index >= shared and m["role"] == "assistant") for index, m in enumerate(side or ())
                 )
-                tokens, weights, pictures = self._conversation(document, side or (), learned, learn_all=False)
-            sample = self._within_limit(tokens, weights, "conversation of the pair", document.source, pictures)
+                tokens, weights, images = self._conversation(document, side or (), learned, learn_all=False)
+            sample = self._within_limit(tokens, weights, "conversation of the pair", document.source, images)
             if sample is None:
                 return []
             samples.append(sample)
@@ -256,7 +256,7 @@ class Encoder:
         prompt, completion = document.parts
         samples = []
         for answer in (completion, document.mismatch):
-            pictures = None
+            images = None
             if isinstance(prompt, str):
                 tokens, weights = self._completion(prompt, str(answer), document.source, learn_prompt=False)
             else:
@@ -266,7 +266,7 @@ class Encoder:
                     float(index >= len(prompt) and message["role"] == "assistant")
                     for index, message in enumerate(messages)
                 )
-                tokens, weights, pictures = self._conversation(document, messages, learned, learn_all=False)
+                tokens, weights, images = self._conversation(document, messages, learned, learn_all=False)
             if samples:
                 # It is used for an estimate only, for which the beginning suffices.
                 tokens, weights = tokens[: self._limits.length + 1], weights[: self._limits.length + 1]
@@ -275,7 +275,7 @@ class Encoder:
                         "left out: the prompt leaves no room for another's completion, which kto needs", document.source
                     )
                     return []
-            sample = self._within_limit(tokens, weights, "prompt with its completion", document.source, pictures)
+            sample = self._within_limit(tokens, weights, "prompt with its completion", document.source, images)
             if sample is None:
                 return []
             sample.pair, sample.label = number, None if samples else int(bool(document.label))
@@ -291,13 +291,13 @@ class Encoder:
         loss_weights: Sequence[float] | None,
         *,
         learn_all: bool | None = None,
-    ) -> tuple[list[int], list[float], PictureSources | None]:
-        """Return token ids, their weights as targets, and the pictures among them.
+    ) -> tuple[list[int], list[float], ImageSources | None]:
+        """Return token ids, their weights as targets, and the images among them.
 
         Args:
             learn_all: learn every message; by default ``train_on_prompt``.
         """
-        pictures = self._decoded(messages, document.source)
+        images = self._decoded(messages, document.source)
         learn_all = self._train_on_prompt if learn_all is None else learn_all
         tools, options = document.tools, document.template_options
         spans: list[WeightedSpan] = []
@@ -322,19 +322,19 @@ class Encoder:
         if not learn_all and lies_within_a_token(offsets, [start for start, _, weight in spans if weight]):
             self._findings.remark(SHARED_WITH_TEMPLATE, document.source)
         weights = token_weights(offsets, spans, elsewhere=float(learn_all))
-        if self._image_processor is None or pictures is None:
+        if self._image_processor is None or images is None:
             return tokens, weights, None
-        # After the weights: their spans are those of the template's text, which has one token for each picture.
-        tokens, weights = pictures.expand(tokens, weights, self._image_processor.layout.token)
-        return tokens, weights, pictures.sources if pictures.tokens else None
+        # After the weights: their spans are those of the template's text, which has one token for each image.
+        tokens, weights = images.expand(tokens, weights, self._image_processor.layout.token)
+        return tokens, weights, images.sources if images.tokens else None
 
-    def _decoded(self, messages: Messages, source: str) -> EncodedPictures | None:
-        """Return the pictures of a conversation, each decoded once; None for a model of text."""
+    def _decoded(self, messages: Messages, source: str) -> EncodedImages | None:
+        """Return the images of a conversation, each decoded once; None for a model of text."""
         sources, processor = sources_of(messages), self._image_processor
         if processor is None:
             if sources:
                 raise DataError(
-                    f"the conversation has {len(sources)} picture{'s' * (len(sources) > 1)}, and this model takes none"
+                    f"the conversation has {len(sources)} image{'s' * (len(sources) > 1)}, and this model takes none"
                 )
             return None
         return processor.encode(sources, folder_of(source))
@@ -384,7 +384,7 @@ class Encoder:
         weights: list[float],
         kind: str,
         source: str,
-        pictures: PictureSources | None = None,
+        images: ImageSources | None = None,
         candidates: Candidates | None = None,
     ) -> Sample | None:
         """Return a sample, cut to the limit if allowed; None if it is skipped."""
@@ -399,7 +399,7 @@ class Encoder:
         targets, limit = self._limits.targets, self._limits.length
         length = len(tokens) - targets
         if length <= limit:
-            return self._sample(tokens, weights, pictures, candidates)
+            return self._sample(tokens, weights, images, candidates)
         if self._on_too_long == "error":
             raise DataError(
                 f"the {kind} has {length} tokens and the limit is {limit} ({self._limits.setting}): shorten or remove it, raise "
@@ -408,16 +408,18 @@ class Encoder:
         rest = tokens[limit:]
         # limit + 1 ids give `limit` inputs with a target each.
         tokens, weights = self._without_padding(tokens[: limit + targets], weights[: limit + targets])
-        cuts_picture = pictures is not None and self._image_processor is not None and self._image_processor.layout.token in rest
+        cuts_image = (
+            images is not None and self._image_processor is not None and self._image_processor.layout.token in rest
+        )
         # Truncation may cut off everything that is learned.
-        if self._on_too_long == "skip" or cuts_picture or not self._learns(weights):
-            effect = "a picture would be cut" if cuts_picture else "nothing to learn stays"
+        if self._on_too_long == "skip" or cuts_image or not self._learns(weights):
+            effect = "an image would be cut" if cuts_image else "nothing to learn stays"
             setting = "skip" if self._on_too_long == "skip" else f"truncate, and {effect}"
             self._findings.remark(f"left out: more than {limit} tokens (data.on_too_long: {setting})", source)
             return None
         self._findings.remark(f"cut to {limit} tokens (data.on_too_long: truncate)", source)
         candidates = None if candidates is None else candidates[: limit + targets]
-        return self._sample(tokens, weights, pictures, candidates)
+        return self._sample(tokens, weights, images, candidates)
 
     def _without_padding(self, tokens: list[int], weights: list[float]) -> tuple[list[int], list[float]]:
         """Return tokens and weights of a scored sample up to the last token that is not padding."""
@@ -430,11 +432,11 @@ class Encoder:
         return any(weights if self._limits.labels is not None else weights[1:])
 
     def _sample(
-        self, tokens: list[int], weights: list[float], pictures: PictureSources | None, candidates: Candidates | None
+        self, tokens: list[int], weights: list[float], images: ImageSources | None, candidates: Candidates | None
     ) -> Sample:
-        if self._limits.scored:  # engines refuse scalar heads on models that take pictures
+        if self._limits.scored:  # engines refuse scalar heads on models that take images
             return Sample.scored(tokens)
-        return Sample.causal(tokens, weights=weights, images=pictures, candidates=candidates)
+        return Sample.causal(tokens, weights=weights, images=images, candidates=candidates)
 
     def _check_vocabulary(self, tokens: list[int]) -> None:
         size = self._limits.vocab_size
@@ -450,7 +452,7 @@ def build_samples(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     train_on_prompt: bool = False,
-    image_processor: PictureProcessor | None = None,
+    image_processor: ImageProcessor | None = None,
 ) -> list[Sample]:
     """Yield the samples of all documents, in order.
 
@@ -463,14 +465,16 @@ def build_samples(
             all of them.
     """
     findings = Findings()
-    encoder = Encoder(tokenizer, SampleLimits(max_length), findings, train_on_prompt=train_on_prompt, image_processor=image_processor)
+    encoder = Encoder(
+        tokenizer, SampleLimits(max_length), findings, train_on_prompt=train_on_prompt, image_processor=image_processor
+    )
     samples: list[Sample] = []
     for number, document in enumerate(documents):
         with findings.collecting():
             samples += encoder.encode(document, number)
     findings.raise_problems()
     for sample in samples:
-        if image_processor is not None and isinstance(sample.images, PictureSources):
+        if image_processor is not None and isinstance(sample.images, ImageSources):
             sample.images = image_processor.load(sample.images)
     if not samples:
         raise DataError("the training data holds no token to predict: every text is shorter than two tokens")

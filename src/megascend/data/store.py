@@ -16,22 +16,22 @@ import torch
 import xxhash
 
 from megascend.batch.candidates import Candidates
+from megascend.batch.image_sources import ImageSource, ImageSources
 from megascend.batch.images import DeferredImages, SampleImages
 from megascend.batch.loss import MARGIN
-from megascend.batch.picture_sources import PictureSource, PictureSources
 from megascend.batch.sample import Sample
 from megascend.data.findings import Findings
+from megascend.data.images import ImageProcessor, encoded, file_state, image_digest
 from megascend.data.order import add_to_fingerprint
-from megascend.data.pictures import PictureProcessor, encoded, file_state, picture_digest
 from megascend.errors import DataError
 
 TOKENS, WEIGHTS, INDEX, ABOUT = "tokens.int32", "weights.float32", "index.int64", "about.json"
-PICTURES, PICTURE_INDEX = "pictures.bin", "pictures.int64"
+IMAGES, IMAGE_INDEX = "images.bin", "images.int64"
 CANDIDATE_IDS, CANDIDATE_LOGPROBS = "candidates.int32", "candidates.float32"
 LABELS = "labels.float32"
 """Label of each sample of a classifier: its id, or a number for each label."""
 PATH, CONTENT = 0, 1
-"""Kinds of entries of a picture: its path, or the picture itself."""
+"""Kinds of entries of an image: its path, or the image itself."""
 NO_PAIR = -1
 REJECTED, CHOSEN = 0, 1
 UNDESIRABLE, DESIRABLE, MISMATCHED = 2, 3, 4
@@ -44,7 +44,7 @@ class SampleStore(Sequence[Sample]):
     """Samples in a directory of :func:`write_store`, each read on access.
 
     Args:
-        processor: decodes pictures on access; None: the model takes none.
+        processor: decodes images on access; None: the model takes none.
 
     Attributes:
         path: the directory.
@@ -56,7 +56,7 @@ class SampleStore(Sequence[Sample]):
         classes: float32 [samples, 1], ids of a classifier's labels, or [samples, labels], a number for each; empty without.
     """
 
-    def __init__(self, path: Path, processor: PictureProcessor | None = None) -> None:
+    def __init__(self, path: Path, processor: ImageProcessor | None = None) -> None:
         self.path = path
         about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
         self.fingerprint: str = about["fingerprint"]
@@ -65,14 +65,14 @@ class SampleStore(Sequence[Sample]):
         self.sources: dict[str, str] = about["sources"]
         self.scored: bool = about["scored"]
         # One row per sample: start of its tokens, their number, number of the document, NO_PAIR or a kind of those
-        # above, first picture, number of pictures, first number in the candidates' files, candidates of a target, the
+        # above, first image, number of images, first number in the candidates' files, candidates of a target, the
         # bits of the margin in float64, which is NaN without one, a digest of all that was written of the sample, and one of
         # that without a classifier's label.
         self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 11)
         self._margins = np.ascontiguousarray(self._index[:, 8]).view(np.float64)
-        # One row per picture: PATH or CONTENT, start and length in the file, digest of the picture, its size and time of change.
-        self._picture_index = np.fromfile(path / PICTURE_INDEX, dtype=np.int64).reshape(-1, 6)
-        self._image_bytes = _mapped(path / PICTURES, np.uint8)
+        # One row per image: PATH or CONTENT, start and length in the file, digest of the image, its size and time of change.
+        self._image_index = np.fromfile(path / IMAGE_INDEX, dtype=np.int64).reshape(-1, 6)
+        self._image_bytes = _mapped(path / IMAGES, np.uint8)
         self._processor = processor
         self._tokens = _mapped(path / TOKENS, np.int32)
         self._weights = _mapped(path / WEIGHTS, np.float32)
@@ -106,7 +106,7 @@ class SampleStore(Sequence[Sample]):
             self._weights[stored],
             self._candidate_ids[slots],
             self._candidate_logprobs[slots],
-            self._picture_index[first_image : first_image + image_count, 3],
+            self._image_index[first_image : first_image + image_count, 3],
             self.classes[index] if len(self.classes) else self.classes,
         )
         # A copy or a disk may have changed bytes and kept the size: zeros, for example, are tokens as others are.
@@ -142,26 +142,26 @@ class SampleStore(Sequence[Sample]):
         return sample
 
     def _images(self, numbers: Sequence[int]) -> SampleImages:
-        assert self._processor is not None, "only a model that takes pictures has samples with them"
+        assert self._processor is not None, "only a model that takes images has samples with them"
         contents, names = [], []
         for number in numbers:
-            kind, start, length, expected, *_ = self._picture_index[number].tolist()
+            kind, start, length, expected, *_ = self._image_index[number].tolist()
             stored = self._image_bytes[start : start + length].tobytes()
-            source = PictureSource(path=os.fsdecode(stored)) if kind == PATH else PictureSource(data=stored)
+            source = ImageSource(path=os.fsdecode(stored)) if kind == PATH else ImageSource(data=stored)
             # Limits apply here too: the file may have changed since the sample was made.
             content = encoded(source, self._processor.limits)
-            # Another picture may not fit the sample's tokens, and would not be the data that the fingerprint names.
-            if picture_digest(content) != expected:
-                raise DataError(f"picture {source.name} has changed since its sample was made; start the run again")
+            # Another image may not fit the sample's tokens, and would not be the data that the fingerprint names.
+            if image_digest(content) != expected:
+                raise DataError(f"image {source.name} has changed since its sample was made; start the run again")
             contents.append(content)
             names.append(source.name)
         return self._processor.images(contents, names)
 
     def changed_files(self) -> list[list[Any]] | None:
-        """Return [path, size, time of change] of all pictures that are files, if any has changed since the writing; else None."""
+        """Return [path, size, time of change] of all images that are files, if any has changed since the writing; else None."""
         files, changed = [], False
-        for kind, start, length, _, size, modified in self._picture_index.tolist():
-            # By size and time, without reading: every start of a run checks all pictures of its data.
+        for kind, start, length, _, size, modified in self._image_index.tolist():
+            # By size and time, without reading: every start of a run checks all images of its data.
             if kind == PATH:
                 path = os.fsdecode(self._image_bytes[start : start + length].tobytes())
                 now = [*file_state(Path(path))]
@@ -255,13 +255,13 @@ def write_store(
 ) -> None:
     """Write documents, given as (number, samples), to a new directory, with the remarks of ``findings`` and ``sources``.
 
-    Pictures that are files stay where they are; others are copied. ``scored``: the samples are for a scalar head.
+    Images that are files stay where they are; others are copied. ``scored``: the samples are for a scalar head.
     """
     path.mkdir()
     state, start, image_count, slots = xxhash.xxh3_64(), 0, 0, 0
     label_width, label_ids = 0, False
     with (
-        _PictureWriter(path) as writer,
+        _ImageWriter(path) as writer,
         (path / TOKENS).open("wb") as tokens,
         (path / WEIGHTS).open("wb") as weights,
         (path / CANDIDATE_IDS).open("wb") as candidate_ids,
@@ -281,7 +281,7 @@ def write_store(
                 weights.write(weight_array.tobytes())
                 side = _kind(sample)
                 added, identities = 0, ()
-                if isinstance(sample.images, PictureSources):
+                if isinstance(sample.images, ImageSources):
                     added, identities = writer.add(sample.images, state), sample.images.identities
                 width, candidates = 0, sample.candidates
                 top: list[np.ndarray] = []
@@ -292,14 +292,14 @@ def write_store(
                     candidate_logprobs.write(top[1].tobytes())
                 margin = np.float64(sample.extra[MARGIN][0] if MARGIN in sample.extra else math.nan)
                 margin_bits = int(margin.view(np.int64))
-                picture_digests = np.asarray([identity.digest for identity in identities], dtype=np.int64)
+                image_digests = np.asarray([identity.digest for identity in identities], dtype=np.int64)
                 label = np.zeros(0, dtype=np.float32)
                 if sample.pair is None and sample.label is not None:  # others are kinds of a pair
                     label_ids = isinstance(sample.label, int)
                     label = np.asarray([sample.label] if label_ids else sample.label, dtype=np.float32)
                     label_width = len(label)
                     labels.write(label.tobytes())
-                content = [token_array, weight_array, *top, picture_digests]
+                content = [token_array, weight_array, *top, image_digests]
                 digests = [_sample_digest(arrays, side, margin_bits) for arrays in ([*content, label], content)]
                 row = [start, len(ids), number, side, image_count, added, slots, width, margin_bits, *digests]
                 index.write(np.asarray(row, dtype=np.int64).tobytes())
@@ -336,29 +336,29 @@ def _kind(sample: Sample) -> int:
     return MISMATCHED if sample.label is None else DESIRABLE if sample.label else UNDESIRABLE
 
 
-class _PictureWriter:
-    """Writes the pictures of a store."""
+class _ImageWriter:
+    """Writes the images of a store."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._files = path, 0, ExitStack()
 
-    def __enter__(self) -> _PictureWriter:
-        self._content = self._files.enter_context((self._path / PICTURES).open("wb"))
-        self._index = self._files.enter_context((self._path / PICTURE_INDEX).open("wb"))
+    def __enter__(self) -> _ImageWriter:
+        self._content = self._files.enter_context((self._path / IMAGES).open("wb"))
+        self._index = self._files.enter_context((self._path / IMAGE_INDEX).open("wb"))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._files.close()
 
-    def add(self, sources: PictureSources, state: Any) -> int:
-        """Write the pictures of a sample, add them to the fingerprint ``state``, and return their number."""
+    def add(self, sources: ImageSources, state: Any) -> int:
+        """Write the images of a sample, add them to the fingerprint ``state``, and return their number."""
         for source, identity in zip(sources.sources, sources.identities, strict=True):
             if source.data is not None:
                 kind, stored = CONTENT, source.data
             else:
                 # Absolute: the store is in the cache, and the next run may start in another working directory.
                 kind, stored = PATH, os.fsencode(str(identity.file))
-            # Tokens depend on a picture's size only, not on its content.
+            # Tokens depend on an image's size only, not on its content.
             state.update(identity.digest.to_bytes(8, "little", signed=True))
             self._content.write(stored)
             row = [kind, self._offset, len(stored), identity.digest, identity.size, identity.modified]

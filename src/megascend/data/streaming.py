@@ -19,17 +19,17 @@ from typing import Any
 
 import xxhash
 
+from megascend.batch.image_sources import ImageSources
 from megascend.batch.images import DeferredImages
 from megascend.batch.loss import MARGIN
-from megascend.batch.picture_sources import PictureSources
 from megascend.batch.sample import Sample
 from megascend.config.data import DataSource
 from megascend.data.columns import parse_record
 from megascend.data.document import Document
 from megascend.data.files import BEGINNING, Position, Record, stream_length, stream_records
 from megascend.data.findings import Findings
+from megascend.data.images import ImageProcessor
 from megascend.data.order import SourceTurns
-from megascend.data.pictures import PictureProcessor
 from megascend.data.samples import Encoder
 from megascend.data.splits import files_of
 from megascend.errors import DataError
@@ -259,7 +259,7 @@ class SampleStream:
     ) -> None:
         """
         Args:
-            load: loads the pictures of a sample.
+            load: loads the images of a sample.
             files: as of :class:`RecordStream`.
         """
         self.records = RecordStream(source, key, bad, files)
@@ -311,7 +311,7 @@ class SampleStream:
             samples = self._encoder.encode(document)
         self._bad.check(single=True)
         for sample in samples:
-            if isinstance(sources := sample.images, PictureSources):
+            if isinstance(sources := sample.images, ImageSources):
                 sample.images = DeferredImages(lambda sources=sources: self._load(sources))
         return [samples] if samples and samples[0].pair is not None else [[sample] for sample in samples]
 
@@ -331,7 +331,7 @@ class StreamedBatches:
         seed: int,
         encoder: Callable[[Findings], Encoder],
         inputs: Mapping[str, str],
-        image_processor: PictureProcessor | None = None,
+        image_processor: ImageProcessor | None = None,
         files: Sequence[SourceFiles] = (),
     ) -> None:
         """
@@ -352,7 +352,7 @@ class StreamedBatches:
             "weights": [source.weight for source in sources],
         }
         self._turns = SourceTurns([1 if source.weight is None else source.weight for source in sources])
-        load = image_processor.load if image_processor is not None else _no_pictures
+        load = image_processor.load if image_processor is not None else _no_images
         encode = encoder(self._findings)
         self._streams = [
             SampleStream(source, f"{seed}/source {number}", self._bad, encode, load, source_files)
@@ -568,8 +568,8 @@ class PrefetchedBatches:
         return self._last.state
 
 
-def _no_pictures(sources: PictureSources) -> Any:
-    raise DataError("this model takes no pictures")
+def _no_images(sources: ImageSources) -> Any:
+    raise DataError("this model takes no images")
 
 
 def _file_states(path: Path) -> list[tuple[str, int, int]]:

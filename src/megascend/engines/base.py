@@ -423,7 +423,7 @@ def check_head(spec: EngineSpec, info: ModelInfo) -> None:
         raise ConfigError(f"vision_tower: train, but {info.architecture.model_type} has no vision tower; leave it out")
     if info.image_layout is not None and info.scalar_head is not None:
         raise ConfigError(
-            f"head: a scalar head on {info.architecture.model_type}, which takes pictures, is not supported"
+            f"head: a scalar head on {info.architecture.model_type}, which takes images, is not supported"
         )
     if info.scalar_head is not None and info.scalar_head.unit == "token" and spec.adapters is not None:
         raise ConfigError(

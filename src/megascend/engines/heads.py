@@ -136,10 +136,10 @@ def model_class(config: Any, head: ScalarHead | None, outputs: int | None = None
     )
 
     if head is None:
-        takes_pictures = architecture_named(config.model_type).inputs is not None and hasattr(config, "vision_config")
-        if hasattr(config, "vision_config") and not takes_pictures and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        takes_images = architecture_named(config.model_type).inputs is not None and hasattr(config, "vision_config")
+        if hasattr(config, "vision_config") and not takes_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(undeclared(config.model_type))
-        return AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+        return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     # A sequence classifier is the token classifier without a bias, with the same names, whose forward pass keeps one token
     # of a sequence: all scalar heads use the token classifier.
     if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:

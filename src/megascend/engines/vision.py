@@ -1,4 +1,4 @@
-"""Vision towers and pictures on engines that run transformers' own models."""
+"""Vision towers and images on engines that run transformers' own models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megascend.models import Images
 
 
 def arguments(batch: MicroBatch) -> dict[str, Tensor]:
-    """Return the pictures of a micro batch as arguments of transformers' models; none without pictures."""
+    """Return the images of a micro batch as arguments of transformers' models; none without images."""
     if batch.images is None:
         return {}
     # Without mm_token_type_ids: transformers computes positions from these, and every micro batch has positions already.
@@ -28,38 +28,38 @@ def tower(model: nn.Module, images: Images) -> nn.Module:
 
 def attention_of(name: str, images: Images | None) -> str | dict[str, str]:
     """Return the ``attn_implementation`` that gives the language model the attention function ``name``, and the tower torch's."""
-    # The tower attends within a picture in both directions (is_causal=False), which engine fsdp's causal function refuses.
+    # The tower attends within an image in both directions (is_causal=False), which engine fsdp's causal function refuses.
     return name if images is None else {"": name, "text_config": name, "vision_config": "sdpa"}
 
 
 def features_of(vision_tower: Callable[..., Any], pixel_values: Tensor, grids: Tensor) -> tuple[Tensor, ...]:
-    """Return the features of pictures: those of the last layer, and those of inner layers (DeepStack), if any."""
+    """Return the features of images: those of the last layer, and those of inner layers (DeepStack), if any."""
     output = vision_tower(pixel_values, grid_thw=grids)
     return output.pooler_output, *(getattr(output, "deepstack_features", None) or ())
 
 
 def add_unused_features(vision_tower: Any, embeddings: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add 0 times the features of a black picture to the embeddings of a batch without pictures.
+    """Add 0 times the features of a black image to the embeddings of a batch without images.
 
     Every parameter of the tower then has a gradient, of zeros: those of the mergers of inner features too.
 
     Args:
-        dtype: precision of the picture.
+        dtype: precision of the image.
     """
     config = vision_tower.config
     side = config.spatial_merge_size
     width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    # The smallest picture that has a feature: one square of patches, which the merger joins.
+    # The smallest image that has a feature: one square of patches, which the merger joins.
     black = torch.zeros(side * side, width, dtype=dtype, device=embeddings.device)
     features = features_of(vision_tower, black, torch.tensor([[1, side, side]], device=embeddings.device))
     zero = torch.stack([part.float().mean() * 0.0 for part in features]).sum()
     return embeddings + zero.to(embeddings.dtype)
 
 
-class DummyPicture:
-    """Runs the vision tower on a black picture in micro batches without pictures, and adds 0 times its features to the text.
+class DummyImage:
+    """Runs the vision tower on a black image in micro batches without images, and adds 0 times its features to the text.
 
-    So all ranks gather a sharded tower together and reduce the same gradients, even if only some of them have pictures.
+    So all ranks gather a sharded tower together and reduce the same gradients, even if only some of them have images.
 
     Args:
         model: a transformers model; call :meth:`enter` before each forward pass.

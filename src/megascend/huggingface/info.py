@@ -166,7 +166,7 @@ class ModelInfo:
         linear: sizes of linear attention; None if all layers have softmax attention.
         state_space: sizes of state spaces; None if no layer is one.
         mixers: kind of each layer of a model whose layers have one thing each; empty for other models.
-        image_layout: sizes of its pictures; None for a model of text.
+        image_layout: sizes of its images; None for a model of text.
         transposed_experts: fused experts in the checkpoint are [experts, in, out].
     """
 
@@ -237,7 +237,7 @@ def linear_layers(info: ModelInfo, tower: VisionTower = "frozen") -> list[str]:
     Experts have the names under which transformers fuses them; routers are left out, tied embedding and output layer too.
 
     Args:
-        tower: ``train`` if adapters may act on the vision tower of a model that takes pictures.
+        tower: ``train`` if adapters may act on the vision tower of a model that takes images.
     """
     images = info.architecture.inputs
     untied, non_target_ends = OUTPUT in info.tensors, NON_TARGET_ENDS + info.architecture.without_adapters

@@ -306,7 +306,7 @@ class MixedAdapters(AdapterSet):
     Args:
         layers: applies them.
         sequence_first: layers see the tokens of a plain batch as [sequence, batch], not [batch, sequence].
-        merge: side of the square of patches that makes one feature of a picture, if adapters act on a vision tower.
+        merge: side of the square of patches that makes one feature of an image, if adapters act on a vision tower.
     """
 
     def __init__(
@@ -385,11 +385,11 @@ class MixedAdapters(AdapterSet):
         )
         if batch.images is not None and self._merge is not None:
             patches, features = (
-                self._picture_segments(batch, samples, names, count, size) for size in (1, self._merge**2)
+                self._image_segments(batch, samples, names, count, size) for size in (1, self._merge**2)
             )
             batch.segments = replace(batch.segments, patches=patches, features=features)
 
-    def _picture_segments(
+    def _image_segments(
         self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str], count: int, size: int
     ) -> TokenSegments:
         """Return the segments of a vision tower's rows, each of ``size`` patches, among ``count`` adapters."""

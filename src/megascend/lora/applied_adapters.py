@@ -66,13 +66,13 @@ class AppliedAdapters:
         """Return ``out`` plus the adapters' part of a layer of a vision tower, which has all of its rows on every rank."""
         stacked, token_segments = self._active()
         segments = token_segments.patches if target.rows == "patches" else token_segments.features
-        if segments is None:  # the dummy picture of a micro batch without pictures
+        if segments is None:  # the dummy image of a micro batch without images
             return out
         rows = x.shape[:-1].numel()
         if rows != len(segments.adapter_index):
             raise ConfigError(
                 f"adapters: {target.slices[0].name} computes {rows} rows for {len(segments.adapter_index)} {target.rows} of "
-                "pictures, so the adapters of its rows are unknown; leave it out of adapters.targets"
+                "images, so the adapters of its rows are unknown; leave it out of adapters.targets"
             )
         if torch.is_grad_enabled() and not x.requires_grad:
             # Below the first adapter nothing requires a gradient, and autograd would leave out that adapter's factors.

@@ -68,7 +68,7 @@ class AdapterManager(MixedAdapters):
             chunks: language models of this rank.
             tower: this rank's :func:`megascend.lora.transformers_targets.divided_tower`.
             head: the scalar head, on the rank that has it.
-            merge: side of the square of patches that makes one feature of a picture.
+            merge: side of the square of patches that makes one feature of an image.
         """
         for chunk in chunks:
             # The frozen weights get no gradient buffers, and autograd computes no weight gradients for them.

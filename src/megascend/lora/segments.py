@@ -22,7 +22,7 @@ class TokenSegments:
         adapter_index: int64 [n], every token's adapter, by its index among those of the call.
         keys: int64 [n], seeds of the tokens' dropout, or None if no adapter has dropout.
         local_slice: this rank's slice of the tokens under sequence parallelism.
-        patches, features: segments of the rows of a vision tower, before and after its patches are merged; None without pictures.
+        patches, features: segments of the rows of a vision tower, before and after its patches are merged; None without images.
     """
 
     single: int | None

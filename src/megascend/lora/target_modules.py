@@ -33,7 +33,7 @@ B, which has a row for each label, are used.
 
 Split = Literal["column", "row", "none"]
 Rows = Literal["tokens", "patches", "features"]
-"""Kinds of rows of a layer: tokens, or in a vision tower the patches of pictures or their features."""
+"""Kinds of rows of a layer: tokens, or in a vision tower the patches of images or their features."""
 
 
 @dataclass(frozen=True)

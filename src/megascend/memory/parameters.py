@@ -111,7 +111,7 @@ class LayerTensors:
     def sorted_by_layer(
         cls, headers: Mapping[str, TensorHeader], layers: int, images: Images | None = None
     ) -> LayerTensors:
-        """Sort the tensors of a checkpoint; ``images``: declaration of a model's pictures, None if it takes none."""
+        """Sort the tensors of a checkpoint; ``images``: declaration of a model's images, None if it takes none."""
         tower = {} if images is None else {name: h for name, h in headers.items() if name.startswith(images.tower)}
         by_layer: dict[int | None, list[tuple[str, TensorHeader]]] = {}
         for name, header in headers.items():
@@ -147,10 +147,10 @@ def stages(
     """Return the parameters of a rank of each pipeline stage, as Megatron divides them.
 
     Args:
-        images: declaration of a model's pictures; None: it takes none.
+        images: declaration of a model's images; None: it takes none.
         fused: projections of one input are one matrix, as in Megatron.
         tensors: ``headers`` by layer, where they are sorted already: plans count one model for many layouts.
-        lora: an adapter of the model's layers; ``adapted_tower``: declaration of pictures whose tower it acts on, too.
+        lora: an adapter of the model's layers; ``adapted_tower``: declaration of images whose tower it acts on, too.
     """
     tensors = tensors or LayerTensors.sorted_by_layer(headers, layers, images)
     counts = [

@@ -36,7 +36,7 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Images:
-    """Pictures as inputs of a family's models: a vision tower turns a grid of patches into features, each in place of one token.
+    """Images as inputs of a family's models: a vision tower turns a grid of patches into features, each in place of one token.
 
     Attributes:
         tower: prefix of the tower's tensors, in checkpoints and in transformers' model.
@@ -46,7 +46,7 @@ class Images:
             each feature.
         not_linear: modules of the tower whose matrices are not those of linear layers.
         processor: transformers' classes of the image processor, video processor and processor, for new models.
-        special_tokens: the tokenizer's tokens for begin and end of a picture, a feature of a picture, a feature of a video.
+        special_tokens: the tokenizer's tokens for begin and end of an image, a feature of an image, a feature of a video.
     """
 
     tower: str = "model.visual."
@@ -65,10 +65,10 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """Sizes by which a model's pictures and tokens fit together.
+    """Sizes by which a model's images and tokens fit together.
 
     Attributes:
-        token: id of the token that stands for one feature of a picture.
+        token: id of the token that stands for one feature of an image.
         merge: side of the square of patches that makes one feature.
         patch_width: numbers of a patch: channels x frames x height x width.
     """
@@ -117,11 +117,11 @@ class Architecture:
         without_adapters: ends of the names of linear layers that adapters cannot act on.
         packages: modules that the Megatron engine computes its layers with, beside its own packages; on the CPU megascend brings
             them.
-        inputs: declaration of the pictures that a sample may hold beside tokens; None: tokens only.
+        inputs: declaration of the images that a sample may hold beside tokens; None: tokens only.
         text_type: ``model_type`` of ``text_config``, of a family whose ``config.json`` has one.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
-        proven_with_pictures: tests compare training with pictures in the layouts that take them (docs/images.md).
+        proven_with_images: tests compare training with images in the layouts that take them (docs/images.md).
     """
 
     model_types: tuple[str, ...]
@@ -147,7 +147,7 @@ class Architecture:
     text_type: str | None = None
     tiny: Mapping[str, Any] = field(default_factory=dict)
     proven: bool = False
-    proven_with_pictures: bool = False
+    proven_with_images: bool = False
 
     @property
     def model_type(self) -> str:
@@ -235,7 +235,7 @@ class Architecture:
         return self.interleaved_experts
 
     def image_layout(self, config: Config) -> ImageLayout | None:
-        """Return the sizes of the pictures of a complete ``config.json``; None for a model of text."""
+        """Return the sizes of the images of a complete ``config.json``; None for a model of text."""
         if self.inputs is None:
             return None
         tower, kind = config.get("vision_config"), config.get("model_type")

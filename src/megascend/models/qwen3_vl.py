@@ -1,4 +1,4 @@
-"""Qwen3-VL: a Qwen3 decoder, dense or with experts, that reads pictures through a vision tower (arXiv:2511.21631)."""
+"""Qwen3-VL: a Qwen3 decoder, dense or with experts, that reads images through a vision tower (arXiv:2511.21631)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from megascend.models.base import Architecture, Config, Images
 from megascend.models.decoders import EXPERTS
 
-PICTURES = Images()
+IMAGES = Images()
 TINY_TOWER = {
     "depth": 3,
     "hidden_size": 32,
@@ -19,7 +19,7 @@ TINY_TOWER = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
     "in_channels": 3,
-    # A table of 4 x 4 positions, interpolated to the grid of each picture.
+    # A table of 4 x 4 positions, interpolated to the grid of each image.
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 2],
 }
@@ -33,7 +33,7 @@ TINY_TOKENS = {
 
 
 def with_tower(text: Config, text_type: str, tower: Mapping[str, Any], rotated: float = 1.0) -> dict[str, Any]:
-    """Return the ``config.json`` of a tiny model with pictures.
+    """Return the ``config.json`` of a tiny model with images.
 
     Args:
         text: settings of its language model; those of the tower and of special tokens may be among them.
@@ -68,7 +68,7 @@ def with_tower(text: Config, text_type: str, tower: Mapping[str, Any], rotated: 
 class Qwen3VL(Architecture):
     """Qwen3-VL. Its text model is Qwen3's, with rotary angles by time, height and width (interleaved MRoPE)."""
 
-    inputs: Images | None = PICTURES
+    inputs: Images | None = IMAGES
     text_type: str = "qwen3_vl_text"
 
     def full_config(self, text: Config) -> dict[str, Any]:
@@ -94,7 +94,7 @@ _WINDOWS = (
     "its vision tower attends within windows, and its checkpoints have names of tensors that no engine here reads"
 )
 UNDECLARED = {"qwen2_vl": "its checkpoints have names of tensors that no engine here reads", "qwen2_5_vl": _WINDOWS}
-"""Models with pictures that are often asked for, and the reason why no engine trains them."""
+"""Models with images that are often asked for, and the reason why no engine trains them."""
 
 
 def undeclared(model_type: str) -> str:
@@ -102,20 +102,20 @@ def undeclared(model_type: str) -> str:
     reason = UNDECLARED.get(model_type)
     return (
         f"{model_type} is a multimodal model that megascend does not declare{f' ({reason})' if reason else ''}; it trains text "
-        "models, and those with pictures that docs/images.md lists"
+        "models, and those with images that docs/images.md lists"
     )
 
 
 FAMILIES = (
     Qwen3VL(
         ("qwen3_vl",),
-        proven_with_pictures=True,
+        proven_with_images=True,
         model_class="Qwen3VLForConditionalGeneration",
         tiny={"attention_bias": False},
     ),
     Qwen3VLMoe(
         ("qwen3_vl_moe",),
-        proven_with_pictures=True,
+        proven_with_images=True,
         model_class="Qwen3VLMoeForConditionalGeneration",
         text_type="qwen3_vl_moe_text",
         tiny={"attention_bias": False} | EXPERTS,

@@ -16,7 +16,7 @@ from megascend.models.base import (
     LinearAttention,
     expert_count,
 )
-from megascend.models.qwen3_vl import PICTURES, TINY_TOWER, with_tower
+from megascend.models.qwen3_vl import IMAGES, TINY_TOWER, with_tower
 
 LINEAR_SIZES = {
     "linear_conv_kernel_dim": 4,
@@ -123,7 +123,7 @@ class QwenHybrid(Architecture):
 class Qwen35(QwenHybrid):
     """Qwen3.5 with its vision tower, which is Qwen3-VL's without features for inner layers."""
 
-    inputs: Images | None = PICTURES
+    inputs: Images | None = IMAGES
     text_type: str = "qwen3_5_text"
     fixed_routing: Mapping[str, Any] = field(default_factory=lambda: QWEN35_ROUTING | {"routed_scaling_factor": 1.0})
 
@@ -150,13 +150,13 @@ FAMILIES = (
     ),
     Qwen35(
         ("qwen3_5",),
-        proven_with_pictures=True,
+        proven_with_images=True,
         model_class="Qwen3_5ForConditionalGeneration",
         tiny=TINY,
     ),
     Qwen35(
         ("qwen3_5_moe",),
-        proven_with_pictures=True,
+        proven_with_images=True,
         model_class="Qwen3_5MoeForConditionalGeneration",
         text_type="qwen3_5_moe_text",
         tiny=TINY | TINY_EXPERTS,

@@ -247,7 +247,7 @@ def layouts(model: PlannedModel, request: PlanRequest, hardware: Hardware) -> It
     shape, cards = model.info.shape, request.cards
     text = model.info.architecture.normalise(text_config(model.hf_config))
     contexts = [size for size in _powers(cards) if size == 1 or request.length // size >= SHORTEST_SLICE]
-    if model.info.image_layout is not None:  # pictures are not divided over context parallel ranks
+    if model.info.image_layout is not None:  # images are not divided over context parallel ranks
         contexts = [1]
     experts = _divisors(shape.num_experts, cards) if shape.num_experts else [1]
     for tensor in _powers(min(cards, shape.num_heads)):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.data.chat import ChatTemplate
-from megascend.data.columns import PICTURES
+from megascend.data.columns import IMAGES
 from megascend.data.files import parse_json
 from megascend.data.findings import Findings
 from megascend.data.messages import decoded, parse_messages, parse_tools
@@ -62,11 +62,11 @@ def parse_prompt(line: str, source: str, *, free: bool = False) -> Prompt:
         raise DataError(f"{source}: expected a JSON object with either 'prompt' or 'messages', found {record!r:.60}")
     if "prompt" in record and (not isinstance(record["prompt"], str) or not record["prompt"]):
         raise DataError(f"{source}: 'prompt' must be a string that is not empty, found {record['prompt']!r:.60}")
-    pictures = next((name for name in PICTURES if record.get(name)), None)
-    if pictures is not None or _has_pictures(record.get("messages")):
-        location = f"column {pictures!r}" if pictures else "parts of 'messages'"
+    images = next((name for name in IMAGES if record.get(name)), None)
+    if images is not None or _has_images(record.get("messages")):
+        location = f"column {images!r}" if images else "parts of 'messages'"
         raise DataError(
-            f"{source}: pictures ({location}) are not supported in rollouts, which would answer without them: leave it out"
+            f"{source}: images ({location}) are not supported in rollouts, which would answer without them: leave it out"
         )
     if "messages" in record:
         messages = record["messages"]
@@ -127,7 +127,7 @@ def prompt_tokens(
     return list(tokens)
 
 
-def _has_pictures(messages: Any) -> bool:
+def _has_images(messages: Any) -> bool:
     parts = [
         part
         for message in (messages if isinstance(messages, list) else [])

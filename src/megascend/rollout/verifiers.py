@@ -226,7 +226,7 @@ class VerifiersEnvironment:
                 f"an agent has the model {body['model']!r} and no client: set its client, or leave its model out for the policy"
             )
         if body.get("features") or body.get("content_parts"):
-            raise DataError("pictures are not supported in rollouts")
+            raise DataError("images are not supported in rollouts")
         unknown = sorted(name for name in requested.keys() - REQUEST_SETTINGS if requested[name] is not None)
         if unknown:
             raise DataError(f"sampling settings of the agent that are not supported: {', '.join(unknown)}")

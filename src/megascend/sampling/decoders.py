@@ -115,11 +115,11 @@ class CachedDecoder(Decoder):
         return torch.stack(logits)[selection] if logits else None
 
     def _shift(self, request: SampleRequest) -> int:
-        """Return the difference of positions and indices of a response's tokens: pictures take fewer positions than tokens."""
+        """Return the difference of positions and indices of a response's tokens: images take fewer positions than tokens."""
         layout = self._engine.info.image_layout
         if layout is None or not isinstance(request.images, SampleImages):
             return 0
-        # -1 is not a token, and so not a picture's.
+        # -1 is not a token, and so not an image's.
         following = positions(torch.tensor([*request.prompt, -1]), request.images.grids, layout)[0, -1]
         return int(following) - len(request.prompt)
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megascend.batch.image_sources import ImageSources
 from megascend.batch.images import SampleImages
-from megascend.batch.picture_sources import PictureSources
 
 Stop = str | int | tuple[int, ...]
 """A text, a token id, or a sequence of token ids."""
@@ -71,7 +71,7 @@ class SampleRequest:
         target_tokens: token ids to score at each prompt position but the first, equally many in every row; -1: none.
         prompt_draws: also draw this many independent tokens at each prompt position but the first, at the request's temperature
             and from the full vocabulary.
-        images: pictures of the prompt, for a model that takes them; decoded before the sampler gets the request.
+        images: images of the prompt, for a model that takes them; decoded before the sampler gets the request.
     """
 
     prompt: Sequence[int]
@@ -83,7 +83,7 @@ class SampleRequest:
     topk_logprobs: int = 0
     target_tokens: tuple[tuple[int, ...], ...] | None = None
     prompt_draws: int = 0
-    images: SampleImages | PictureSources | None = None
+    images: SampleImages | ImageSources | None = None
 
     def refusal(self, adapters: Collection[str], vocab_size: int, limit: int, setting: str) -> str | None:
         """Return why the request cannot be answered, or None. Pure.

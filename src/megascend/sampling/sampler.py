@@ -223,7 +223,7 @@ class Sampler:
                     self._on_token(by_number[number].request_index, token.token)
                 layout = self._engine.info.image_layout
                 if layout is not None and token.token == layout.token:
-                    by_number[number].fail(f"the model sampled token {token.token}, which stands for a picture")
+                    by_number[number].fail(f"the model sampled token {token.token}, which stands for an image")
             for number in result.failed:
                 by_number[number].fail("the model's logits are not finite")
             all_cancelled |= result.cancelled

@@ -117,7 +117,7 @@ def warnings_about(verdict: Verdict, config: Mapping[str, Any]) -> list[str]:
     model_type = str(config.get("model_type"))
     warnings = gaps(verdict, model_type)
     architecture = architecture_named(model_type)
-    if not (architecture.proven or architecture.proven_with_pictures):
+    if not (architecture.proven or architecture.proven_with_images):
         passed = "; the self-check of its forward pass agrees with transformers" if verdict.status == "agrees" else ""
         names = ", ".join(sorted(architecture.model_type for architecture in proven()))
         warnings.append(

@@ -150,8 +150,8 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
             f"target_tokens {list(targets.shape)}: from 1 to {MAX_COLUMNS} targets at each position, 1 for gspo"
         )
     inputs = {"weights": np.ones(targets.shape, np.float32), **datum.inputs}
-    if datum.pictures:
-        inputs["weights"] = _weights_beside_pictures(datum, inputs["weights"])
+    if datum.images:
+        inputs["weights"] = _weights_beside_images(datum, inputs["weights"])
     columns = targets.shape[1] if targets.ndim == 2 else 1
     # Copies: the arrays may be read-only views of the request's body, and a tensor would keep all of it in memory.
     column_inputs: list[dict[str, Any]] = [
@@ -163,18 +163,18 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
     return [Sample(tokens, **inputs_of_column, images=images) for inputs_of_column in column_inputs]
 
 
-def _weights_beside_pictures(datum: Datum, weights: np.ndarray) -> np.ndarray:
-    """Return weights that are 0 where the target is a picture's token, which is input only; by default 1 elsewhere.
+def _weights_beside_images(datum: Datum, weights: np.ndarray) -> np.ndarray:
+    """Return weights that are 0 where the target is an image's token, which is input only; by default 1 elsewhere.
 
     Raises:
         DataError: the client's weights, or without weights its advantages, are not 0 there.
     """
-    before = np.append(datum.model_input.is_picture()[1:], False)
+    before = np.append(datum.model_input.is_image()[1:], False)
     name = "weights" if "weights" in datum.inputs else "advantages"
     if name in datum.inputs and np.any(datum.inputs[name][before] != 0):
         position = int(np.flatnonzero(before & (datum.inputs[name] != 0).reshape(len(before), -1).any(1))[0])
         raise DataError(
-            f"{name}[{position}] is not 0, and the token after it stands for a picture, which is never learned"
+            f"{name}[{position}] is not 0, and the token after it stands for an image, which is never learned"
         )
     weights = weights.copy()
     weights[before] = 0

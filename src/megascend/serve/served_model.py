@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from megascend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megascend.data.pictures import PictureProcessor
+    from megascend.data.images import ImageProcessor
 
 Targets = Literal["all-linear"] | tuple[str, ...]
 
@@ -26,7 +26,7 @@ class ServedModel:
         max_length: longest sample in tokens.
         vocabulary: vocabulary size; token ids are in [0, vocabulary).
         projections: names of the layers that adapters may target.
-        image_processor: reads the pictures of a model that takes them, within the server's limits; else None.
+        image_processor: reads the images of a model that takes them, within the server's limits; else None.
     """
 
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ class ServedModel:
     max_length: int
     vocabulary: int
     projections: tuple[str, ...]
-    image_processor: PictureProcessor | None = None
+    image_processor: ImageProcessor | None = None
 
     @property
     def adapts_output(self) -> bool:

@@ -45,14 +45,14 @@ def serve(
         MegascendError: at startup; later only if a rank is lost.
     """
     from megascend.app.stop_signals import StopSignals
-    from megascend.data.pictures import PictureProcessor
+    from megascend.data.images import ImageProcessor
     from megascend.serve.scheduler.inbox import Inbox
     from megascend.serve.scheduler.runner import run_commands
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
         servers = vllm_servers(settings, backend)  # collective: before the other ranks enter run_commands()
         generate = sampler(settings, backend).in_slices
-        image_processor = PictureProcessor.for_model(settings.model, settings.pictures)
+        image_processor = ImageProcessor.for_model(settings.model, settings.images)
         if backend.rank != 0:
             run_commands(backend, settings.batch_tokens, None, lambda outcomes: None, generate, image_processor)
             return
@@ -122,7 +122,7 @@ def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
 
 def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
     """Describe the served model."""
-    from megascend.data.pictures import PictureProcessor
+    from megascend.data.images import ImageProcessor
     from megascend.huggingface.files import read_config
 
     path = settings.model.absolute()
@@ -130,7 +130,7 @@ def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
     config = read_config(settings.model)
     architecture = str((config.get("architectures") or [config.get("model_type", "unknown")])[0])
     projections = tuple(backend.engine.trainable.projections)
-    image_processor = PictureProcessor.for_model(settings.model, settings.pictures)
+    image_processor = ImageProcessor.for_model(settings.model, settings.images)
     return ServedModel(names, path, architecture, backend.max_length, backend.vocab_size, projections, image_processor)
 
 

@@ -6,7 +6,7 @@ JOB names a checkpoint, samples (token ids, prompt lengths, and what the loss ne
 the losses and gradient norms of every step and the first logits of every sample; with ``gradients`` those of the first step
 before clipping, and with ``weights`` the trained weights, both by the names of a checkpoint. All of it is computed in ``dtype``,
 default ``float32``; in ``bfloat16`` the model and its gradients of a sample, with weights, gradients' sums and AdamW in fp32.
-Samples may have pictures: ``pixel_values`` and ``grids``, where their ``token_ids`` have the token ``image_token``; parameters
+Samples may have images: ``pixel_values`` and ``grids``, where their ``token_ids`` have the token ``image_token``; parameters
 whose names begin with one of ``frozen`` are not trained. Policy and preference losses are written out here from their papers.
 With ``aux_loss`` a router loss is added: of ``aux_formula`` ``megatron`` it is written out by its definition (Fedus et al. 2021,
 eq. 4, divided by k as Megatron-Core does), of ``transformers`` it is that package's own function.
@@ -145,13 +145,13 @@ def train(
 def logits_of(model: Any, sample: dict[str, Any]) -> Tensor:
     """Return the logits [length, vocabulary] of a sample's tokens, without the last token."""
     tokens = torch.tensor(sample["token_ids"])[None, :-1]
-    pictures: dict[str, Tensor] = {}
+    images: dict[str, Tensor] = {}
     if "image_token" in sample:  # transformers takes positions by rows and columns from the kinds of tokens
-        pictures = {"mm_token_type_ids": (tokens == sample["image_token"]).int()}
+        images = {"mm_token_type_ids": (tokens == sample["image_token"]).int()}
     if "pixel_values" in sample:
         pixels = torch.tensor(sample["pixel_values"], dtype=torch.float32).to(model.dtype)
-        pictures |= {"pixel_values": pixels, "image_grid_thw": torch.tensor(sample["grids"])}
-    return model(tokens, **pictures).logits[0]
+        images |= {"pixel_values": pixels, "image_grid_thw": torch.tensor(sample["grids"])}
+    return model(tokens, **images).logits[0]
 
 
 def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str, reduction: str) -> Tensor:

@@ -394,7 +394,7 @@ def hf_reference(
         weights: also return the trained ones.
         gradients: also return those of the first step, before clipping.
         reduction: ``sum``: the loss is not divided by the sum of weights.
-        image_token: id of the token that stands for a picture's features; ``fields`` may have
+        image_token: id of the token that stands for an image's features; ``fields`` may have
             ``pixel_values`` and ``grids``.
         frozen: beginnings of names of parameters that are not trained.
     """

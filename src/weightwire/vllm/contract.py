@@ -141,7 +141,7 @@ def routed_experts(output: Any) -> Any:
 
 
 async def clear_inputs(engine: Any) -> None:
-    """Drop prepared inputs (pictures), before a pause drops the engine's part of them; the engine samples meanwhile."""
+    """Drop prepared inputs (images), before a pause drops the engine's part of them; the engine samples meanwhile."""
     await engine.renderer.clear_mm_cache_async()
 
 

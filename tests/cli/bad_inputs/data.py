@@ -138,7 +138,7 @@ MESSAGES = {
     "no content": data(chat("user: a", {"role": "assistant"}), says="bad.jsonl:1: messages[1] | string 'content'"),
     "content of numbers": data(chat({"role": "user", "content": 5}), says="bad.jsonl:1: messages[0] | 'content' | 5"),
     "an image": data(
-        chat({"role": "user", "content": [{"type": "image", "url": "x"}]}), says="bad.jsonl:1 | 1 picture | takes none"
+        chat({"role": "user", "content": [{"type": "image", "url": "x"}]}), says="bad.jsonl:1 | 1 image | takes none"
     ),
     "no assistant": data(chat("system: a", "user: b"), says="bad.jsonl:1 | no assistant turn | data.train_on_prompt"),
     "an assistant misspelt": data(chat("user: a", "asistant: b"), says="messages[1] | 'asistant' | did you mean 'assistant'"),

@@ -1,4 +1,4 @@
-"""Features of pictures go to their own tokens in padded batches, where mcore-bridge mistakes their order."""
+"""Features of images go to their own tokens in padded batches, where mcore-bridge mistakes their order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 TOKEN = 9
 IDS = torch.tensor([[1, 2, TOKEN], [TOKEN, 3, 4]])
-"""Two rows: the first picture's feature is the last token of the first row, the second's the first of the second row."""
+"""Two rows: the first image's feature is the last token of the first row, the second's the first of the second row."""
 FINAL, INNER = torch.tensor([[10.0], [20.0]]), torch.tensor([[1.0], [2.0]])
 
 
@@ -64,9 +64,9 @@ def test_upstream_exchanges_features_of_inner_layers(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(qwen3_vl.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     visual: Any = SimpleNamespace(config=SimpleNamespace(context_parallel_size=1, sequence_parallel=False))
     hf_config = SimpleNamespace(vision_config=SimpleNamespace(), image_token_id=TOKEN, video_token_id=-1)
-    pictures = {"pixel_values": torch.zeros(8, 1), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
+    images = {"pixel_values": torch.zeros(8, 1), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
     inputs = qwen3_vl.Qwen3VL_Vit._get_inputs_embeds(
-        visual, torch.zeros(2, 3, 1), {"input_ids": IDS, **pictures}, Tower(), hf_config
+        visual, torch.zeros(2, 3, 1), {"input_ids": IDS, **images}, Tower(), hf_config
     )
     assert inputs["inputs_embeds"][..., 0].tolist() == [[0, 0, 10], [20, 0, 0]]
     assert added(inputs)[..., 0].T.tolist() == [[0, 0, 2], [1, 0, 0]]

@@ -92,7 +92,7 @@ class FsdpAdapterLayers(AppliedAdapters):
             return out
         if target.rows == "tokens":
             self._record_call(module, target, inputs[0])
-        else:  # its rows are those of pictures, which to_linear checks
+        else:  # its rows are those of images, which to_linear checks
             self._not_called.pop(id(module), None)
         return self.to_linear(shape_group, layer, target, inputs[0], out)
 
@@ -213,7 +213,7 @@ def adapter_targets(
 
     Args:
         model: may be on ``meta``.
-        images: declaration of a model's pictures; None: it takes none.
+        images: declaration of a model's images; None: it takes none.
         trained: ``train`` if adapters may act on its vision tower.
     """
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())

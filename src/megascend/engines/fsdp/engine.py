@@ -83,10 +83,10 @@ class FsdpEngine(TransformersEngine):
         self._cached: Prefill | DecodeStep | None = None  # of the micro batch that runs
         if spec.batching.packing:
             pass_borders(self.model)
-        self._dummy_picture: vision.DummyPicture | None = None
+        self._dummy_image: vision.DummyImage | None = None
         if info.architecture.inputs is not None:
             vision.freeze_tower(self.model, info.architecture.inputs, spec.vision_tower)
-            self._dummy_picture = vision.DummyPicture(self.model, info.architecture.inputs)
+            self._dummy_image = vision.DummyImage(self.model, info.architecture.inputs)
         # Recomputation, then compilation, then fully_shard's hooks: each wraps the one before.
         recomputation.recompute(layers, spec.recompute.granularity)
         if spec.fsdp.compile:
@@ -167,8 +167,8 @@ class FsdpEngine(TransformersEngine):
                     self.adapters.layers.segments = batch.segments
                 self._rotary.enter(batch)
                 self._cached = batch.cached
-                if self._dummy_picture is not None:
-                    self._dummy_picture.enter(batch)
+                if self._dummy_image is not None:
+                    self._dummy_image.enter(batch)
                 packed = None if batch.packed is None else batch.packed.lengths
                 # transformers passes unknown keywords on to the attention function, its only way to learn the samples' borders.
                 lengths = attention.sample_lengths(
@@ -277,7 +277,7 @@ class CheckedModel:
         check_head(spec, info)
         if info.image_layout is not None and topology.context > 1:
             raise ConfigError(
-                f"engine fsdp: parallel.context: {topology.context} with {info.architecture.model_type}, whose pictures are not "
+                f"engine fsdp: parallel.context: {topology.context} with {info.architecture.model_type}, whose images are not "
                 "divided over context parallel ranks: set 1"
             )
         algorithms = info.architecture.context_algorithms

@@ -53,7 +53,7 @@ class LossHead:
         try:
             options |= {"position_ids": batch.position_ids, **vision.arguments(batch)}
             with warnings.catch_warnings():
-                # transformers also returns the features of pictures, as views; they are not modified in place.
+                # transformers also returns the features of images, as views; they are not modified in place.
                 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
                 output = self._model(input_ids=batch.input_ids, use_cache=False, **options)
             # The layer returns the loss in place of logits: a model that scales or caps its logits would change it.

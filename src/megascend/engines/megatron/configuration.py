@@ -101,7 +101,7 @@ def _check_cuda_graphs(
 ) -> None:
     """Raise ConfigError if micro batches cannot run as CUDA graphs."""
     graph_support.raise_unsupported("does not support scalar heads" if info.scalar_head else None)
-    graph_support.raise_unsupported("does not support pictures" if info.image_layout else None)
+    graph_support.raise_unsupported("does not support images" if info.image_layout else None)
     adam = None if spec.adapters is not None else spec.optimizer
     graph_support.raise_unsupported(
         graph_support.unsupported_reason(

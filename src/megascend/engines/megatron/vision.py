@@ -26,7 +26,7 @@ def check(config: Any, topology: Topology, adapters: Adapters | None, *, trains_
     """Raise ConfigError for layouts and settings in which models with a vision tower are not proven."""
     if topology.context > 1:
         raise ConfigError(
-            f"parallel.context: {topology.context} with {config.hf_model_type}, whose pictures are not divided over context "
+            f"parallel.context: {topology.context} with {config.hf_model_type}, whose images are not divided over context "
             "parallel ranks: set 1"
         )
     if trains_head:
@@ -34,7 +34,7 @@ def check(config: Any, topology: Topology, adapters: Adapters | None, *, trains_
     if adapters is not None and matches(EMBEDDING, adapters.targets):
         raise ConfigError(
             f"adapters.targets names {EMBEDDING} of {config.hf_model_type}, whose embeddings engine megatron replaces by "
-            "features of pictures before adapters see them: leave it out, or use engine fsdp or single"
+            "features of images before adapters see them: leave it out, or use engine fsdp or single"
         )
     # Pipeline stages pass on hidden states only: the features of inner layers have to be added on the stage that has the tower.
     deepest = len(getattr(config.hf_config.vision_config, "deepstack_visual_indexes", None) or [])
@@ -74,14 +74,14 @@ def install(chunks: Sequence[Any], images: Images | None, token: int | None, tra
             module.requires_grad_(False)
         assert token is not None
         features = Features(module, token, chunk.config)
-        reason = "features of a batch's pictures in the order of its tokens, and their complete gradient with SP"
+        reason = "features of a batch's images in the order of its tokens, and their complete gradient with SP"
         # mcore-bridge calls it within the embedding layer, before sequence parallelism divides the tokens: every tensor parallel
         # rank inserts all features, and receives their complete gradient.
         patch(chunk.visual, "get_inputs_embeds", features.insert, reason)
 
 
 class Features:
-    """Features of a micro batch's pictures, in place of mcore-bridge's own insertion of them.
+    """Features of a micro batch's images, in place of mcore-bridge's own insertion of them.
 
     mcore-bridge 1.6.5 adds the features of inner layers (DeepStack) to the tokens of a padded batch in another order than theirs,
     and under sequence parallelism leaves each rank with the gradients of its own tokens' features.
@@ -122,7 +122,7 @@ class Features:
         assert image_grid_thw is not None
         # Patches are fp32 in every precision, as the image processor makes them.
         final, *inner = features_of(self._tower, pixel_values.to(self._dtype), image_grid_thw)
-        # masked_scatter takes features in the order of [batch, sequence], which is that of the samples and so of their pictures.
+        # masked_scatter takes features in the order of [batch, sequence], which is that of the samples and so of their images.
         mask = input_ids == self._token
         inputs: dict[str, Any] = {
             "inputs_embeds": embeddings.masked_scatter(
@@ -163,5 +163,5 @@ def frequencies_in_fp32(chunk: Any, images: Images | None) -> Iterator[None]:
 
 
 def arguments(batch: MicroBatch, chunk: Any, images: Images | None) -> dict[str, Tensor]:
-    """Return the pictures of a micro batch as arguments of a chunk with a vision tower; none for other chunks."""
+    """Return the images of a micro batch as arguments of a chunk with a vision tower; none for other chunks."""
     return {} if tower(chunk, images) is None else image_arguments(batch)

@@ -108,7 +108,7 @@ def adapter_targets(
     """Return every layer of a model, which may be on ``meta``, that adapters could act on; and those that peft could.
 
     Args:
-        images: declaration of a model's pictures; None: it takes none.
+        images: declaration of a model's images; None: it takes none.
         trained: ``train`` if adapters may act on its vision tower.
     """
     tower_layers, refused_targets = divided_tower(None if images is None else tower(model, images), images, trained)

@@ -26,8 +26,8 @@ from megascend.serve.api.reading import LARGE, read_body, read_json
 from megascend.serve.api.wire import PROTOBUF, TrainAnswer, train_request_of_json, train_request_of_protobuf
 from megascend.serve.checkpoints import CheckpointPath, sampler_name
 from megascend.serve.errors import RequestRefusedError
+from megascend.serve.images import holds_images
 from megascend.serve.operations import BY_PATH, number_in, settled, train
-from megascend.serve.pictures import holds_pictures
 from megascend.serve.samplers.adapters import Samplers
 from megascend.serve.samplers.messages import SampleAnswer, prompt_of
 from megascend.serve.scheduler.futures import Future
@@ -193,7 +193,7 @@ class Api:
 
     async def asample(self, request: Request, tenant: str) -> Response:
         body, prompt = await read_json(request, LARGE), None
-        if holds_pictures(body.get("prompt")):
+        if holds_images(body.get("prompt")):
             # In a thread, as decoding would block the event loop; its errors belong to the future.
             prompt = await asyncio.to_thread(prompt_of, body["prompt"], self.service.base.image_processor)
         future = self._samplers.sample(tenant, body, prompt)

@@ -253,15 +253,17 @@ def _check_64_bits(value: float) -> float:
     return value
 
 
-def _whole(value: float) -> int:
-    if value != int(value):
-        raise ValueError("must be a whole number")
-    return int(value)
+def as_integer(value: Any) -> Any:
+    """Convert a float that is a whole number to int, as some JSON libraries write integers."""
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise ValueError("must be a whole number")
+        return int(value)
+    return value
 
 
 Bounded = Annotated[int | float, AfterValidator(_check_64_bits)]
-Whole = Annotated[Bounded, AfterValidator(_whole)]
-"""An integer, which JSON libraries may write as 5.0."""
+Whole = Annotated[int, BeforeValidator(as_integer), Field(gt=-(2**63), lt=2**63)]
 
 
 class SamplingSettings(Body):

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from megascend.data.pictures import PictureProcessor
+from megascend.data.images import ImageProcessor
 from megascend.errors import DataError, MissingDependencyError
 from megascend.serve.api.bodies import TrainBody
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.pictures import (
+from megascend.serve.images import (
+    ImageReader,
     ModelInput,
-    PictureReader,
-    PlacedPicture,
+    PlacedImage,
     chunks_of_json,
     chunks_of_message,
     integers,
@@ -144,22 +144,22 @@ class Datum:
     """One sample of a request.
 
     Attributes:
-        tokens: int64 [n], with those that stand for pictures.
+        tokens: int64 [n], with those that stand for images.
         inputs: loss inputs by name, int64 or float32, [n] or [n, k].
         token_spans, target_spans: provenance of tokens and targets, in order; empty if the client sent none.
-        pictures: in the order of their tokens.
+        images: in the order of their tokens.
     """
 
     tokens: np.ndarray
     inputs: Mapping[str, np.ndarray]
     token_spans: Sequence[ProvenanceSpan] = ()
     target_spans: Sequence[ProvenanceSpan] = ()
-    pictures: tuple[PlacedPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def model_input(self) -> ModelInput:
-        """Tokens and pictures."""
-        return ModelInput(self.tokens, self.pictures)
+        """Tokens and images."""
+        return ModelInput(self.tokens, self.images)
 
 
 @dataclass(frozen=True)
@@ -245,12 +245,12 @@ def messages_of_client() -> Any:
 
 
 def train_request_of_json(
-    body: Mapping[str, Any], max_data: int, image_processor: PictureProcessor | None = None, *, forward_only: bool
+    body: Mapping[str, Any], max_data: int, image_processor: ImageProcessor | None = None, *, forward_only: bool
 ) -> TrainRequest:
     """Read a request in JSON, from older clients. Unknown fields are ignored.
 
     Args:
-        image_processor: decodes pictures; None: the model takes none.
+        image_processor: decodes images; None: the model takes none.
     """
     fields = TrainBody.read(body)
     inside = fields.forward_input if forward_only else fields.forward_backward_input
@@ -261,7 +261,7 @@ def train_request_of_json(
     settings = inside.loss_fn_config or {}
     settings = settings if isinstance(settings, dict) else {"": settings}
     request = TrainRequest(fields.model_id, number_of(fields.seq_id), str(inside.loss_fn), settings, forward_only)
-    reader = PictureReader(image_processor)
+    reader = ImageReader(image_processor)
     return _with_data(request, inside.data, partial(_datum_of_json, reader=reader), _sparse_shapes_of_json)
 
 
@@ -285,11 +285,13 @@ def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
     return {"model_id": request.model, "seq_id": request.number, "forward_backward_input": inside}
 
 
-def train_request_of_protobuf(body: bytes, max_data: int, image_processor: PictureProcessor | None = None) -> TrainRequest:
+def train_request_of_protobuf(
+    body: bytes, max_data: int, image_processor: ImageProcessor | None = None
+) -> TrainRequest:
     """Read a request in protobuf, from newer clients.
 
     Args:
-        image_processor: decodes pictures; None: the model takes none.
+        image_processor: decodes images; None: the model takes none.
     """
     from google.protobuf.message import DecodeError
 
@@ -308,7 +310,7 @@ def train_request_of_protobuf(body: bytes, max_data: int, image_processor: Pictu
     request = TrainRequest(
         message.model_id, number_of(message.seq_id), message.loss_fn, settings, bool(message.forward_only)
     )
-    reader = PictureReader(image_processor)
+    reader = ImageReader(image_processor)
     return _with_data(request, message.data, partial(_datum_of_message, reader=reader), _sparse_shapes_of_message)
 
 
@@ -354,10 +356,10 @@ def _sparse_shapes_of_message(datum: Any) -> list[Any]:
     return [value.shape[:2] for value in datum.loss_fn_inputs.values() if value.HasField("sparse_csr")]
 
 
-def _datum_of_json(datum: Any, reader: PictureReader) -> Datum:
+def _datum_of_json(datum: Any, reader: ImageReader) -> Datum:
     inputs = {str(name): tensor_of_json(value) for name, value in datum["loss_fn_inputs"].items()}
     model_input = reader.read(chunks_of_json(datum["model_input"]))
-    return Datum(model_input.tokens, inputs, pictures=model_input.pictures)
+    return Datum(model_input.tokens, inputs, images=model_input.images)
 
 
 def tensor_of_json(value: Any) -> np.ndarray:
@@ -374,10 +376,10 @@ def tensor_of_json(value: Any) -> np.ndarray:
     return flat if shape is None else flat.reshape([int(size) for size in shape])
 
 
-def _datum_of_message(datum: Any, reader: PictureReader) -> Datum:
+def _datum_of_message(datum: Any, reader: ImageReader) -> Datum:
     inputs = {name: tensor_of_message(value) for name, value in datum.loss_fn_inputs.items()}
     model_input = reader.read(chunks_of_message(datum.model_input))
-    return Datum(model_input.tokens, inputs, *spans_of_message(datum), model_input.pictures)
+    return Datum(model_input.tokens, inputs, *spans_of_message(datum), model_input.images)
 
 
 def tensor_of_message(tensor: Any) -> np.ndarray:

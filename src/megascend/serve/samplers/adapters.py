@@ -11,7 +11,7 @@ from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.serve.api.bodies import SampleBody
 from megascend.serve.checkpoints import CheckpointPath, CheckpointRecord
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.pictures import ModelInput
+from megascend.serve.images import ModelInput
 from megascend.serve.samplers.messages import SampleAnswer, prompt_of, sample_request_of, targets_of
 from megascend.serve.scheduler.commands import Command, Create, Remove, Respond
 from megascend.serve.scheduler.futures import Future
@@ -58,7 +58,7 @@ class Samplers:
         """Accept a request to sample from a sampling session's model, or from the checkpoint that it names.
 
         Args:
-            prompt: prompt of a body with pictures, or the reason why it cannot be read.
+            prompt: prompt of a body with images, or the reason why it cannot be read.
 
         Raises:
             RequestRefusedError: 404 or 410, unknown session or checkpoint; 429, too much is pending.

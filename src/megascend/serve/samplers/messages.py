@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from megascend.data.pictures import PictureProcessor
+from megascend.data.images import ImageProcessor
 from megascend.errors import ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams, Stop, TopLogprobs
 from megascend.serve.api.bodies import MaxTokens, SampleBody, SamplingSettings
 from megascend.serve.api.wire import messages_of_client, tensor_of_json
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.pictures import ModelInput, PictureReader, chunks_of_json, integers
+from megascend.serve.images import ImageReader, ModelInput, chunks_of_json, integers
 
 MAX_CELLS = 2**20
 """Maximum number of target tokens of one request."""
@@ -120,14 +120,14 @@ MAX_TOP = 2**22
 """Maximum (token, log-probability) pairs in one answer."""
 
 
-def prompt_of(value: Any, image_processor: PictureProcessor | None = None) -> ModelInput | DataError:
+def prompt_of(value: Any, image_processor: ImageProcessor | None = None) -> ModelInput | DataError:
     """Read a prompt, or return why it cannot be read.
 
     Args:
-        image_processor: decodes pictures; None: the model takes none.
+        image_processor: decodes images; None: the model takes none.
     """
     try:
-        return PictureReader(image_processor).read(chunks_of_json(value))
+        return ImageReader(image_processor).read(chunks_of_json(value))
     except DataError as error:
         return DataError(f"prompt: {error}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -142,7 +142,7 @@ def sample_request_of(
     Args:
         adapter: adapter to sample from; None: the base model.
         max_length: maximum length of prompt and response together.
-        prompt_input: result of :func:`prompt_of`; None: a prompt without pictures, which is read here.
+        prompt_input: result of :func:`prompt_of`; None: a prompt without images, which is read here.
     """
     if prompt_input is None:
         prompt_input = prompt_of(body.prompt)

@@ -124,7 +124,7 @@ class VllmSampling:
             raise ConfigError("vLLM does not report log-probabilities of other tokens at prompt positions")
         if request.images is not None:
             raise ConfigError(
-                "the prompt has pictures, which this server does not send to vLLM servers; sample from the ranks"
+                "the prompt has images, which this server does not send to vLLM servers; sample from the ranks"
             )
         limit = "what the served model takes"
         if refusal := request.refusal(self._directories, self._vocab_size, self._max_length, limit):

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import torch
 
 from megascend.backend import Backend
+from megascend.batch.image_sources import ImageSources
 from megascend.batch.images import SampleImages
-from megascend.batch.picture_sources import PictureSources
 from megascend.config import Lora
-from megascend.data.pictures import PictureProcessor
+from megascend.data.images import ImageProcessor
 from megascend.errors import ConfigError, DataError
 from megascend.lora.fairness import Ledger, Request, next_unit
 from megascend.lora.queue import CALLS_AT_ONCE, AdapterFuture, AdapterQueue, out_of_memory_error
@@ -79,7 +79,7 @@ def run_commands(
     inbox: Inbox | None,
     report: Callable[[list[Outcome]], None],
     generate: Generate | None = None,
-    image_processor: PictureProcessor | None = None,
+    image_processor: ImageProcessor | None = None,
 ) -> None:
     """Run commands until the inbox of rank 0 is closed. Collective.
 
@@ -88,7 +88,7 @@ def run_commands(
         inbox: rank 0's inbox; None on other ranks.
         report: called on every rank with outcomes.
         generate: samples responses in slices; collective.
-        image_processor: decodes pictures of commands; None: the model takes none.
+        image_processor: decodes images of commands; None: the model takes none.
     """
     queue = AdapterQueue(backend, max_batch_tokens=max_batch_tokens, max_pending=UNLIMITED)
     runner = CommandRunner(backend, queue, generate, image_processor)
@@ -142,7 +142,7 @@ class CommandRunner:
         backend: the model on all ranks.
         queue: runs all commands except sampling, in each model's order.
         generate: samples responses; collective.
-        image_processor: decodes the pictures of commands when a rank computes with them.
+        image_processor: decodes the images of commands when a rank computes with them.
 
     Attributes:
         finished_models: models whose last command ended in the last unit.
@@ -153,7 +153,7 @@ class CommandRunner:
         backend: AdapterStore,
         queue: AdapterQueue,
         generate: Generate | None = None,
-        image_processor: PictureProcessor | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         self._backend, self._queue, self._generate, self._image_processor = backend, queue, generate, image_processor
         self._unfinished: dict[str, deque[_Entry]] = {}  # by model, in the order in which clients expect the answers
@@ -227,11 +227,11 @@ class CommandRunner:
         assert isinstance(command, Save)
         return queue.call(adapter, partial(backend.save_adapter, adapter, command.path, optimizer=command.optimizer))
 
-    def _deferred(self, images: SampleImages | PictureSources | None) -> SampleImages | None:
-        """Return a command's pictures, which travel as they were sent."""
-        if not isinstance(images, PictureSources):
+    def _deferred(self, images: SampleImages | ImageSources | None) -> SampleImages | None:
+        """Return a command's images, which travel as they were sent."""
+        if not isinstance(images, ImageSources):
             return images
-        assert self._image_processor is not None, "requests with pictures are refused for a model of text"
+        assert self._image_processor is not None, "requests with images are refused for a model of text"
         return self._image_processor.deferred(images)
 
     def _run_calls(self) -> list[Outcome]:

@@ -1,8 +1,8 @@
-"""Program with an unmodified Tinker client: trains and samples with pictures, and writes the answers.
+"""Program with an unmodified Tinker client: trains and samples with images, and writes the answers.
 
-    python picture_client.py JOB.json RESULT.json
+    python image_client.py JOB.json RESULT.json
 
-In JOB's ``texts`` the numbers below that of its ``pictures`` stand for them.
+In JOB's ``texts`` the numbers below that of its ``images`` stand for them.
 """
 
 import base64
@@ -22,8 +22,8 @@ from tinker import types  # noqa: E402
 def model_input(text: list[int], job: dict[str, Any]) -> types.ModelInput:
     chunks: list[Any] = []
     for number in text:
-        if number < len(job["pictures"]):
-            content, features = base64.b64decode(job["pictures"][number]), job["features"][number]
+        if number < len(job["images"]):
+            content, features = base64.b64decode(job["images"][number]), job["features"][number]
             chunks.append(types.ImageChunk(data=content, format="png", expected_tokens=features))
         elif chunks and isinstance(chunks[-1], types.EncodedTextChunk):
             chunks[-1] = types.EncodedTextChunk(tokens=[*chunks[-1].tokens, number])
@@ -33,12 +33,12 @@ def model_input(text: list[int], job: dict[str, Any]) -> types.ModelInput:
 
 
 def datum(text: list[int], job: dict[str, Any]) -> types.Datum:
-    """Return a sample of next tokens; targets of pictures are 0, with weight 0, as the Tinker cookbook writes them."""
+    """Return a sample of next tokens; targets of images are 0, with weight 0, as the Tinker cookbook writes them."""
     ids: list[int] = []
     weights: list[float] = []
     for number in text:
-        count = job["features"][number] if number < len(job["pictures"]) else 1
-        is_text = number >= len(job["pictures"])
+        count = job["features"][number] if number < len(job["images"]) else 1
+        is_text = number >= len(job["images"])
         ids += [number if is_text else 0] * count
         weights += [float(is_text)] * count
     inputs: dict[str, Any] = {"target_tokens": ids[1:], "weights": weights[1:]}

@@ -1,4 +1,4 @@
-"""A KV cache with pictures in prompts: responses against transformers' ``generate``, on every engine; adapters against peft."""
+"""A KV cache with images in prompts: responses against transformers' ``generate``, on every engine; adapters against peft."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
 from support.covering import FIRST_STACK
 from support.generated import GREEDY, assert_equal, generated
-from support.pictures import END, GRIDS, MERGE, TOKEN, picture_tokens, pixels, tower_adapter
+from support.images import END, GRIDS, MERGE, TOKEN, image_tokens, pixels, tower_adapter
 
 pytestmark = [
     pytest.mark.usefixtures("megatron_imported"),
-    pytest.mark.skipif(not FIRST_STACK, reason="models with pictures need the first stack"),
+    pytest.mark.skipif(not FIRST_STACK, reason="models with images need the first stack"),
 ]
 
 LAYOUTS = {
@@ -57,13 +57,13 @@ ENGINES: dict[str, tuple[str, int, str, bool]] = {
 
 
 def prompts() -> list[tuple[list[int], SampleImages | None, dict[str, Any]]]:
-    """Return prompts with one, several and no pictures, and the same for transformers; the last one ends with a picture."""
+    """Return prompts with one, several and no images, and the same for transformers; the last one ends with an image."""
     result = []
     for number in (0, 1, 2, 5, 7):
-        tokens, patches, grids = picture_tokens()[number], pixels()[number], torch.tensor(GRIDS[number])
+        tokens, patches, grids = image_tokens()[number], pixels()[number], torch.tensor(GRIDS[number])
         if number == 7:
-            # The response begins behind the token that ends the picture. Not at the picture itself: transformers' generate takes
-            # new tokens for those of a picture if the prompt's last one is.
+            # The response begins behind the token that ends the image. Not at the image itself: transformers' generate takes
+            # new tokens for those of an image if the prompt's last one is.
             tokens = tokens[: len(tokens) - tokens[::-1].index(END)]
         row = torch.tensor([tokens])
         extra: dict[str, Any] = {"mm_token_type_ids": (row == TOKEN).int()}
@@ -77,7 +77,7 @@ def prompts() -> list[tuple[list[int], SampleImages | None, dict[str, Any]]]:
 
 
 def requests() -> list[SampleRequest]:
-    """Return greedy requests, and one whose responses share a picture and end after different numbers of tokens."""
+    """Return greedy requests, and one whose responses share an image and end after different numbers of tokens."""
     tokens, images, _ = prompts()[1]
     group = SampleRequest(tokens, VARIED, num_samples=3, images=images)
     return [*(SampleRequest(tokens, GREEDY, images=images) for tokens, images, _ in prompts()), group]

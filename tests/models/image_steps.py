@@ -1,9 +1,9 @@
-"""Train a tiny model on samples with pictures, on an engine without Megatron, in a process where Megatron is not imported.
+"""Train a tiny model on samples with images, on an engine without Megatron, in a process where Megatron is not imported.
 
-    python picture_steps.py JOB
+    python image_steps.py JOB
 
 JOB is a JSON object with ``engine``, ``checkpoint``, ``steps``, ``tower`` and ``result``, the file that rank 0 writes: losses,
-gradient norms, the first log-probabilities, how far each sample's move when the first one has another picture, and the trained
+gradient norms, the first log-probabilities, how far each sample's move when the first one has another image, and the trained
 weights. It may name an ``adapter``, a PEFT directory, that is trained and saved to RESULT.adapter; several ``tenants``, which are
 trained together on the samples of their ``shares`` and saved to RESULT.tenant-N; and checkpoints to ``load`` before and to
 ``save`` after; ``expert`` is the expert parallel size.
@@ -22,11 +22,11 @@ import torch
 
 import megascend
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY
-from support.pictures import picture_samples
+from support.images import image_samples
 
 
 def main(job: dict[str, Any]) -> None:
-    samples, adapter, tenants = picture_samples(), job.get("adapter"), job.get("tenants", [])
+    samples, adapter, tenants = image_samples(), job.get("adapter"), job.get("tenants", [])
     packed = job["engine"] == "fsdp"
     with megascend.make_backend(
         job["engine"],
@@ -52,7 +52,7 @@ def main(job: dict[str, Any]) -> None:
         logprobs = backend.forward(samples, adapter=name).logprobs if backend.topology.data == 1 else []
         moved = []
         if logprobs and not adapter:
-            other = dataclasses.replace(samples[0], images=picture_samples(seed=1)[0].images)
+            other = dataclasses.replace(samples[0], images=image_samples(seed=1)[0].images)
             changed = backend.forward([other, *samples[1:]]).logprobs
             moved = [float((a - b).abs().max()) for a, b in zip(logprobs, changed, strict=True)]
         losses, norms = [], []

@@ -1,4 +1,4 @@
-"""Pictures of samples before they are decoded. Without torch: data is read before it is imported."""
+"""Images of samples before they are decoded. Without torch: data is read before it is imported."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class PictureSource:
-    """A picture that is not decoded yet: its file's path, or its bytes.
+class ImageSource:
+    """An image that is not decoded yet: its file's path, or its bytes.
 
     Attributes:
         path: absolute, or relative to the file that names it.
@@ -24,11 +24,11 @@ class PictureSource:
 
 
 @dataclass(frozen=True)
-class PictureIdentity:
-    """Identity of a picture that has been read.
+class ImageIdentity:
+    """Identity of an image that has been read.
 
     Attributes:
-        file: absolute path; None for a picture that is no file.
+        file: absolute path; None for an image that is no file.
         digest: digest of its bytes; fits int64.
         size: size of the file in bytes.
         modified: time of the file's last change in nanoseconds.
@@ -41,16 +41,16 @@ class PictureIdentity:
 
 
 @dataclass(frozen=True)
-class PictureSources:
-    """Pictures of a sample that the data reader turns into :class:`megascend.batch.images.SampleImages` when the sample is used.
+class ImageSources:
+    """Images of a sample that the data reader turns into :class:`megascend.batch.images.SampleImages` when the sample is used.
 
     Attributes:
         folder: that their paths are relative to.
-        identities: identities of the pictures when they were read; empty if they are not files.
+        identities: identities of the images when they were read; empty if they are not files.
         grids: frames, rows and columns of their patches; empty if they are not known.
     """
 
-    sources: tuple[PictureSource, ...]
+    sources: tuple[ImageSource, ...]
     folder: Path
-    identities: tuple[PictureIdentity, ...] = ()
+    identities: tuple[ImageIdentity, ...] = ()
     grids: tuple[tuple[int, int, int], ...] = ()

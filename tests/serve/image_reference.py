@@ -1,8 +1,8 @@
-"""The independent reference of a client's training with pictures: transformers, peft and torch's AdamW. Imports no megascend.
+"""The independent reference of a client's training with images: transformers, peft and torch's AdamW. Imports no megascend.
 
-    python picture_reference.py JOB.json ADAPTER RESULT.json
+    python image_reference.py JOB.json ADAPTER RESULT.json
 
-JOB as for picture_client.py; ADAPTER is the directory of the adapter that the client began with.
+JOB as for image_client.py; ADAPTER is the directory of the adapter that the client began with.
 """
 
 import base64
@@ -20,20 +20,20 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 def inputs_of(
     text: list[int], job: dict[str, Any], processor: Any
 ) -> tuple[dict[str, torch.Tensor], list[int], list[float]]:
-    """Return the model's inputs, all token ids with 0 for those of pictures, and their weights."""
-    ids, targets, weights, pictures = [], [], [], []
+    """Return the model's inputs, all token ids with 0 for those of images, and their weights."""
+    ids, targets, weights, images = [], [], [], []
     for number in text:
-        is_text = number >= len(job["pictures"])
+        is_text = number >= len(job["images"])
         count = 1 if is_text else job["features"][number]
         ids += [number if is_text else job["token"]] * count
         targets += [number if is_text else 0] * count
         weights += [float(is_text)] * count
         if not is_text:
-            pictures.append(Image.open(io.BytesIO(base64.b64decode(job["pictures"][number]))).convert("RGB"))
+            images.append(Image.open(io.BytesIO(base64.b64decode(job["images"][number]))).convert("RGB"))
     row = torch.tensor(ids)[None]
     inputs: dict[str, torch.Tensor] = {"input_ids": row, "mm_token_type_ids": (row == job["token"]).int()}
-    if pictures:
-        outputs = processor(images=pictures, return_tensors="pt")
+    if images:
+        outputs = processor(images=images, return_tensors="pt")
         inputs |= {"pixel_values": outputs["pixel_values"], "image_grid_thw": outputs["image_grid_thw"]}
     return inputs, targets, weights
 

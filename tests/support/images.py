@@ -1,4 +1,4 @@
-"""Samples with pictures for tiny models of the Qwen3-VL family, and the same for the reference."""
+"""Samples with images for tiny models of the Qwen3-VL family, and the same for the reference."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ START, END, TOKEN = 312, 313, 314
 PATCH_WIDTH = 3 * 2 * 4 * 4
 MERGE = 2
 GRIDS = ([(1, 4, 6)], [(1, 4, 4), (1, 2, 6)], [], [(1, 8, 4)], [], [(1, 2, 2), (1, 2, 2), (1, 4, 2)], [], [(1, 6, 4)])
-"""Of the pictures of each sample: none, one or several, tall and wide."""
+"""Of the images of each sample: none, one or several, tall and wide."""
 TOWER = "model.visual."
 
 
-def with_pictures(tokens: list[int], grids: list[tuple[int, int, int]]) -> list[int]:
-    """Return tokens with those of pictures after the second, fifth and eighth."""
+def with_images(tokens: list[int], grids: list[tuple[int, int, int]]) -> list[int]:
+    """Return tokens with those of images after the second, fifth and eighth."""
     tokens = list(tokens)
     for number, (frames, height, width) in reversed(list(enumerate(grids))):
         position = 2 + 3 * number
@@ -32,13 +32,13 @@ def with_pictures(tokens: list[int], grids: list[tuple[int, int, int]]) -> list[
     return tokens
 
 
-def picture_tokens() -> list[list[int]]:
+def image_tokens() -> list[list[int]]:
     """Return the token ids of every sample."""
-    return [with_pictures(ids, grids) for ids, grids in zip(token_lists(), GRIDS, strict=True)]
+    return [with_images(ids, grids) for ids, grids in zip(token_lists(), GRIDS, strict=True)]
 
 
 def pixels(seed: int = 0) -> list[torch.Tensor | None]:
-    """Return the patches of every sample's pictures."""
+    """Return the patches of every sample's images."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(sum(t * h * w for t, h, w in grids), PATCH_WIDTH, generator=generator) if grids else None
@@ -47,39 +47,39 @@ def pixels(seed: int = 0) -> list[torch.Tensor | None]:
 
 
 def weights_of(tokens: list[int]) -> list[float]:
-    """Return weights of the targets: 0 for the prompt and for pictures."""
+    """Return weights of the targets: 0 for the prompt and for images."""
     return [float(number >= PROMPT and token != TOKEN) for number, token in enumerate(tokens)][1:]
 
 
-def picture_samples(seed: int = 0) -> list[Sample]:
-    """Return the samples, some with pictures."""
+def image_samples(seed: int = 0) -> list[Sample]:
+    """Return the samples, some with images."""
     return [
         Sample.causal(
             tokens,
             weights=[0.0, *weights_of(tokens)],
             images=None if patches is None else SampleImages(patches, torch.tensor(grids)),
         )
-        for tokens, grids, patches in zip(picture_tokens(), GRIDS, pixels(seed), strict=True)
+        for tokens, grids, patches in zip(image_tokens(), GRIDS, pixels(seed), strict=True)
     ]
 
 
-def picture_fields() -> list[dict[str, Any]]:
+def image_fields() -> list[dict[str, Any]]:
     """Return what the references get of each sample beside its tokens."""
     fields: list[dict[str, Any]] = []
-    for tokens, grids, patches in zip(picture_tokens(), GRIDS, pixels(), strict=True):
+    for tokens, grids, patches in zip(image_tokens(), GRIDS, pixels(), strict=True):
         images = {} if patches is None else {"pixel_values": patches.tolist(), "grids": [list(grid) for grid in grids]}
         fields.append({"weights": weights_of(tokens), **images})
     return fields
 
 
-def picture_reference(folder: Path, checkpoint: Path, *, frozen: bool, steps: int, **options: Any) -> Any:
+def image_reference(folder: Path, checkpoint: Path, *, frozen: bool, steps: int, **options: Any) -> Any:
     """Return the trajectory of transformers' model on the same samples."""
     return hf_reference(
         folder,
         checkpoint,
-        picture_tokens(),
+        image_tokens(),
         steps,
-        fields=picture_fields(),
+        fields=image_fields(),
         image_token=TOKEN,
         frozen=[TOWER] if frozen else [],
         **options,

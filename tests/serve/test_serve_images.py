@@ -1,4 +1,4 @@
-"""Pictures in requests: read as the real client writes them, refused by field, trained and sampled as transformers does."""
+"""Images in requests: read as the real client writes them, refused by field, trained and sampled as transformers does."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from PIL import Image
 from recording_backend import Served, served
 from serve_ranks import KEYS, service, write_json
 
+from megascend.batch.image_sources import ImageSources
 from megascend.batch.images import SampleImages
-from megascend.batch.picture_sources import PictureSources
 from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
-from megascend.config.serve import RequestPictures, ServeConfig
-from megascend.data.pictures import PictureProcessor
+from megascend.config.serve import RequestImages, ServeConfig
+from megascend.data.images import ImageProcessor
 from megascend.errors import DataError
 from megascend.serve.api.bodies import SampleBody
 from megascend.serve.api.wire import (
@@ -47,13 +47,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def processor(model: Path) -> PictureProcessor:
-    processor = PictureProcessor.for_model(model, RequestPictures())
+def processor(model: Path) -> ImageProcessor:
+    processor = ImageProcessor.for_model(model, RequestImages())
     assert processor is not None
     return processor
 
 
-def picture(seed: int = 0, size: tuple[int, int] = (48, 32), kind: str = "PNG", **options: Any) -> bytes:
+def image(seed: int = 0, size: tuple[int, int] = (48, 32), kind: str = "PNG", **options: Any) -> bytes:
     """Return a file of noise (width, height)."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     buffer = io.BytesIO()
@@ -65,7 +65,9 @@ def image_chunk(content: bytes, kind: str = "png", **values: Any) -> dict[str, A
     return {"type": "image", "data": base64.b64encode(content).decode(), "format": kind, **values}
 
 
-def request(*chunks: dict[str, Any], length: int, image_processor: PictureProcessor | None, **inputs: Any) -> TrainRequest:
+def request(
+    *chunks: dict[str, Any], length: int, image_processor: ImageProcessor | None, **inputs: Any
+) -> TrainRequest:
     """Read a forward_backward of one sample in JSON; ``length``: of its targets."""
     tensors = {"target_tokens": [*range(1, length + 1)], **inputs}
     datum = {
@@ -85,8 +87,8 @@ TEXT = {"type": "encoded_text", "tokens": [5, 6]}
 FEATURES = 6
 
 
-def test_pictures_become_tokens_and_images(model: Path, processor: PictureProcessor) -> None:
-    contents = [picture(0), picture(1, (32, 64), "JPEG")]
+def test_images_become_tokens_and_images(model: Path, processor: ImageProcessor) -> None:
+    contents = [image(0), image(1, (32, 64), "JPEG")]
     chunks = (TEXT, image_chunk(contents[0]), TEXT, image_chunk(contents[1], "jpeg", expected_tokens=8), TEXT)
     read = request(*chunks, length=20, image_processor=processor)
     assert read.problem is None
@@ -94,8 +96,8 @@ def test_pictures_become_tokens_and_images(model: Path, processor: PictureProces
     token = processor.layout.token
     assert datum.tokens.tolist() == [5, 6, *[token] * FEATURES, 5, 6, *[token] * 8, 5, 6]
     [sample] = samples_of(datum, loss_of("cross_entropy", {}))
-    assert isinstance(sample.images, PictureSources)
-    # The tokens before those of a picture predict them, and are not learned.
+    assert isinstance(sample.images, ImageSources)
+    # The tokens before those of an image predict them, and are not learned.
     assert sample.weights.tolist() == [1.0, *[0.0] * FEATURES, 1.0, 1.0, *[0.0] * 8, 1.0, 1.0, 1.0][: len(datum.tokens)]
     images = processor.deferred(sample.images)
     assert images.grids.tolist() == [[1, 4, 6], [1, 8, 4]]
@@ -107,10 +109,10 @@ def test_pictures_become_tokens_and_images(model: Path, processor: PictureProces
     assert images.patch_width == expected["pixel_values"].shape[1]
 
 
-def test_the_clients_messages_are_read_alike(processor: PictureProcessor) -> None:
+def test_the_clients_messages_are_read_alike(processor: ImageProcessor) -> None:
     tinker = pytest.importorskip("tinker", reason="the client needs Python 3.11")
     conversion = pytest.importorskip("tinker.proto.request_conv", reason="older clients send JSON")
-    types, content = tinker.types, picture(2, kind="JPEG")
+    types, content = tinker.types, image(2, kind="JPEG")
     chunks = [
         types.EncodedTextChunk(tokens=[1, 2]),
         types.ImageChunk(data=content, format="jpeg", expected_tokens=FEATURES),
@@ -140,7 +142,7 @@ def test_the_clients_messages_are_read_alike(processor: PictureProcessor) -> Non
         assert read.problem is None
         [datum_read] = read.data
         assert datum_read.tokens.tolist() == [1, 2, *[processor.layout.token] * FEATURES, 3]
-        assert [(item.start, item.tokens, item.grid, item.chunk.data) for item in datum_read.pictures] == [
+        assert [(item.start, item.tokens, item.grid, item.chunk.data) for item in datum_read.images] == [
             (2, FEATURES, (1, 4, 6), content)
         ]
         assert datum_read.inputs["weights"].tolist() == weights
@@ -160,27 +162,27 @@ def large() -> bytes:
     return buffer.getvalue()
 
 
-GOOD = image_chunk(picture())
+GOOD = image_chunk(image())
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "cut off": (lambda: image_chunk(picture()[:700]), "is damaged"),
+    "cut off": (lambda: image_chunk(image()[:700]), "is damaged"),
     "empty": (lambda: image_chunk(b""), "is empty: 0 bytes"),
-    "not a picture": (lambda: image_chunk(b"hello"), "is in none of the formats PNG, or damaged"),
-    "of another format": (lambda: image_chunk(picture(kind="JPEG")), "is in none of the formats PNG, or damaged"),
+    "not an image": (lambda: image_chunk(b"hello"), "is in none of the formats PNG, or damaged"),
+    "of another format": (lambda: image_chunk(image(kind="JPEG")), "is in none of the formats PNG, or damaged"),
     "of an unknown format": (
-        lambda: image_chunk(picture(kind="GIF"), "gif"),
+        lambda: image_chunk(image(kind="GIF"), "gif"),
         "format 'gif'; this server takes png and jpeg",
     ),
     "animated": (lambda: image_chunk(gif("PNG")), "is animated"),
-    "large": (lambda: image_chunk(large()), "has 9000 x 9000 pixels, over the limit of 67108864 (pictures.max_pixels)"),
-    "heavy": (lambda: image_chunk(bytes(20 * 2**20 + 1)), "bytes, over the limit of 20971520 (pictures.max_bytes)"),
-    "thin": (lambda: image_chunk(picture(size=(2000, 8))), "absolute aspect ratio must be smaller than 200"),
+    "large": (lambda: image_chunk(large()), "has 9000 x 9000 pixels, over the limit of 67108864 (images.max_pixels)"),
+    "heavy": (lambda: image_chunk(bytes(20 * 2**20 + 1)), "bytes, over the limit of 20971520 (images.max_bytes)"),
+    "thin": (lambda: image_chunk(image(size=(2000, 8))), "absolute aspect ratio must be smaller than 200"),
     "miscounted": (
-        lambda: image_chunk(picture(), expected_tokens=7),
-        "the picture of 48 x 32 pixels has 6 tokens, and expected_tokens is 7",
+        lambda: image_chunk(image(), expected_tokens=7),
+        "the image of 48 x 32 pixels has 6 tokens, and expected_tokens is 7",
     ),
     "without base64": (lambda: {"type": "image", "data": "@@", "format": "png"}, "data is not valid base64"),
     "as a number": (lambda: {"type": "image", "data": 3, "format": "png"}, "data must be base64"),
-    "counted by a text": (lambda: image_chunk(picture(), expected_tokens="6"), "expected_tokens an integer"),
+    "counted by a text": (lambda: image_chunk(image(), expected_tokens="6"), "expected_tokens an integer"),
     "pointer": (
         lambda: {"type": "image_asset_pointer", "format": "png", "location": "/etc/passwd"},
         "is 'image_asset_pointer'; this server takes encoded_text and image; it opens no files and addresses of clients",
@@ -190,7 +192,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_pictures_that_cannot_be_read_are_refused_with_their_field(kind: str, processor: PictureProcessor) -> None:
+def test_images_that_cannot_be_read_are_refused_with_their_field(kind: str, processor: ImageProcessor) -> None:
     make, problem = REFUSED[kind]
     chunk = make()
     read = request(TEXT, GOOD, chunk, length=4, image_processor=processor)
@@ -203,35 +205,35 @@ def test_pictures_that_cannot_be_read_are_refused_with_their_field(kind: str, pr
     assert problem in str(prompt)
 
 
-def test_pictures_of_a_request_share_limits(model: Path) -> None:
-    limits = RequestPictures(max_total_pixels=3 * 48 * 32, max_count=2)
-    processor = PictureProcessor.for_model(model, limits)
+def test_images_of_a_request_share_limits(model: Path) -> None:
+    limits = RequestImages(max_total_pixels=3 * 48 * 32, max_count=2)
+    processor = ImageProcessor.for_model(model, limits)
     read = request(GOOD, GOOD, TEXT, GOOD, length=4, image_processor=processor)
-    assert read.problem == "sample 0: chunks[3] is picture 3 of its sample, over the limit of 2 (pictures.max_count)"
+    assert read.problem == "sample 0: chunks[3] is image 3 of its sample, over the limit of 2 (images.max_count)"
     body = {"chunks": [GOOD, GOOD, TEXT]}
     datum = {"model_input": body, "loss_fn_inputs": {"target_tokens": {"data": [1] * 14, "dtype": "int64"}}}
     inside = {"data": [datum, datum], "loss_fn": "cross_entropy"}
     read = train_request_of_json({"model_id": "m", "forward_backward_input": inside}, 10, processor, forward_only=False)
     assert read.problem == (
-        "sample 1: chunks[1]: the request's pictures up to here have 6144 pixels, over the limit of 4608 "
-        "(pictures.max_total_pixels)"
+        "sample 1: chunks[1]: the request's images up to here have 6144 pixels, over the limit of 4608 "
+        "(images.max_total_pixels)"
     )
 
 
-def test_tokens_of_pictures_come_with_pictures_alone(processor: PictureProcessor) -> None:
+def test_tokens_of_images_come_with_images_alone(processor: ImageProcessor) -> None:
     token = processor.layout.token
     read = request({"tokens": [1, token]}, length=2, image_processor=processor)
     assert read.problem == (
-        f"sample 0: chunks[0] has token {token}, which stands for a picture: send an image chunk in its place"
+        f"sample 0: chunks[0] has token {token}, which stands for an image: send an image chunk in its place"
     )
     # A model of text has no such token.
     assert request({"tokens": [1, token]}, length=2, image_processor=None).problem is None
     assert request(GOOD, length=2, image_processor=None).problem == (
-        "sample 0: chunks[0] is a picture, and the served model takes none"
+        "sample 0: chunks[0] is an image, and the served model takes none"
     )
 
 
-def test_weights_of_pictures_must_be_zero(processor: PictureProcessor) -> None:
+def test_weights_of_images_must_be_zero(processor: ImageProcessor) -> None:
     length = 2 + FEATURES + 2
     for name, position in (("weights", 1), ("advantages", FEATURES)):
         values = [0.0] * length
@@ -243,15 +245,15 @@ def test_weights_of_pictures_must_be_zero(processor: PictureProcessor) -> None:
         with pytest.raises(DataError) as error:
             samples_of(datum, loss_of("cross_entropy" if name == "weights" else "ppo", {}))
         assert str(error.value) == (
-            f"{name}[{position}] is not 0, and the token after it stands for a picture, which is never learned"
+            f"{name}[{position}] is not 0, and the token after it stands for an image, which is never learned"
         )
 
 
-def test_prompts_have_pictures(processor: PictureProcessor) -> None:
+def test_prompts_have_images(processor: ImageProcessor) -> None:
     body = {"prompt": {"chunks": [TEXT, GOOD, TEXT]}, "sampling_params": {"max_tokens": 3}}
     message_fields = sample_request_of(SampleBody.read(body), None, 100, prompt_of(body["prompt"], processor))
     assert list(message_fields.prompt) == [5, 6, *[processor.layout.token] * FEATURES, 5, 6]
-    assert isinstance(message_fields.images, PictureSources)
+    assert isinstance(message_fields.images, ImageSources)
     images = processor.deferred(message_fields.images)
     assert isinstance(images, SampleImages)
     assert images.grids.tolist() == [[1, 4, 6]]
@@ -263,16 +265,16 @@ def system(tmp_path: Path) -> Iterator[Served]:
         yield server
 
 
-def test_model_of_text_refuses_pictures_and_goes_on(system: Served) -> None:
+def test_model_of_text_refuses_images_and_goes_on(system: Served) -> None:
     model = system.alice.model()
     datum = {"model_input": {"chunks": [GOOD]}, "loss_fn_inputs": {"target_tokens": {"data": [1], "dtype": "int64"}}}
     inside = {"data": [datum], "loss_fn": "cross_entropy"}
     answer = system.alice.ask("forward_backward", {"model_id": model, "seq_id": 1, "forward_backward_input": inside})
-    assert answer["error"] == "sample 0: chunks[0] is a picture, and the served model takes none"
+    assert answer["error"] == "sample 0: chunks[0] is an image, and the served model takes none"
     assert answer["category"] == "user"
     sampling = {"prompt": {"chunks": [GOOD]}, "sampling_params": {"max_tokens": 1}}
     answer = system.alice.ask("asample", sampling)
-    assert answer["error"] == "prompt: chunks[0] is a picture, and the served model takes none"
+    assert answer["error"] == "prompt: chunks[0] is an image, and the served model takes none"
     # The failed forward_backward fails its step, as any other, and the model trains on.
     assert "error" in system.alice.ask("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
     good = system.alice.forward_backward(model, 3, 10)
@@ -290,26 +292,26 @@ def test_model_of_text_refuses_pictures_and_goes_on(system: Served) -> None:
         pytest.param("fsdp", 2, "train", marks=pytest.mark.nightly),
     ],
 )
-def test_the_client_trains_and_samples_with_pictures_as_transformers(
-    engine: str, ranks: int, tower: str, model: Path, processor: PictureProcessor, tmp_path: Path
+def test_the_client_trains_and_samples_with_images_as_transformers(
+    engine: str, ranks: int, tower: str, model: Path, processor: ImageProcessor, tmp_path: Path
 ) -> None:
     pytest.importorskip("tinker", reason="the client needs Python 3.11")
     settings = ServeConfig(
         model=model, port=0, storage=tmp_path / "storage", precision="fp32", platform="cpu", engine=engine,
         vision_tower=tower,
     )  # fmt: skip
-    contents = [picture(seed, size) for seed, size in enumerate([(48, 32), (32, 64), (80, 16)])]
+    contents = [image(seed, size) for seed, size in enumerate([(48, 32), (32, 64), (80, 16)])]
     data = [
         [[5, 9, 0, 17, 30, 31], [12, 40, 41, 42]],
         [[0, 7, 1, 8, 9], [3, 50]],
         [[11, 2, 13, 60, 61, 62], [60]],
         [[20, 21, 22, 23], []],
     ]
-    # 0, 1 and 2 in a text stand for pictures.
+    # 0, 1 and 2 in a text stand for images.
     job = {
         "key": KEYS["alice"],
         "model": str(model),
-        "pictures": [base64.b64encode(content).decode() for content in contents],
+        "images": [base64.b64encode(content).decode() for content in contents],
         "features": [processor.layout.features(*processor.grid(Image.open(io.BytesIO(c)), "it")) for c in contents],
         "texts": [text for text, _ in data],
         "steps": 2,
@@ -318,13 +320,13 @@ def test_the_client_trains_and_samples_with_pictures_as_transformers(
     }
     with service(settings, ranks, tmp_path / "run") as url:
         file, answer_file = write_json(tmp_path / "job.json", job | {"url": url}), tmp_path / "answer.json"
-        completed = run_forked(FOLDER / "picture_client.py", file, answer_file, variables=environment())
+        completed = run_forked(FOLDER / "image_client.py", file, answer_file, variables=environment())
         assert completed.returncode == 0, completed.stderr[-4000:]
     answer = json.loads(answer_file.read_text())
     start = CheckpointPath.parse(answer["start"]).directory(settings.storage, "alice")
     adapted = json.loads((start / "adapter_config.json").read_text())["target_modules"]
     assert ("qkv" in " ".join(adapted)) == (tower == "train")
-    completed = run_reference(FOLDER / "picture_reference.py", file, start, tmp_path / "reference.json")
+    completed = run_reference(FOLDER / "image_reference.py", file, start, tmp_path / "reference.json")
     assert completed.returncode == 0, completed.stderr[-4000:]
     expected = json.loads((tmp_path / "reference.json").read_text())
     for step, reference in zip(answer["steps"], expected["steps"], strict=True):

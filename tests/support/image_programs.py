@@ -1,4 +1,4 @@
-"""Run ``tests/models/picture_steps.py``, which trains on pictures without Megatron."""
+"""Run ``tests/models/image_steps.py``, which trains on images without Megatron."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from support.forked_programs import run_launched
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "models" / "picture_steps.py"
+PROGRAM = ROOT / "tests" / "models" / "image_steps.py"
 
 
 def run_program(processes: int, folder: Path, **job: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pictures in conversations: every form in which data has them, limits and damage, and the patches of the model's processor."""
+"""Images in conversations: every form in which data has them, limits and damage, and the patches of the model's processor."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from PIL import Image
 
 from megascend.batch.images import SampleImages, decode_together
 from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
-from megascend.config import Data, Pictures
+from megascend.config import Data, DataImages
 from megascend.data.files import read_documents
 from megascend.data.findings import Findings
+from megascend.data.images import ImageProcessor, decode
 from megascend.data.order import fingerprint_of
-from megascend.data.pictures import PictureProcessor, decode
 from megascend.data.prepare import prepare_samples
 from megascend.data.samples import Encoder, SampleLimits, build_samples
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
-from megascend.models.qwen3_vl import PICTURES
+from megascend.models.qwen3_vl import IMAGES
 
 PAD = 261
 LIMITS = SampleLimits(400, vocab_size=320)
@@ -45,14 +45,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a folder with a picture, and use a separate cache."""
+    """Create a folder with an image, and use a separate cache."""
     monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "cache"))
     save(tmp_path / "data" / "cats" / "one.png")
     return tmp_path / "data"
 
 
 def save(path: Path, seed: int = 0, size: tuple[int, int] = (48, 32)) -> bytes:
-    """Save a picture of noise (width, height), and return the file's bytes."""
+    """Save an image of noise (width, height), and return the file's bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
@@ -73,7 +73,7 @@ def write(path: Path, *records: Any) -> Path:
 
 def samples_of(path: Path, model: Path, limits: SampleLimits = LIMITS, **settings: Any) -> SampleStore:
     data = Data(path=path, **settings)
-    return prepare_samples(path, data, byte_tokenizer(2048, PICTURES), limits, model)
+    return prepare_samples(path, data, byte_tokenizer(2048, IMAGES), limits, model)
 
 
 def expected_images(model: Path, *files: Path) -> SampleImages:
@@ -126,14 +126,14 @@ def test_every_form_gives_the_same_sample(form: str, folder: Path, model: Path) 
     sample = store[0]
     assert_same_images(sample.images, expected_images(model, folder / PATH))
     # 48 x 32 pixels, a patch of 8, four patches a feature: 3 x 2 tokens.
-    text = byte_tokenizer(2048, PICTURES).decode([*sample.input_ids.tolist(), int(sample.target_ids[-1])])
-    picture = "<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>"
-    assert text == f"<|im_start|>user\n{picture}what?<|im_end|>\n<|im_start|>assistant\na cat<|im_end|>\n"
+    text = byte_tokenizer(2048, IMAGES).decode([*sample.input_ids.tolist(), int(sample.target_ids[-1])])
+    image = "<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>"
+    assert text == f"<|im_start|>user\n{image}what?<|im_end|>\n<|im_start|>assistant\na cat<|im_end|>\n"
     learned = sample.target_ids[sample.weights > 0].tolist()
-    assert byte_tokenizer(2048, PICTURES).decode(learned) == "a cat<|im_end|>"
+    assert byte_tokenizer(2048, IMAGES).decode(learned) == "a cat<|im_end|>"
 
 
-def test_parquet_and_saved_data_sets_have_the_same_pictures(folder: Path, model: Path, tmp_path: Path) -> None:
+def test_parquet_and_saved_data_sets_have_the_same_images(folder: Path, model: Path, tmp_path: Path) -> None:
     import datasets
 
     content = (folder / PATH).read_bytes()
@@ -154,16 +154,16 @@ def test_parquet_and_saved_data_sets_have_the_same_pictures(folder: Path, model:
         assert_same_images(samples_of(path, model)[0].images, expected)
 
 
-def test_several_pictures_and_none_in_one_file(folder: Path, model: Path) -> None:
+def test_several_images_and_none_in_one_file(folder: Path, model: Path) -> None:
     save(folder / "two.png", 1, (32, 64))
-    two_pictures = conversation({"type": "image", "image": PATH}, {"type": "image", "image": "two.png"})
-    path = write(folder / "data.jsonl", {"messages": two_pictures}, {"messages": conversation()})
+    two_images = conversation({"type": "image", "image": PATH}, {"type": "image", "image": "two.png"})
+    path = write(folder / "data.jsonl", {"messages": two_images}, {"messages": conversation()})
     store = samples_of(path, model)
     assert_same_images(store[0].images, expected_images(model, folder / PATH, folder / "two.png"))
     assert int((store[0].input_ids == PAD).sum()) == 6 + 8
     assert store[1].images is None
     in_memory = build_samples(
-        read_documents(path), byte_tokenizer(2048, PICTURES), 400, image_processor=PictureProcessor.for_model(model)
+        read_documents(path), byte_tokenizer(2048, IMAGES), 400, image_processor=ImageProcessor.for_model(model)
     )
     for stored, built in zip(store, in_memory, strict=True):
         assert torch.equal(stored.input_ids, built.input_ids)
@@ -173,7 +173,7 @@ def test_several_pictures_and_none_in_one_file(folder: Path, model: Path) -> Non
     assert_same_images(store[0].images, expected)
 
 
-def test_tokens_of_pictures_carry_no_loss_with_the_prompt_learned(folder: Path, model: Path) -> None:
+def test_tokens_of_images_carry_no_loss_with_the_prompt_learned(folder: Path, model: Path) -> None:
     record = {"messages": conversation({"type": "image", "image": PATH})}
     sample = samples_of(write(folder / "data.jsonl", record), model, train_on_prompt=True)[0]
     assert float(sample.weights[sample.target_ids == PAD].sum()) == 0
@@ -191,7 +191,7 @@ def test_photograph_is_turned_upright_and_transparency_dropped(folder: Path, mod
     assert_same_images(images, expected_images(model, folder / "upright.png"))
 
 
-def test_preference_pair_has_the_picture_on_both_sides(folder: Path, model: Path) -> None:
+def test_preference_pair_has_the_image_on_both_sides(folder: Path, model: Path) -> None:
     sides = {name: conversation({"type": "image", "image": PATH}, answer=name) for name in ("chosen", "rejected")}
     store = samples_of(write(folder / "data.jsonl", sides), model)
     expected = expected_images(model, folder / PATH)
@@ -261,25 +261,25 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "pipe": (lambda path: os.mkfifo(path), "is no file"),
     "device without an end": (lambda path: path.symlink_to("/dev/zero"), "is no file"),
     "empty": (lambda path: path.write_bytes(b""), "is empty: 0 bytes"),
-    "not a picture": (lambda path: path.write_text("hello"), "is in none of the formats JPEG, PNG, WEBP, BMP, GIF"),
+    "not an image": (lambda path: path.write_text("hello"), "is in none of the formats JPEG, PNG, WEBP, BMP, GIF"),
     # A program that Pillow would run Ghostscript for.
     "EPS": (lambda path: Image.new("RGB", (8, 8)).save(path, "EPS"), "is in none of the formats"),
     "TIFF": (lambda path: Image.new("RGB", (8, 8)).save(path, "TIFF"), "is in none of the formats"),
     "header alone": (lambda path: path.write_bytes(png(header(8, 8))), "damaged"),
     "no pixels": (lambda path: path.write_bytes(png_header(8, 8)), "is damaged"),
-    "no width": (lambda path: path.write_bytes(png_header(0, 8)), "picture 'bad.png' "),
+    "no width": (lambda path: path.write_bytes(png_header(0, 8)), "image 'bad.png' "),
     "bomb": (
         lambda path: path.write_bytes(png_header(60_000, 60_000)),
-        "has more pixels than Pillow decodes, over the limit of 67108864 (data.pictures.max_pixels)",
+        "has more pixels than Pillow decodes, over the limit of 67108864 (data.images.max_pixels)",
     ),
     "large": (
         lambda path: path.write_bytes(png_header(9_000, 9_000)),
-        "has 9000 x 9000 pixels, over the limit of 67108864 (data.pictures.max_pixels)",
+        "has 9000 x 9000 pixels, over the limit of 67108864 (data.images.max_pixels)",
     ),
     "comment that is a bomb": (lambda path: path.write_bytes(text_bomb()), "is damaged: ValueError: Decompressed data"),
-    "animated GIF": (animation("GIF"), "is animated; only still pictures are read"),
-    "animated PNG": (animation("PNG"), "is animated; only still pictures are read"),
-    "animated WebP": (animation("WEBP"), "is animated; only still pictures are read"),
+    "animated GIF": (animation("GIF"), "is animated; only still images are read"),
+    "animated PNG": (animation("PNG"), "is animated; only still images are read"),
+    "animated WebP": (animation("WEBP"), "is animated; only still images are read"),
     "thin": (lambda path: save(path, size=(2000, 8)), "absolute aspect ratio must be smaller than 200"),
     **{
         f"{share:.0%} of a {kind}": (part_of(kind, share), "damaged")
@@ -290,7 +290,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
-def test_damaged_picture_is_refused_with_its_line(kind: str, folder: Path, model: Path) -> None:
+def test_damaged_image_is_refused_with_its_line(kind: str, folder: Path, model: Path) -> None:
     make, problem = DAMAGED[kind]
     make(folder / "bad.png")
     good = {"messages": conversation({"type": "image", "image": PATH})}
@@ -298,7 +298,7 @@ def test_damaged_picture_is_refused_with_its_line(kind: str, folder: Path, model
     path = write(folder / "data.jsonl", good, bad)
     with pytest.raises(DataError) as error:
         samples_of(path, model)
-    assert str(error.value).startswith(f"{path}:2: picture 'bad.png'")
+    assert str(error.value).startswith(f"{path}:2: image 'bad.png'")
     assert problem in str(error.value)
 
 
@@ -311,30 +311,30 @@ def test_paths_that_are_none_are_refused_with_their_line(name: str, folder: Path
     assert str(error.value).isascii()
 
 
-def test_pictures_outside_their_folder_are_refused(folder: Path, model: Path) -> None:
+def test_images_outside_their_folder_are_refused(folder: Path, model: Path) -> None:
     save(folder / "secret.png", 7)
     (folder / "cats" / "link.png").symlink_to(folder / "secret.png")
     (folder / "cats" / "inner.png").symlink_to(folder / PATH)
-    limits = Pictures(folder=folder / "cats")
+    limits = DataImages(folder=folder / "cats")
     for name in ("secret.png", "cats/../secret.png", "cats/link.png", str(folder / "secret.png")):
         path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": name})})
         with pytest.raises(DataError) as error:
-            samples_of(path, model, pictures=limits)
+            samples_of(path, model, images=limits)
         expected = (
-            f"{path}:1: picture {name!r}: '{folder / 'secret.png'}' is outside {folder / 'cats'} (data.pictures.folder)"
+            f"{path}:1: image {name!r}: '{folder / 'secret.png'}' is outside {folder / 'cats'} (data.images.folder)"
         )
         assert str(error.value) == expected
     path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": "cats/inner.png"})})
-    images = samples_of(path, model, pictures=limits)[0].images
+    images = samples_of(path, model, images=limits)[0].images
     assert_same_images(images, expected_images(model, folder / PATH))
 
 
-def test_picture_that_grows_while_samples_are_written_is_not_read_again(
+def test_image_that_grows_while_samples_are_written_is_not_read_again(
     folder: Path, model: Path, tmp_path: Path
 ) -> None:
     path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
-    findings, processor = Findings(), PictureProcessor.for_model(model, Pictures(max_bytes=10_000))
-    encoder = Encoder(byte_tokenizer(2048, PICTURES), LIMITS, findings, image_processor=processor)
+    findings, processor = Findings(), ImageProcessor.for_model(model, DataImages(max_bytes=10_000))
+    encoder = Encoder(byte_tokenizer(2048, IMAGES), LIMITS, findings, image_processor=processor)
 
     def documents() -> Any:
         for number, document in enumerate(read_documents(path)):
@@ -411,12 +411,12 @@ KINDS = (grey16, colour16, palette, grey_with_alpha, colour_with_alpha, black_an
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_every_kind_of_pixels_becomes_rgb(make: Callable[[Path], np.ndarray], tmp_path: Path) -> None:
     expected = make(tmp_path / "it.png")
-    assert np.array_equal(np.asarray(decode((tmp_path / "it.png").read_bytes(), "it", Pictures())), expected)
+    assert np.array_equal(np.asarray(decode((tmp_path / "it.png").read_bytes(), "it", DataImages())), expected)
 
 
 def test_printing_colours_become_rgb(tmp_path: Path) -> None:
     Image.new("CMYK", (16, 16), (0, 255, 255, 0)).save(tmp_path / "red.jpg", quality=95)
-    pixels = np.asarray(decode((tmp_path / "red.jpg").read_bytes(), "it", Pictures())).astype(int)
+    pixels = np.asarray(decode((tmp_path / "red.jpg").read_bytes(), "it", DataImages())).astype(int)
     assert pixels.shape == (16, 16, 3)
     assert np.abs(pixels - [255, 0, 0]).max() <= 4
 
@@ -431,7 +431,7 @@ UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
     8: np.rot90,
 }
-"""How a viewer turns a picture, by the tag Orientation of EXIF 2.3."""
+"""How a viewer turns an image, by the tag Orientation of EXIF 2.3."""
 
 
 @pytest.mark.parametrize("orientation", UPRIGHT)
@@ -440,7 +440,7 @@ def test_every_orientation_is_turned_upright(orientation: int, tmp_path: Path) -
     exif = Image.Exif()
     exif[0x0112] = orientation
     Image.fromarray(pixels).save(tmp_path / "it.png", exif=exif)
-    image = decode((tmp_path / "it.png").read_bytes(), "it", Pictures())
+    image = decode((tmp_path / "it.png").read_bytes(), "it", DataImages())
     assert np.array_equal(np.asarray(image), UPRIGHT[orientation](pixels))
 
 
@@ -449,13 +449,13 @@ def test_limits_are_settings(folder: Path, model: Path) -> None:
     path = write(folder / "data.jsonl", {"messages": conversation(part, part)})
     size = (folder / PATH).stat().st_size
     cases = {
-        f"picture '{PATH}' has {size} bytes, over the limit of 100 (data.pictures.max_bytes)": {"max_bytes": 100},
-        f"picture '{PATH}' has 48 x 32 pixels, over the limit of 1000 (data.pictures.max_pixels)": {"max_pixels": 1000},
-        "the conversation has 2 pictures, over the limit of 1 (data.pictures.max_count)": {"max_count": 1},
+        f"image '{PATH}' has {size} bytes, over the limit of 100 (data.images.max_bytes)": {"max_bytes": 100},
+        f"image '{PATH}' has 48 x 32 pixels, over the limit of 1000 (data.images.max_pixels)": {"max_pixels": 1000},
+        "the conversation has 2 images, over the limit of 1 (data.images.max_count)": {"max_count": 1},
     }
     for message, limits in cases.items():
         with pytest.raises(DataError) as error:
-            samples_of(path, model, pictures=Pictures(**limits))
+            samples_of(path, model, images=DataImages(**limits))
         assert str(error.value) == f"{path}:1: {message}"
 
 
@@ -464,11 +464,11 @@ def test_limits_are_settings(folder: Path, model: Path) -> None:
     [
         (
             {"messages": conversation({"type": "image"}), "images": [PATH, PATH]},
-            "messages have 1 places for pictures (<image> in a text, or parts of type 'image' without one), and images has 2",
+            "messages have 1 places for images (<image> in a text, or parts of type 'image' without one), and images has 2",
         ),
         (
             {"messages": conversation({"type": "image", "image": "https://example.org/cat.png"})},
-            "pictures are read from files and data: URLs, never from a network: fetch them first",
+            "images are read from files and data: URLs, never from a network: fetch them first",
         ),
         ({"messages": conversation({"type": "image", "image": "data:image/png;base64,@@"})}, "is not valid base64"),
         ({"messages": conversation({"type": "image", "image": "data:image/png;base64,AAA"})}, "is not valid base64"),
@@ -482,7 +482,7 @@ def test_limits_are_settings(folder: Path, model: Path) -> None:
         ),
         (
             {"messages": conversation({"type": "text", "text": "<|image_pad|>"})},
-            "the chat template writes 1 tokens of pictures (id 261) for 0 pictures",
+            "the chat template writes 1 tokens of images (id 261) for 0 images",
         ),
     ],
 )
@@ -494,11 +494,11 @@ def test_records_that_do_not_fit_are_refused(record: Any, problem: str, folder: 
     assert problem in str(error.value)
 
 
-def test_model_of_text_takes_no_pictures(folder: Path, tmp_path: Path) -> None:
+def test_model_of_text_takes_no_images(folder: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "qwen3", ModelSize(hidden=32, layers=1))
     path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
     data = Data(path=path)
-    with pytest.raises(DataError, match="the conversation has 1 picture, and this model takes none"):
+    with pytest.raises(DataError, match="the conversation has 1 image, and this model takes none"):
         prepare_samples(path, data, byte_tokenizer(2048), LIMITS, tmp_path / "qwen3")
 
 
@@ -513,7 +513,7 @@ def test_model_without_its_processor_is_refused(folder: Path, model: Path, tmp_p
 # --- the cache ---
 
 
-def test_changed_picture_makes_new_samples(folder: Path, model: Path) -> None:
+def test_changed_image_makes_new_samples(folder: Path, model: Path) -> None:
     path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
     before = samples_of(path, model)
     save(folder / PATH, 5, (64, 64))
@@ -525,7 +525,7 @@ def test_changed_picture_makes_new_samples(folder: Path, model: Path) -> None:
     assert samples_of(path, model).fingerprint == after.fingerprint
 
 
-def test_equal_data_in_another_folder_have_their_own_pictures(
+def test_equal_data_in_another_folder_have_their_own_images(
     folder: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
@@ -537,7 +537,7 @@ def test_equal_data_in_another_folder_have_their_own_pictures(
         assert_same_images(samples_of(Path("data.jsonl"), model)[0].images, expected_images(model, directory / PATH))
 
 
-def test_copied_pictures_do_not_depend_on_their_files(folder: Path, model: Path) -> None:
+def test_copied_images_do_not_depend_on_their_files(folder: Path, model: Path) -> None:
     content = (folder / PATH).read_bytes()
     path = write(folder / "data.jsonl", record_forms(content)["data URL"])
     store, expected = samples_of(path, model), expected_images(model, folder / PATH)
@@ -549,17 +549,17 @@ def test_copied_pictures_do_not_depend_on_their_files(folder: Path, model: Path)
     )
 
 
-def test_pictures_are_decoded_when_they_are_used(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_decoded_when_they_are_used(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"messages": conversation({"type": "image", "image": PATH})}
     store = samples_of(write(folder / "data.jsonl", record, record, record), model)
     decoded: list[str] = []
-    original = PictureProcessor.images
+    original = ImageProcessor.images
 
-    def images(processor: PictureProcessor, contents: Any, names: Any) -> SampleImages:
+    def images(processor: ImageProcessor, contents: Any, names: Any) -> SampleImages:
         decoded.extend(names)
         return original(processor, contents, names)
 
-    monkeypatch.setattr(PictureProcessor, "images", images)
+    monkeypatch.setattr(ImageProcessor, "images", images)
     samples = store[:3]
     assert decoded == []
     decode_together([samples[0].images, samples[2].images, None])
@@ -575,7 +575,7 @@ def test_pictures_are_decoded_when_they_are_used(folder: Path, model: Path, monk
         sample.image_fields()
 
 
-def test_cut_conversation_keeps_its_picture_or_is_left_out(folder: Path, model: Path) -> None:
+def test_cut_conversation_keeps_its_image_or_is_left_out(folder: Path, model: Path) -> None:
     early = conversation({"type": "image", "image": PATH}, answer="a cat, " * 10)
     late = [*conversation(answer="no" * 60), {"role": "user", "content": [{"type": "image", "image": PATH}]}]
     late.append({"role": "assistant", "content": "yes"})
@@ -584,7 +584,7 @@ def test_cut_conversation_keeps_its_picture_or_is_left_out(folder: Path, model: 
     assert len(store) == 1
     assert len(store[0]) == 70
     assert_same_images(store[0].images, expected_images(model, folder / PATH))
-    assert any("a picture would be cut" in remark for remark in store.remarks)
+    assert any("an image would be cut" in remark for remark in store.remarks)
 
 
 def test_bytes_of_a_jpeg_are_decoded(folder: Path, model: Path) -> None:
