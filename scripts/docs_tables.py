@@ -208,7 +208,7 @@ def families() -> str:
             f"experts ({architecture.router or 'softmax'} scores)" if expert_count(tiny) else "",
             "latent experts" if tiny.get("moe_latent_size") else "",
             "head for multi-token prediction" if architecture.prediction_head else "",
-            "vision tower" if architecture.inputs is not None else "",
+            "vision tower" if architecture.images is not None else "",
         ]
         missing = "not built by mcore-bridge; engines fsdp and single only"
         compared = ", ".join(layouts[model_type]) if architecture.proven else missing
@@ -248,7 +248,7 @@ def published_models(describe: Callable[[str], PublishedModel] | None = None) ->
                     topology,
                     info.shape.num_layers,
                     info.shape.tied,
-                    images=info.architecture.inputs,
+                    images=info.architecture.images,
                 )
                 names = {"tensor": "TP", "pipeline": "PP", "expert": "EP"}
                 sizes = [f"{names[axis]}{layout[axis]}" for axis in names if layout[axis] > 1]

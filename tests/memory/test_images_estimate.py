@@ -24,7 +24,7 @@ def stage_parameters(checkpoint: Path, **parallel: Any) -> list[Any]:
     info = inspect_checkpoint(checkpoint)
     size = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
     topology = plan(Parallel(**parallel), size, info.shape)
-    return stages(info.tensors, topology, info.shape.num_layers, info.shape.tied, images=info.architecture.inputs)
+    return stages(info.tensors, topology, info.shape.num_layers, info.shape.tied, images=info.architecture.images)
 
 
 def test_tower_is_whole_on_the_first_stage(checkpoint: Path) -> None:
@@ -72,7 +72,7 @@ def test_frozen_tower_has_no_gradients_and_moments(engine: str, checkpoint: Path
 
 def test_adapter_in_the_tower_is_counted_once_on_every_tensor_parallel_rank(checkpoint: Path) -> None:
     info, rank = inspect_checkpoint(checkpoint), 4
-    images = info.architecture.inputs
+    images = info.architecture.images
     assert images is not None
     # By hand: factors of fp32, gradients and two moments, for each linear layer of the tower.
     shapes = [

@@ -146,7 +146,7 @@ def refusal(arch: str, recipe: str) -> str | None:
         return WHOLE_SEQUENCES
     if recipe == "long_context_cp" and architecture.context_algorithms == ("all_gather",):
         return ALL_GATHER
-    if recipe == "long_context_cp" and architecture.inputs is not None:
+    if recipe == "long_context_cp" and architecture.images is not None:
         return WITH_IMAGES
     if refused := engine_refusal(arch):
         return refused

@@ -133,7 +133,7 @@ def test_export_is_the_source_and_after_training_transformers_weights(
     # Adam moves a weight whose gradient is near 0 by up to a learning rate either way.
     distances = [(after[name] - tensor).abs().mean() for name, tensor in expected.items()]
     assert max(distances) < 2e-5
-    without_gradient = ("correction_bias", *architecture_named(arch).untrained)
+    without_gradient = ("correction_bias", *architecture_named(arch).without_gradient)
     trained = [name for name in expected if not any(part in name for part in without_gradient)]
     assert [name for name in trained if torch.equal(after[name], source[name])] == []
     assert all(torch.equal(after[name], source[name]) for name in expected if name not in trained)

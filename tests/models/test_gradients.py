@@ -77,13 +77,15 @@ def cases() -> list[Case]:
             divided = case.parallel.tensor > 1 and case.parallel.expert_tensor != 1
             if has_experts and divided and architecture.biases == "all":
                 continue  # Megatron-Core does not divide experts that have biases
-            if architecture.undivided(architecture.tiny, tensor=case.parallel.tensor, context=case.parallel.context):
+            if architecture.unsupported_layout(
+                architecture.tiny, tensor=case.parallel.tensor, context=case.parallel.context
+            ):
                 continue  # refused, as test_qwen_hybrid.py checks
             tiny = tiny_config(architecture.model_type)
             chunks = case.parallel.pipeline * case.parallel.virtual_pipeline
             if tiny["num_hidden_layers"] % chunks:
                 continue  # refused: no equal stages
-            if architecture.unstaged(tiny, [tiny["num_hidden_layers"] // chunks] * chunks):
+            if architecture.unsupported_stages(tiny, [tiny["num_hidden_layers"] // chunks] * chunks):
                 continue  # refused, as test_sparse_attention.py checks
             if case.parallel.context > 1 and architecture.context_algorithms is not None:
                 algorithm = {"context_algorithm": architecture.context_algorithms[0]}

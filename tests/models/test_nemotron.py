@@ -140,10 +140,10 @@ def test_first_layer_is_no_head_for_multi_token_prediction() -> None:
 def test_heads_and_groups_that_ranks_cannot_divide_are_refused() -> None:
     nemotron = architecture_named("nemotron_h")
     text = normalised(hybrid_override_pattern="ME*", mamba_num_heads=8, n_groups=2)
-    assert nemotron.undivided(text, tensor=2, context=4) == []  # ranks share a group
-    (reason,) = nemotron.undivided(text, tensor=4, context=1)
+    assert nemotron.unsupported_layout(text, tensor=2, context=4) == []  # ranks share a group
+    (reason,) = nemotron.unsupported_layout(text, tensor=4, context=1)
     assert "do not divide the 2 groups" in reason
-    assert "8 heads" in nemotron.undivided(text, tensor=2, context=8)[0]
+    assert "8 heads" in nemotron.unsupported_layout(text, tensor=2, context=8)[0]
 
 
 def test_missing_kernels_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

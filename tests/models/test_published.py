@@ -93,7 +93,7 @@ def test_every_published_tower_is_listed() -> None:
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_towers_are_read_and_planned(name: str, describe: Any) -> None:
     info, (blocks, width, inner) = describe(name).info, WITH_IMAGES[name]
-    images, layout = info.architecture.inputs, info.image_layout
+    images, layout = info.architecture.images, info.image_layout
     assert images is not None
     assert layout is not None
     # 1280 x 720 pixels are 80 x 45 patches of 16, an even number of rows once they are resized: 80 x 44.

@@ -128,8 +128,8 @@ def test_choice_without_a_period_is_refused() -> None:
 
 def test_stage_that_begins_without_an_indexer_is_refused() -> None:
     glm = architecture_named("glm_moe_dsa")
-    assert glm.unstaged(config("glm_moe_dsa"), (2, 2)) == []
-    (reason,) = glm.unstaged(config("glm_moe_dsa"), (1, 1, 1, 1))
+    assert glm.unsupported_stages(config("glm_moe_dsa"), (2, 2)) == []
+    (reason,) = glm.unsupported_stages(config("glm_moe_dsa"), (1, 1, 1, 1))
     assert "begin with layer 1" in reason
 
 

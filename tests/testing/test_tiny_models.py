@@ -32,7 +32,7 @@ for path in sys.argv[1:]:
 @pytest.mark.slow
 def test_transformers_loads_tiny_models_with_varying_logits(tmp_path: Path) -> None:
     # Others take images, or need the code beside their weights, as Kimi-K2, or megascend's registration.
-    names = [arch for arch in ARCHITECTURES if BUILT_IN[arch].transformers is None and BUILT_IN[arch].inputs is None]
+    names = [arch for arch in ARCHITECTURES if BUILT_IN[arch].transformers is None and BUILT_IN[arch].images is None]
     paths = [str(write_tiny_checkpoint(tmp_path / arch, arch)) for arch in names]
     completed = run_reference(LOADS, *paths)
     assert completed.returncode == 0, completed.stderr

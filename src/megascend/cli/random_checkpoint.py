@@ -96,7 +96,7 @@ class ModelSize:
     @property
     def special_tokens(self) -> int:
         """Special tokens of the tokenizer."""
-        images = BUILT_IN[self.arch].inputs
+        images = BUILT_IN[self.arch].images
         return len(SPECIAL_TOKENS) + (0 if images is None else len(images.special_tokens))
 
     @property
@@ -125,7 +125,7 @@ def hf_settings(size: ModelSize) -> dict[str, Any]:
         "pad_token_id": end_of_text,
     }
     architecture = BUILT_IN[size.arch]
-    if architecture.inputs is None:
+    if architecture.images is None:
         return settings | _particular(size)
     first = 256 + len(SPECIAL_TOKENS)
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
@@ -245,7 +245,7 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
     from transformers.utils import logging
 
     BUILT_IN[size.arch].make_known_to_transformers()
-    images = BUILT_IN[size.arch].inputs
+    images = BUILT_IN[size.arch].images
     torch.manual_seed(seed)
     config = AutoConfig.for_model(size.arch, **hf_settings(size))
     loader = AutoModelForCausalLM if images is None else AutoModelForImageTextToText

@@ -136,7 +136,7 @@ def model_class(config: Any, head: ScalarHead | None, outputs: int | None = None
     )
 
     if head is None:
-        takes_images = architecture_named(config.model_type).inputs is not None and hasattr(config, "vision_config")
+        takes_images = architecture_named(config.model_type).images is not None and hasattr(config, "vision_config")
         if hasattr(config, "vision_config") and not takes_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(undeclared(config.model_type))
         return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM

@@ -58,7 +58,7 @@ class SettingsByWeight:
 
     def __init__(self, adam: Adam, info: ModelInfo, vision_tower: VisionTower) -> None:
         self._default = WeightSettings(1.0, adam.weight_decay)
-        images = info.architecture.inputs
+        images = info.architecture.images
         tower = None if images is None else images.tower
         if adam.kind == "muon" and info.transposed_experts:
             raise ConfigError(

@@ -239,7 +239,7 @@ def linear_layers(info: ModelInfo, tower: VisionTower = "frozen") -> list[str]:
     Args:
         tower: ``train`` if adapters may act on the vision tower of a model that takes images.
     """
-    images = info.architecture.inputs
+    images = info.architecture.images
     untied, non_target_ends = OUTPUT in info.tensors, NON_TARGET_ENDS + info.architecture.without_adapters
     names: dict[str, None] = {}
     for weight, header in info.tensors.items():
@@ -332,7 +332,7 @@ def _active_matmul_parameters(
         # A tied embedding counts, since it is also the output projection.
         if len(dims) < 2 or (name.endswith(EMBEDDINGS) and not shape.tied):
             continue
-        if architecture.inputs is not None and name.startswith(architecture.inputs.tower):
+        if architecture.images is not None and name.startswith(architecture.images.tower):
             continue  # multiplies patches, not tokens
         # A token passes through topk of the routed experts; shared experts have other names.
         active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size

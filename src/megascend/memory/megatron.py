@@ -91,9 +91,9 @@ def stage_items(
             len(sizes.with_experts),
             sizes.tied,
             prediction_head=sizes.prediction_head,
-            images=info.architecture.inputs,
+            images=info.architecture.images,
             lora=config.lora,
-            adapted_tower=info.architecture.inputs if config.vision_tower == "train" else None,
+            adapted_tower=info.architecture.images if config.vision_tower == "train" else None,
         )
         groups = stage_groups(parameters, sizes)
     saved_bytes = {

@@ -45,7 +45,7 @@ def items(
 ) -> Items:
     """Return the bytes of each item of a rank."""
     kind = LayerKind.of(config, workload, kernels)
-    images = info.architecture.inputs
+    images = info.architecture.images
     [parameters] = stages(
         info.tensors,
         topology,

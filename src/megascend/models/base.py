@@ -113,11 +113,11 @@ class Architecture:
             follow, or one of their own.
         context_core: oldest Megatron-Core that divides its samples over context parallel ranks; None: as ``megatron_core``.
         context_algorithms: values of ``parallel.context_algorithm`` that its attention has; None: all.
-        untrained: parts of the names of weights that have no gradient: they choose, and the choice has none.
+        without_gradient: parts of the names of weights that have no gradient: they choose, and the choice has none.
         without_adapters: ends of the names of linear layers that adapters cannot act on.
         packages: modules that the Megatron engine computes its layers with, beside its own packages; on the CPU megascend brings
             them.
-        inputs: declaration of the images that a sample may hold beside tokens; None: tokens only.
+        images: declaration of the images that a sample may hold beside tokens; None: tokens only.
         text_type: ``model_type`` of ``text_config``, of a family whose ``config.json`` has one.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
@@ -140,10 +140,10 @@ class Architecture:
     prediction_layers: str = "model.layers"
     context_core: str | None = None
     context_algorithms: tuple[str, ...] | None = None
-    untrained: tuple[str, ...] = ()
+    without_gradient: tuple[str, ...] = ()
     without_adapters: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
-    inputs: Images | None = None
+    images: Images | None = None
     text_type: str | None = None
     tiny: Mapping[str, Any] = field(default_factory=dict)
     proven: bool = False
@@ -205,18 +205,18 @@ class Architecture:
         )
         return [reason for reason in checks if reason is not None]
 
-    def undivided(self, config: Config, *, tensor: int, context: int) -> list[str]:
+    def unsupported_layout(self, config: Config, *, tensor: int, context: int) -> list[str]:
         """Return why the Megatron engine cannot divide the model over tensor and context parallel ranks; empty if it can.
 
         Sizes that all models have are checked for all (:func:`megascend.topology.topology.check_model`).
         """
         return []
 
-    def unstaged(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
+    def unsupported_stages(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
         """Return why the Megatron engine cannot divide the layers into chunks of these sizes, in order; empty if it can."""
         return []
 
-    def sliced(self, config: Config, layers: int) -> dict[str, Any]:
+    def selfcheck_settings(self, config: Config, layers: int) -> dict[str, Any]:
         """Return settings of the self-check's small model that it does not find by their names.
 
         Args:
@@ -236,17 +236,17 @@ class Architecture:
 
     def image_layout(self, config: Config) -> ImageLayout | None:
         """Return the sizes of the images of a complete ``config.json``; None for a model of text."""
-        if self.inputs is None:
+        if self.images is None:
             return None
         tower, kind = config.get("vision_config"), config.get("model_type")
-        if not isinstance(tower, Mapping) or not isinstance(config.get(self.inputs.token), int):
-            raise ConfigError(f"the model config ({kind}) has no vision_config, or no {self.inputs.token}")
-        missing = {self.inputs.merge, "temporal_patch_size", "patch_size"} - tower.keys()
+        if not isinstance(tower, Mapping) or not isinstance(config.get(self.images.token), int):
+            raise ConfigError(f"the model config ({kind}) has no vision_config, or no {self.images.token}")
+        missing = {self.images.merge, "temporal_patch_size", "patch_size"} - tower.keys()
         if missing:
             raise ConfigError(f"the model config ({kind}): vision_config has no {', '.join(sorted(missing))}")
         channels = tower.get("in_channels", tower.get("in_chans", 3))
         width = channels * tower["temporal_patch_size"] * tower["patch_size"] ** 2
-        return ImageLayout(config[self.inputs.token], tower[self.inputs.merge], width)
+        return ImageLayout(config[self.images.token], tower[self.images.merge], width)
 
     def model_name(self, name: str) -> str:
         """Map the name of a checkpoint's tensor to its name in transformers' model, which peft uses."""

@@ -60,8 +60,8 @@ class NemotronH(Architecture):
             "n_routed_experts": normalised.get("n_routed_experts") if EXPERTS in kinds else None,
         }
 
-    def unstaged(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
-        problems = super().unstaged(config, chunk_layers)
+    def unsupported_stages(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
+        problems = super().unsupported_stages(config, chunk_layers)
         if len(set(chunk_layers)) > 1:
             problems.append(
                 f"parallel.pipeline_layout: chunks of {min(chunk_layers)} to {max(chunk_layers)} layers; Megatron-Core's hybrid "
@@ -110,8 +110,8 @@ class NemotronH(Architecture):
             )
         return problems
 
-    def undivided(self, config: Config, *, tensor: int, context: int) -> list[str]:
-        problems = super().undivided(config, tensor=tensor, context=context)
+    def unsupported_layout(self, config: Config, *, tensor: int, context: int) -> list[str]:
+        problems = super().unsupported_layout(config, tensor=tensor, context=context)
         heads, groups = config.get("mamba_num_heads"), config.get("n_groups")
         if not heads or not groups:
             return problems
@@ -129,7 +129,7 @@ class NemotronH(Architecture):
             )
         return problems
 
-    def sliced(self, config: Config, layers: int) -> dict[str, Any]:
+    def selfcheck_settings(self, config: Config, layers: int) -> dict[str, Any]:
         kinds = (_kinds(config) or [])[:layers]
         heads, groups = min(config["mamba_num_heads"], 8), min(config["n_groups"], 2)
         small: dict[str, Any] = {

@@ -68,7 +68,7 @@ def with_tower(text: Config, text_type: str, tower: Mapping[str, Any], rotated: 
 class Qwen3VL(Architecture):
     """Qwen3-VL. Its text model is Qwen3's, with rotary angles by time, height and width (interleaved MRoPE)."""
 
-    inputs: Images | None = IMAGES
+    images: Images | None = IMAGES
     text_type: str = "qwen3_vl_text"
 
     def full_config(self, text: Config) -> dict[str, Any]:

@@ -105,8 +105,8 @@ class QwenHybrid(Architecture):
             )
         return problems
 
-    def undivided(self, config: Config, *, tensor: int, context: int) -> list[str]:
-        problems = super().undivided(config, tensor=tensor, context=context)
+    def unsupported_layout(self, config: Config, *, tensor: int, context: int) -> list[str]:
+        problems = super().unsupported_layout(config, tensor=tensor, context=context)
         linear = LinearAttention.from_config(config)
         # Value heads need no check: each key head serves the same number of them, so they are divided along with the key heads.
         # Context parallel ranks exchange heads for whole sequences, and so divide them again.
@@ -123,7 +123,7 @@ class QwenHybrid(Architecture):
 class Qwen35(QwenHybrid):
     """Qwen3.5 with its vision tower, which is Qwen3-VL's without features for inner layers."""
 
-    inputs: Images | None = IMAGES
+    images: Images | None = IMAGES
     text_type: str = "qwen3_5_text"
     fixed_routing: Mapping[str, Any] = field(default_factory=lambda: QWEN35_ROUTING | {"routed_scaling_factor": 1.0})
 

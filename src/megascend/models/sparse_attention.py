@@ -33,7 +33,7 @@ class SparseAttention(DeepSeekV3):
     router: Literal["softmax", "sigmoid"] | None = "sigmoid"
     layer_kinds: tuple[str, ...] = (INDEXED,)
     context_algorithms: tuple[str, ...] | None = ("all_gather",)
-    untrained: tuple[str, ...] = (".indexer.",)
+    without_gradient: tuple[str, ...] = (".indexer.",)
     # The projection from the latent is multiplied into queries and outputs as a matrix, without the layer that has adapters.
     without_adapters: tuple[str, ...] = ("kv_b_proj", "indexer.wq_b", "indexer.wk", "indexer.weights_proj")
     interleaved: bool = False
@@ -81,8 +81,8 @@ class SparseAttention(DeepSeekV3):
             )
         return problems
 
-    def unstaged(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
-        indexed, problems = IndexedAttention.from_config(config), super().unstaged(config, chunk_layers)
+    def unsupported_stages(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
+        indexed, problems = IndexedAttention.from_config(config), super().unsupported_stages(config, chunk_layers)
         if indexed is None:
             return problems
         firsts = accumulate(chunk_layers[:-1], initial=0)

@@ -72,7 +72,7 @@ class PlannedModel:
     def layer_tensors(self) -> LayerTensors:
         """Tensors of the checkpoint by layer."""
         return LayerTensors.sorted_by_layer(
-            self.info.tensors, len(self.sizes.with_experts), self.info.architecture.inputs
+            self.info.tensors, len(self.sizes.with_experts), self.info.architecture.images
         )
 
     @classmethod
@@ -252,7 +252,7 @@ def layouts(model: PlannedModel, request: PlanRequest, hardware: Hardware) -> It
     experts = _divisors(shape.num_experts, cards) if shape.num_experts else [1]
     for tensor in _powers(min(cards, shape.num_heads)):
         for context in contexts:
-            if model.info.architecture.undivided(text, tensor=tensor, context=context):
+            if model.info.architecture.unsupported_layout(text, tensor=tensor, context=context):
                 continue
             for expert in experts:
                 for expert_tensor in {1, tensor} if expert > 1 else {tensor}:
@@ -271,7 +271,7 @@ def layouts(model: PlannedModel, request: PlanRequest, hardware: Hardware) -> It
                             topology = plan(parallel, cards, shape)
                         except TopologyError:
                             continue
-                        if not model.info.architecture.unstaged(text, topology.chunk_layers):
+                        if not model.info.architecture.unsupported_stages(text, topology.chunk_layers):
                             yield topology, parallel
 
 
@@ -487,7 +487,7 @@ def stage_parameters(model: PlannedModel, topology: Topology, config: TrainerCon
         prediction_head=sizes.prediction_head,
         tensors=model.layer_tensors,
         lora=config.lora,
-        adapted_tower=info.architecture.inputs if config.vision_tower == "train" else None,
+        adapted_tower=info.architecture.images if config.vision_tower == "train" else None,
     )
     return stage_groups(parameters, sizes), [stage.trained(config.vision_tower) for stage in parameters]
 

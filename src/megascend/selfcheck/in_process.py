@@ -71,7 +71,7 @@ class Subject(ABC):
 
 def slice_transformers_model(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
     """Return the slice of a model (``raw``: its ``config.json``); accept nested configurations and other names of sizes."""
-    if architecture_named(config.model_type).inputs is not None:
+    if architecture_named(config.model_type).images is not None:
         raise CannotSliceError(WITH_TOWER)
     text = config.get_text_config()
     if text is not config:

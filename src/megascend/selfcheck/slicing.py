@@ -83,7 +83,7 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
         config["eos_token_id"] = 1  # some models compute with it, and cannot be built without
     layers, not_shown = _layers(full)
     config |= _per_layer(raw, full["num_hidden_layers"], layers) | {"num_hidden_layers": layers}
-    config |= _widths(raw, full) | architecture.sliced(full, layers)
+    config |= _widths(raw, full) | architecture.selfcheck_settings(full, layers)
     positions, longest = _positions(raw, full, longest)
     config |= positions
     for name in WINDOWS if window_active else ():

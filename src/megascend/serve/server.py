@@ -77,7 +77,7 @@ def make_backend(settings: ServeConfig) -> Any:
     from megascend.huggingface.info import inspect_checkpoint, linear_layers
 
     info = inspect_checkpoint(settings.model)
-    images = info.architecture.inputs
+    images = info.architecture.images
     targets = allowed_targets(
         linear_layers(info, settings.vision_tower),
         unembed=settings.unembed and settings.engine != "single",

@@ -256,7 +256,7 @@ def family_matrix(platform: str = "cpu") -> list[Case]:
         for layout, case in (layouts | (with_experts if experts else {})).items():
             if layout in ("TP2 + SP", "grouped experts") and experts and architecture.biases == "all":
                 continue  # Megatron-Core does not divide experts that have biases, and grouped products have none
-            if architecture.undivided(architecture.tiny, tensor=1, context=case.parallel.context):
+            if architecture.unsupported_layout(architecture.tiny, tensor=1, context=case.parallel.context):
                 continue
             overrides: dict[str, Any] = {"arch": architecture.model_type, "logits_bound": 2e-5}
             if case.parallel.context > 1 and architecture.context_algorithms is not None:

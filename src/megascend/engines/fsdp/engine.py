@@ -84,9 +84,9 @@ class FsdpEngine(TransformersEngine):
         if spec.batching.packing:
             pass_borders(self.model)
         self._dummy_image: vision.DummyImage | None = None
-        if info.architecture.inputs is not None:
-            vision.freeze_tower(self.model, info.architecture.inputs, spec.vision_tower)
-            self._dummy_image = vision.DummyImage(self.model, info.architecture.inputs)
+        if info.architecture.images is not None:
+            vision.freeze_tower(self.model, info.architecture.images, spec.vision_tower)
+            self._dummy_image = vision.DummyImage(self.model, info.architecture.images)
         # Recomputation, then compilation, then fully_shard's hooks: each wraps the one before.
         recomputation.recompute(layers, spec.recompute.granularity)
         if spec.fsdp.compile:
@@ -297,7 +297,7 @@ class CheckedModel:
             router_recorder(model, spec.moe, frozen=spec.adapters is not None)
         targets, refused_targets = [], None
         if spec.adapters is not None:
-            images, trained = info.architecture.inputs, spec.vision_tower
+            images, trained = info.architecture.images, spec.vision_tower
             targets, refused_targets = adapter_targets(model, spec.adapters, images, trained, tied=info.shape.tied)
         return cls(model, layers, tensor_slices(model, info.tensors), targets, refused_targets)
 

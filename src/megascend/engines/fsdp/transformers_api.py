@@ -96,7 +96,7 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
     _register()
     kind = config.model_type
     indexed = IndexedAttention.from_config(config.get_text_config().to_dict()) is not None
-    implementation = MASKED if indexed else attention_of(NAME, architecture_named(kind).inputs)
+    implementation = MASKED if indexed else attention_of(NAME, architecture_named(kind).images)
     try:
         model = model_class(config, scalar_head, outputs).from_config(
             config, dtype=torch.float32, attn_implementation=implementation

@@ -202,8 +202,8 @@ def fuses_rotary(arguments: Mapping[str, Any]) -> bool:
 
 def check_divisible(architecture: Architecture, config: Mapping[str, Any], topology: Topology) -> None:
     """Raise TopologyError for parallel sizes that cannot divide the family's layers."""
-    problems = architecture.undivided(config, tensor=topology.tensor, context=topology.context)
-    problems += architecture.unstaged(config, topology.chunk_layers)
+    problems = architecture.unsupported_layout(config, tensor=topology.tensor, context=topology.context)
+    problems += architecture.unsupported_stages(config, topology.chunk_layers)
     oldest, installed = architecture.context_core, metadata.version("megatron-core")
     if topology.context > 1 and oldest is not None and Version(installed) < Version(oldest):
         problems.append(
@@ -325,7 +325,7 @@ def check_output_layer(config: ModelConfig) -> None:
     """Raise ConfigError, on every rank, for models whose logits are more than a product with the output weight."""
     kind: Any = config.model_meta.loader(config).model_cls  # type: ignore[reportOptionalCall]
     if config.is_multimodal:
-        if architecture_named(str(config.hf_model_type)).inputs is None:
+        if architecture_named(str(config.hf_model_type)).images is None:
             raise ConfigError(undeclared(str(config.hf_model_type)))
         kind = kind.language_model_cls
     plain: list[Any] = [GPTModel]

@@ -36,7 +36,7 @@ def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: Mo
         runtime.configure_model(config, spec.provider_options)
     if spec.adapters is None:
         return []
-    names, images = linear_layers(info, spec.vision_tower), info.architecture.inputs
+    names, images = linear_layers(info, spec.vision_tower), info.architecture.images
     if images is not None:
         linear = [name for name in linear_layers(info, "train") if name.startswith(images.tower)]
         check_limits(spec.adapters, names, refused_tower_targets(linear, images, spec.vision_tower))

@@ -126,7 +126,7 @@ class MegatronEngine(Engine):
         self._weight_state = state.WeightState(self.bare_chunks, self.groups)
         # Before DDP wraps the modules and takes over their parameters.
         token = None if info.image_layout is None else info.image_layout.token
-        vision.install(self.bare_chunks, info.architecture.inputs, token, spec.vision_tower)
+        vision.install(self.bare_chunks, info.architecture.images, token, spec.vision_tower)
         self.decoders = [vision.language_model(chunk) for chunk in self.bare_chunks]
         self.routers = routers.Routers(self.decoders, self.config, spec.moe, self.groups)
         self._replay: MegatronRouterReplay | None = None
@@ -169,7 +169,7 @@ class MegatronEngine(Engine):
         from megascend.lora.layers import AdapterManager
         from megascend.lora.transformers_targets import divided_tower, head_targets
 
-        images = self.info.architecture.inputs
+        images = self.info.architecture.images
         towers = [tower for chunk in self.bare_chunks if (tower := vision.tower(chunk, images)) is not None]
         for tower in towers:
             tower.requires_grad_(False)  # the manager freezes the language models only
@@ -312,7 +312,7 @@ class MegatronEngine(Engine):
         """Cast a chunk to 16 bits as Megatron does, except the expert biases of routers, which must stay fp32."""
         if self.precision == "fp32":
             return chunk
-        with routers.biases_in_fp32(chunk), vision.frequencies_in_fp32(chunk, self.info.architecture.inputs):
+        with routers.biases_in_fp32(chunk), vision.frequencies_in_fp32(chunk, self.info.architecture.images):
             return Float16Module(self.config, chunk)
 
     def _wrap(self, chunk: Any, index: int) -> DistributedDataParallel:
@@ -412,7 +412,7 @@ class MegatronEngine(Engine):
             position_ids=batch.position_ids,
             attention_mask=None,
             packed_seq_params=batch.packed,
-            **vision.arguments(batch, self.bare_chunks[number], self.info.architecture.inputs),
+            **vision.arguments(batch, self.bare_chunks[number], self.info.architecture.images),
             **options,
         )
         if self.prediction is not None:

@@ -39,7 +39,7 @@ class PeftAdapters(AdapterSet):
         import peft  # noqa: F401
 
         model.requires_grad_(False)
-        targets, refused_targets = adapter_targets(model, context.info.architecture.inputs, spec.vision_tower)
+        targets, refused_targets = adapter_targets(model, context.info.architecture.images, spec.vision_tower)
         names = sorted(target.slices[0].name for target in targets)
         settings = adapter_settings(spec, context.info, context.groups.device)
         registry = AdapterRegistry.for_model(targets, names, settings, refused_targets)

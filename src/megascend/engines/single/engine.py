@@ -85,7 +85,7 @@ class SingleEngine(TransformersEngine):
             check_plain_head(self.model, info.shape.vocab_size)
         self._rotary = RotaryByLength(self.model)
         check_support(self.model, spec, info)
-        vision.freeze_tower(self.model, info.architecture.inputs, spec.vision_tower)
+        vision.freeze_tower(self.model, info.architecture.images, spec.vision_tower)
         self._router_loss = spec.moe.aux_loss_coefficient if spec.moe.aux_loss != "none" else 0.0
         if spec.recompute.granularity == "full":
             # transformers 5.11 renamed gradient_checkpointing_enable.
@@ -145,7 +145,7 @@ class SingleEngine(TransformersEngine):
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
-        images = self.info.architecture.inputs
+        images = self.info.architecture.images
         tower = None if images is None else vision.tower(self.model, images)
         self._cached = cached_attention.CachedAttentionFunction(self.model, tower)
         try:
@@ -248,7 +248,7 @@ def check_support(model: Any, spec: EngineSpec, info: ModelInfo) -> list[str]:
     check_router_loss(model, spec.moe, frozen=frozen, recomputed=recomputed)
     if spec.adapters is None:
         return []
-    modules, refused_targets = adapter_targets(model, info.architecture.inputs, spec.vision_tower)
+    modules, refused_targets = adapter_targets(model, info.architecture.images, spec.vision_tower)
     targets = [target.slices[0].name for target in modules]
     check_limits(spec.adapters, targets, refused_targets)
     return targets
