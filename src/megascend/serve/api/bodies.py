@@ -263,7 +263,7 @@ def as_integer(value: Any) -> Any:
 
 
 Bounded = Annotated[int | float, AfterValidator(_check_64_bits)]
-Whole = Annotated[int, BeforeValidator(as_integer), Field(gt=-(2**63), lt=2**63)]
+Integer = Annotated[int, BeforeValidator(as_integer), Field(gt=-(2**63), lt=2**63)]
 
 
 class SamplingSettings(Body):
@@ -271,6 +271,6 @@ class SamplingSettings(Body):
 
     temperature: Bounded = 1.0
     top_p: Bounded = 1.0
-    top_k: Whole = -1
-    seed: Whole | None = None
+    top_k: Integer = -1
+    seed: Integer | None = None
     stop: Any = None
