@@ -1,4 +1,4 @@
-"""The image of a run: loss, learning rate, gradient norm and throughput over the steps."""
+"""Plot of a run: loss, learning rate, gradient norm and throughput over the steps."""
 
 from __future__ import annotations
 
