@@ -384,6 +384,16 @@ class RunConfig(TrainerConfig):
 
     @model_validator(mode="before")
     @classmethod
+    def _settings_of_rl(cls, values: Any) -> Any:
+        # Its other sections would each be called unknown beside it, and data missing.
+        if isinstance(values, dict) and "rollout" in values:
+            raise ValueError(
+                "rollout: for megascend rl only, which trains on what the model samples; megascend train trains on data"
+            )
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
     def _epochs_decide(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("epochs") is not None:
             return {"steps": 0} | values  # the default of steps would conflict with epochs

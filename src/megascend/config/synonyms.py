@@ -52,9 +52,17 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("model_name_or_path", "model_name", "base_model", "pretrained_model_name_or_path"), Synonym(("model",))),
     **dict.fromkeys(("output_dir", "save_dir"), Synonym(("output",))),
     **dict.fromkeys(
-        ("dataset", "datasets", "dataset_name", "dataset_path", "train_file", "data_files", "data_path"),
+        (
+            "dataset", "datasets", "dataset_name", "dataset_path", "train_file", "train_files", "train_data", "train_dataset",
+            "train", "file", "files", "data_file", "data_files", "data_path",
+        ),
         Synonym(("data.path", "rollout.prompts"), "one file or folder; several: data.sources"),
     ),
+    **dict.fromkeys(
+        ("validation_file", "val_file", "val_files", "val_data", "eval_data", "eval_dataset", "eval_file"),
+        Synonym(("validation.path", "evaluation.prompts"), "one file or folder"),
+    ),
+    **dict.fromkeys(("tokenizer", "tokenizer_name", "tokenizer_path"), Synonym(("model",), "the tokenizer is the checkpoint's")),
     "dataset_split": Synonym(("data.split",)),
     "dataset_config": Synonym(("data.config_name",)),
     "dataset_text_field": Synonym(("data.columns",), "{text: NAME}"),
@@ -64,20 +72,24 @@ SYNONYMS: dict[str, Synonym] = {
         ("assistant_only_loss", "completion_only_loss"), Synonym(("data.train_on_prompt",), "the opposite: false is the default")
     ),
     "shuffle_merged_datasets": Synonym(("data.shuffle",)),
-    "data_seed": Synonym(("seed",)),
+    **dict.fromkeys(("data_seed", "random_seed"), Synonym(("seed",))),
     # length of the run, batches
-    **dict.fromkeys(("num_train_epochs", "num_epochs", "n_epochs", "train_epochs"), Synonym(("epochs",))),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "n_epochs", "train_epochs", "total_epochs"), Synonym(("epochs",))),
     **dict.fromkeys(("max_steps", "train_iters", "total_training_steps"), Synonym(("steps",), "leave it out with epochs")),
     **dict.fromkeys(
         (
             "per_device_train_batch_size", "per_device_batch_size", "train_batch_size", "micro_batch_size",
-            "gradient_accumulation_steps",
+            "gradient_accumulation_steps", "gradient_accumulation", "grad_accum",
         ),
         BATCH,
     ),
     "global_batch_size": Synonym(("rollout.prompts_per_step",), "prompts of a step, each with rollout.group_size responses"),
     **dict.fromkeys(
-        ("max_seq_length", "max_seq_len", "sequence_len", "seq_length", "cutoff_len", "model_max_length", "block_size"), LENGTH
+        (
+            "max_seq_length", "max_seq_len", "seq_len", "sequence_len", "seq_length", "cutoff_len", "model_max_length",
+            "block_size",
+        ),
+        LENGTH,
     ),
     # optimizer and schedule
     "learning_rate": Synonym(("optimizer.lr",)),
@@ -119,6 +131,16 @@ SYNONYMS: dict[str, Synonym] = {
         ("expert_parallel_size", "expert_model_parallel_size", "ep_size", "ep"), Synonym(("parallel.expert",))
     ),
     "sequence_parallel": Synonym(("parallel.sequence",)),
+    **dict.fromkeys(
+        ("data_parallel_size", "data_parallel", "dp_size", "dp", "num_gpus", "n_gpus", "gpus", "devices", "world_size"),
+        Synonym((), "leave it out: --nproc or torchrun starts the processes, and data parallelism is what the other sizes leave"),
+    ),
+    **dict.fromkeys(
+        ("flash_attn", "attn_implementation", "use_flash_attention"), Synonym((), "leave it out: the engine chooses its kernels")
+    ),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization_bit"), Synonym(("base_weights",), "with lora; nf4, or fp8")
+    ),
     **dict.fromkeys(("use_cpu", "no_cuda"), Synonym(("platform",), "platform: cpu")),
     "ddp_timeout": Synonym(("timeout_s",)),
     # adapters
@@ -131,16 +153,18 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("use_rslora", "peft_use_rslora"), Synonym(("lora.rslora",))),
     **dict.fromkeys(("use_peft", "peft_config", "lora_config", "adapter", "finetuning_type"), WITH_LORA),
     # checkpoints, logs, validation
-    "save_steps": Synonym(("checkpoint.every",), "in steps"),
+    **dict.fromkeys(("save_steps", "save_every", "save_freq", "save_interval"), Synonym(("checkpoint.every",), "in steps")),
     "save_strategy": Synonym(("checkpoint.every",), "in steps; 0: only when a signal stops the run"),
     "save_total_limit": Synonym(("checkpoint.keep_last",)),
     "saves_per_epoch": Synonym(("checkpoint.every",), "in steps"),
     **dict.fromkeys(
-        ("logging_steps", "log_interval", "logging_strategy", "logging_first_step"),
+        ("logging_steps", "log_interval", "log_every", "logging_strategy", "logging_first_step"),
         Synonym((), "every step is logged, in metrics.jsonl and by trackers; leave it out"),
     ),
-    **dict.fromkeys(("report_to", "use_wandb", "wandb_project", "logger"), TRACKING),
-    **dict.fromkeys(("eval_steps", "eval_strategy", "evaluation_strategy", "eval_interval"), VALIDATION),
+    **dict.fromkeys(("report_to", "wandb", "use_wandb", "wandb_project", "logger"), TRACKING),
+    **dict.fromkeys(
+        ("eval_steps", "eval_strategy", "evaluation_strategy", "eval_interval", "eval_every", "test_freq"), VALIDATION
+    ),
     **dict.fromkeys(("val_set_size", "test_size", "val_size"), Synonym(("validation.fraction",), "a share below 1")),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), Synonym((), "an option: --resume auto")),
     "overwrite_output_dir": Synonym((), "an option: --overwrite"),
@@ -162,9 +186,11 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("max_completion_length", "max_new_tokens", "response_length"), Synonym(("rollout.max_tokens",))),
     "max_prompt_length": Synonym(("batching.max_length",), "of prompt and response together, in tokens"),
     **dict.fromkeys(("reward_funcs", "reward_function"), Synonym(("rollout.reward",), "one path/to/file.py:function")),
-    "epsilon": Synonym(("objective.clip_low",), "with objective.clip_high"),
+    **dict.fromkeys(("epsilon", "clip_ratio"), Synonym(("objective.clip_low",), "with objective.clip_high")),
     "epsilon_high": Synonym(("objective.clip_high",)),
     "loss_type": Synonym(("objective.preset",), "or objective.loss and objective.average"),
+    "adv_estimator": Synonym(("objective.advantages",)),
+    **dict.fromkeys(("kl_coef", "kl_loss_coef"), Synonym(("reference.coefficient",), "in section reference")),
     "scale_rewards": Synonym(("objective.divide_by_std",)),
     "vllm_gpu_memory_utilization": Synonym(("placement.memory",)),
 }  # fmt: skip

@@ -185,7 +185,7 @@ def _offsets_and_sizes(
             in_order = bool((values.reshape(sizes) == line).all())
     if not in_order:
         raise CheckpointError(
-            f"model: {source} is stored in another order than the model has it, which engine fsdp cannot read; use another engine"
+            f"model: {source} is stored in another order than the model has it, which engine fsdp cannot read; use engine single"
         )
     rest = shape[len(sizes) :]
     return (*first, *(0 for _ in rest)), (*sizes, *rest)

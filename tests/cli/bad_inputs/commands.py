@@ -148,7 +148,7 @@ ENVIRONMENTS = {
 RL = {
     "a head": command("rl rl.yaml --set head=scalar", says="head: 'scalar' | not of run files | docs/data.md"),
     "a run file of train": command("rl run.yaml", says="data: for megascend train only"),
-    "a run file of rl": command("train rl.yaml", says="rollout: unknown setting"),
+    "a run file of rl": command("train rl.yaml", says="rollout: for megascend rl only"),
     "no prompts": rl("rollout.prompts=nowhere.jsonl", says="no prompts at | nowhere.jsonl"),
     "prompts that are chats": rl("rollout.prompts=data.jsonl", says="data.jsonl:1 | messages | assistant's"),
     "no function": rl("rollout.reward=rewards", says="reward | 'rewards' | package.module:function"),

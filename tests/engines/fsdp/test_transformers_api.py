@@ -30,7 +30,5 @@ def test_bool_buffers_are_computed() -> None:
 
 
 def test_bool_buffer_that_is_not_computed_raises_config_error() -> None:
-    with pytest.raises(
-        ConfigError, match="transformers does not compute the buffer mask of Masked; use another engine"
-    ):
+    with pytest.raises(ConfigError, match="transformers does not compute the buffer mask of Masked; use engine single"):
         compute_buffers(Masked(computed=False), torch.device("cpu"))

@@ -201,13 +201,13 @@ def attention(
     if not isinstance(lengths, SampleLengths):
         raise ConfigError(
             f"engine fsdp: {type(module).__name__} does not pass keywords on to its attention function, so that samples in one "
-            "micro batch would attend to each other; use another engine"
+            "micro batch would attend to each other; use engine single"
         )
     # Refused, since this function builds its own mask and would ignore the model's.
     feature = _unknown(module, attention_mask, options)
     if feature is not None:
         raise ConfigError(
-            f"engine fsdp: attention with {feature} ({type(module).__name__}) is not supported; use another engine"
+            f"engine fsdp: attention with {feature} ({type(module).__name__}) is not supported; use engine single"
         )
     sinks: Tensor | None = options.get("s_aux")
     if lengths.cached is not None:
@@ -276,7 +276,7 @@ def _sample_attention(
     """Compute attention within complete samples: [batch, heads, tokens, head dim]; ``sinks``: [heads], see ``s_aux``."""
     if query.device.type == "npu":
         if sinks is not None:
-            raise ConfigError("engine fsdp: attention with sinks (s_aux) has no kernel on NPUs; use another engine")
+            raise ConfigError("engine fsdp: attention with sinks (s_aux) has no kernel on NPUs; use engine single")
         return npu.causal_attention(query, key, value, lengths.packed, scaling=scaling, dropout=dropout, window=window)
     if lengths.starts is None or lengths.longest is None:
         return _causal(query, key, value, scaling, dropout, window, sinks)

@@ -20,8 +20,8 @@ def more_than_product(model: Any) -> ConfigError:
     """Return the error for a model that changes its output layer's result, which the engine would omit."""
     kind = type(model).__name__.removeprefix("FSDP")  # fully_shard adds the prefix to the class
     return ConfigError(
-        f"engine fsdp: {kind} changes its logits after the output layer (a cap or a scale in its configuration?); use another "
-        "engine"
+        f"engine fsdp: {kind} changes its logits after the output layer (a cap or a scale in its configuration?), which no "
+        "engine supports"
     )
 
 

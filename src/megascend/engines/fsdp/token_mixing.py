@@ -106,7 +106,7 @@ def _add_borders(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if not isinstance(lengths, SampleLengths):
         raise ConfigError(
             f"engine fsdp: the layers of this model do not pass keywords on to {type(module).__name__}, so that samples in one "
-            "micro batch would affect each other; use another engine"
+            "micro batch would affect each other; use engine single"
         )
     # One sample in each row has no borders within it.
     if lengths.starts is None:

@@ -118,7 +118,7 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
     without_bias(model, scalar_head)
     head = output_layer(model)
     if (problem := not_plain(head, scalar_head)) is not None:
-        raise ConfigError(f"engine fsdp: {type(model).__name__} has {problem}; use another engine")
+        raise ConfigError(f"engine fsdp: {type(model).__name__} has {problem}, which no engine supports")
     _check_unshared_parameters(model)
     if has_experts(model):
         use_experts(config, NAME, "experts keep their routing in recomputation")
@@ -186,7 +186,7 @@ def compute_buffers(model: Any, device: torch.device) -> None:
     missing = [name for name in _not_computed(model) if name in missing] or _switches_not_computed(model)
     if missing:
         raise ConfigError(
-            f"engine fsdp: transformers does not compute the buffer {missing[0]} of {type(model).__name__}; use another engine"
+            f"engine fsdp: transformers does not compute the buffer {missing[0]} of {type(model).__name__}; use engine single"
         )
 
 

@@ -88,7 +88,8 @@ def check_architecture(model_dir: Path) -> None:
     if get_model_meta(get_mcore_model_type(config.model_type)) is None:  # type: ignore[reportArgumentType]
         raise CheckpointError(
             f"{model_dir}/config.json: mcore-bridge {metadata.version('mcore-bridge')} has no model for "
-            f"model_type {config.model_type!r}; a package of your own can add it (megascend.register_architecture)"
+            f"model_type {config.model_type!r}; engines fsdp and single train most decoders of transformers, and a package of "
+            "your own can add it to engine megatron (megascend.register_architecture)"
         )
     if problems := architecture.unsupported(text_config(config.to_dict())):
         raise ConfigError(f"{model_dir}/config.json: {'; '.join(problems)}")

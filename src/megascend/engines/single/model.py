@@ -137,7 +137,7 @@ def plain_head(model: Any) -> Any:
     """Return the output layer of a model, which may be on ``meta``; ConfigError if it is more than a product."""
     head = model.get_output_embeddings()
     if (problem := not_plain(head, None)) is not None:
-        raise ConfigError(f"engine single: {type(model).__name__} has {problem}; use another engine")
+        raise ConfigError(f"engine single: {type(model).__name__} has {problem}, which no engine supports")
     return head
 
 
@@ -159,12 +159,12 @@ def check_plain_head(model: Any, vocab_size: int) -> None:
     if len(products) != 1 or not torch.equal(products[0].float(), logits):
         raise ConfigError(
             f"engine single: {type(model).__name__} changes its logits after the output layer (a cap or a scale in its "
-            "configuration?); use another engine"
+            "configuration?), which no engine supports"
         )
     if not difference <= HEAD_BOUND:
         raise ConfigError(
             f"engine single: the logits of {type(model).__name__} are not the product of its last hidden states and its output "
-            f"layer (relative difference {difference:.3g}, at most {HEAD_BOUND} expected); use another engine"
+            f"layer (relative difference {difference:.3g}, at most {HEAD_BOUND} expected), as every engine computes them"
         )
 
 
