@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.app.event_log import agent
+from megascend.app.event_log import EventLog, agent
 from megascend.app.resume import (
     StartPoint,
     check_start,
@@ -127,6 +127,23 @@ def test_directory_of_a_running_run_is_refused(tmp_path: Path) -> None:
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # a zombie: ended, but not reaped
         check_start(output, True, None, Launch())
+
+
+def test_error_of_a_refused_start_does_not_end_the_running_run(tmp_path: Path) -> None:
+    """A second start that was refused once its model was built leaves an error beside the events of the run in progress."""
+    output = add_run(tmp_path, 4)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        start = {"event": "start", "time": time.time(), "pid": other.pid, "host": socket.gethostname()}
+        (output / "events.jsonl").write_text(json.dumps(start) + "\n")
+        EventLog(output, Launch()).error(ConfigError("output: it holds an earlier run"), step=1)
+        for overwrite, resume in ((True, None), (False, "auto")):
+            with pytest.raises(ConfigError, match=f"is being written by another run, process {other.pid}"):
+                check_start(output, overwrite, resume, Launch())
+        started = EventLog(output, Launch())
+        started.started = True  # the run itself has failed, although its process has not ended yet
+        started.error(ConfigError("the data"), step=5)
+        check_start(output, True, None, Launch())
+        other.kill()
 
 
 def test_error_files_only_are_not_a_run(tmp_path: Path) -> None:

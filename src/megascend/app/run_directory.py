@@ -171,7 +171,11 @@ def refuse_running(output: Path) -> None:
 def error_since(output: Path, since: Any) -> bool:
     """Return True if a rank of the run in ``output`` has left an error at ``since`` or later."""
     errors = [error for path in (output / ERRORS).glob("*.json") for error in read_lines(path)[0]]
-    return any(isinstance(error.get("time"), (int, float)) and error["time"] >= since for error in errors)
+    # A start that was refused because that run is in progress leaves an error, too.
+    return any(
+        isinstance(error.get("time"), (int, float)) and error["time"] >= since and error.get("started") is not False
+        for error in errors
+    )
 
 
 # --- removing them ---
