@@ -126,8 +126,8 @@ def test_previous_checkpoint_is_loaded_and_logged(kind, checkpoint, tmp_path, ca
         for name in names:
             content = (newest / name).read_bytes()
             on_rank_0(lambda name=name: damages(newest / name)[-2][1]())
-            progress, config = load_first_good(backend, tuple(retention.candidates()), event_log)
-            assert (progress, config) == ({"step": 1}, {"seed": 1})
+            path, progress = load_first_good(backend, tuple(retention.candidates()), event_log)
+            assert (path, progress) == (retention.path(1), {"step": 1})
             assert exact_state(backend) == states[1], name
             on_rank_0(lambda name=name, content=content: restore(newest / name, content))
             train(backend, adapters=KINDS[kind].get("adapters", ()))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megascend.app.event_log import EVENTS, agent, read_lines
+from megascend.app.run_backend import ADAPTER
 from megascend.app.run_directory import (
     CHECKPOINTS,
     RESULTS,
@@ -205,8 +206,9 @@ def begin(
         The output directory, and the saved progress; None for a run that starts at step 1.
 
     Raises:
-        ConfigError, CheckpointError: as :func:`decide`, on every rank; or the checkpoint is of another kind of run, or beyond the
-            run's steps; or the hosts do not share the output directory.
+        ConfigError, CheckpointError: as :func:`decide`, on every rank; or the checkpoint is of another kind of run, has an
+            adapter of another rank, scaling or targets, or is beyond the run's steps; or the hosts do not share the output
+            directory.
     """
     launch, output = backend.groups.launch, config.output
     # On rank 0 only: hosts may see different states of a directory on a network file system.
@@ -236,13 +238,15 @@ def begin(
         if not directory.holds_earlier_run and backend.rank == 0:
             write_config(config)
         return directory, None
-    progress, saved = load_first_good(backend, start.candidates, event_log)
+    backend.from_rank_0(lambda: check_adapter(config, start.candidates))
+    path, progress = load_first_good(backend, start.candidates, event_log)
     if backend.step_count > config.steps:
         raise ConfigError(
             f"steps: {config.steps}, and the checkpoint to resume from is after step {backend.step_count}: set steps to "
             f"{backend.step_count} to only export it, or to more, or name an earlier checkpoint with --resume PATH"
         )
-    changed = differences(saved, config)
+    apply_adapter_settings(backend, config, path)
+    changed = differences(manifest.read(path).config, config)
     if changed and backend.rank == 0:
         print(f"settings that differ from the checkpoint's: {'; '.join(changed)}", flush=True)
     # After the load: a checkpoint of another kind of run may have the same model.
@@ -254,13 +258,48 @@ def begin(
     return directory, progress
 
 
-def load_first_good(
-    backend: Backend, candidates: tuple[Path, ...], event_log: EventLog
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def check_adapter(config: TrainerConfig, candidates: Sequence[Path]) -> None:
+    """Raise ConfigError if an adapter with this run's rank and scaling could not continue the one of a checkpoint.
+
+    Args:
+        candidates: checkpoints to resume from, of which the best one with a readable manifest is compared.
+    """
+    for path in candidates:
+        try:
+            saved = (manifest.read(path).config or {}).get("lora")
+        except CheckpointError:
+            continue  # as load_first_good() does, which reports it
+        if saved is None or config.lora is None:
+            return
+        for name in ("rank", "alpha", "rslora"):
+            value = getattr(config.lora, name)
+            if saved[name] != value:
+                raise ConfigError(
+                    f"lora.{name}: {value}, and the adapter in {path} has {saved[name]}: set lora.{name}: {saved[name]}, or "
+                    "begin a new run"
+                )
+        return
+
+
+def apply_adapter_settings(backend: Backend, config: TrainerConfig, checkpoint: Path) -> None:
+    """Give this run's settings to the adapter that a checkpoint has restored together with those of its own run. Collective.
+
+    Raises:
+        ConfigError: on every rank: it has other targets.
+    """
+    if config.lora is None or backend.adapters[ADAPTER].lora == config.lora:
+        return
+    try:
+        backend.load_adapter(ADAPTER, checkpoint / "adapters" / ADAPTER, lora=config.lora, replace=True)
+    except ConfigError as error:
+        raise ConfigError(f"lora.targets: {error}: set lora.targets as in that run, or begin a new one") from error
+
+
+def load_first_good(backend: Backend, candidates: tuple[Path, ...], event_log: EventLog) -> tuple[Path, dict[str, Any]]:
     """Load the first checkpoint that is complete and undamaged; report each one that is not. Collective.
 
     Returns:
-        The saved ``progress`` and ``config``.
+        Its path, and the saved ``progress``.
     """
     refused: list[str] = []
     for path in candidates:
@@ -275,7 +314,7 @@ def load_first_good(
         event_log.event("resumed", checkpoint=str(path), step=backend.step_count)
         if backend.rank == 0:
             print(f"resumed from {path} after step {backend.step_count}", flush=True)
-        return progress, manifest.read(path).config
+        return path, progress
     raise CheckpointError(f"no checkpoint can be loaded: {' | '.join(refused)}. To start over: --overwrite")
 
 
