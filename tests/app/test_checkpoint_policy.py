@@ -25,6 +25,9 @@ class Backend:
     def any_rank(self, *values: bool) -> tuple[bool, ...]:
         return values
 
+    def from_rank_0(self, produce: Any) -> Any:
+        return produce()
+
     def prepare_saves(self) -> None:
         pass
 
@@ -73,6 +76,20 @@ def test_no_checkpoint_until_ready(tmp_path: Path) -> None:
     ready.append(3)
     saves.after_step(3, False)
     assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_stop_before_a_step_saves_what_was_resumed_from_elsewhere(tmp_path: Path, saved: bool) -> None:
+    backend = Backend()
+    backend.step_count = 5
+    path = tmp_path / "run" / "checkpoints" / "step-00000005"
+    if saved:
+        path.mkdir(parents=True)
+    saves, events = policy(tmp_path, backend)
+    saves.after_step(5, True)
+    saves.finish(5)
+    assert path.is_dir()
+    assert [event.split()[0] for event in events] == ([] if saved else ["saved", "save"])
 
 
 def test_keep_saves_a_checkpoint_after_a_failed_export(tmp_path: Path) -> None:

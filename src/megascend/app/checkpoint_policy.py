@@ -53,7 +53,9 @@ class CheckpointPolicy:
             config.output / CHECKPOINTS, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every
         )
         self._pending: PendingSave | None = None
-        self._last_step = backend.step_count  # the last step that was saved, or needs no save; -1 after a failed save
+        # The last step that was saved; -1 if it was not, as in a run that begins or resumes from another directory.
+        step = backend.step_count
+        self._last_step = step if backend.from_rank_0(lambda: self._series.path(step).is_dir()) else -1
         self._saved = False  # a checkpoint of that step is complete in this run's directory
         self.stall_s = 0.0
         self.problem: str | None = None
@@ -71,13 +73,9 @@ class CheckpointPolicy:
         stopping, running = self._backend.any_rank(stop, running)
         if not running:
             self._finish_pending()
-        # A run that is stopped while it waits for a batch may have saved this step already. Step 0 is saved at a stop only.
+        # A run that is stopped while it waits for a batch may have saved this step already.
         due = self._settings.every and step % self._settings.every == 0
-        if (
-            (stopping or due or self._best_step() == step)
-            and self._may_save()
-            and (self._last_step != step or step == 0)
-        ):
+        if (stopping or due or self._best_step() == step) and self._may_save() and self._last_step != step:
             self._save(step)
         return stopping
 

@@ -113,7 +113,7 @@ def run(
         directory, progress = begin(config, this_run.backend, event_log, overwrite, resume, training.progress_keys)
         inputs = RunInputs(this_run.backend, training.weights(config), training.code(config), training.packages(config))
         inputs.compare(None if progress is None else progress.get(INPUTS))
-        training.begin(this_run, progress)
+        training.begin(this_run, progress, lambda: signals.received is not None)
         phases.end("preparing")
         if this_run.main_rank:
             print(f"ready after {phases}", flush=True)

@@ -234,7 +234,7 @@ class SupervisedTraining(Training[RunConfig]):
         if samples.held_out is not None:
             objective.prepare(backend, samples.held_out, range(objective.units(samples.held_out)), size)
 
-    def begin(self, run: Run[RunConfig], progress: dict[str, Any] | None) -> None:
+    def begin(self, run: Run[RunConfig], progress: dict[str, Any] | None, stop: Callable[[], bool]) -> None:
         from megascend.app.token_budget import TokenBudget
 
         config, self._run = run.config, run

@@ -93,8 +93,13 @@ class Training(ABC, Generic[AnyConfig]):
         """Run checks and computations that need the model, before a checkpoint is loaded into it. Collective."""
 
     @abstractmethod
-    def begin(self, run: Run[AnyConfig], progress: dict[str, Any] | None) -> None:
-        """Resume from ``progress`` of a checkpoint, or begin at step 1; print a summary of the run. Collective."""
+    def begin(self, run: Run[AnyConfig], progress: dict[str, Any] | None, stop: Callable[[], bool]) -> None:
+        """Resume from ``progress`` of a checkpoint, or begin at step 1; print a summary of the run. Collective.
+
+        Args:
+            stop: returns True once this rank has received a signal. It ends a wait for other processes; :meth:`next_batch` then
+                returns None.
+        """
 
     @abstractmethod
     def start_loop(self, log: RunLog) -> None:

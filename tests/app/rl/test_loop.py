@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -23,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megascend.app.rl.train import RlResult, train_rl
 from megascend.config import RunConfig as TrainConfig
 from megascend.config.rl import COUNTERPARTS, RlConfig
-from megascend.errors import ConfigError, DataError, EngineError, EngineTimeoutError
+from megascend.errors import ConfigError, DataError, EngineError, EngineLostError, EngineTimeoutError
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
 from megascend.rollout.engines.local import LocalEngine
@@ -216,6 +217,31 @@ def test_sigterm_while_waiting_saves_and_resumes(
     resumed = in_a_fork(lambda: run(config, RecordedEngine, resume="auto"))[0]
     assert (resumed.steps, resumed.stopped) == (4, None)
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4]
+
+
+def test_sigterm_while_engines_are_awaited_saves_and_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop before the first step, and in another directory than that of the checkpoint to resume from."""
+    monkeypatch.setattr("megascend.app.rl.engines.CONNECT_S", 0.2)
+    evaluation = {"prompts": folder / "prompts.jsonl", "every": 9}
+    config = settings(folder, "awaited", steps=2, checkpoint={"every": 2}, evaluation=evaluation)
+    branch = config.model_copy(update={"output": folder / "awaited-branch", "steps": 4})
+
+    class AbsentEngine(RecordedEngine):
+        async def version(self) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise EngineLostError(f"{self.name} refused the connection")
+
+    def stop_and_resume(config: RlConfig, resume: str | None = None) -> tuple[int, RlResult]:
+        stopped = in_a_fork(lambda: run(config, AbsentEngine, resume=resume))[0]
+        assert stopped.stopped == "SIGTERM"
+        return stopped.steps, in_a_fork(lambda: run(config, RecordedEngine, resume="auto"))[0]
+
+    steps, resumed = stop_and_resume(config)
+    assert (steps, resumed.steps, resumed.stopped) == (0, 2, None)
+    assert math.isfinite(resumed.reward_before)
+    steps, resumed = stop_and_resume(branch, resume=str(config.output))
+    assert (steps, resumed.steps) == (2, 4)
+    assert [row["step"] for row in rows(branch)] == [3, 4]
 
 
 def test_errors_of_engines_and_rewards_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -65,8 +65,11 @@ class EngineUpdates:
         self._failures: dict[InferenceEngine, int] = {}  # in a row, on rank 0; by engines of updates that failed
         self.offset = 0
 
-    def begin(self) -> None:
-        """Give the trainer's weights to the engines that answer, once at least one does.
+    def begin(self, stop: Callable[[], bool]) -> bool:
+        """Give the trainer's weights to the engines that answer, once at least one does; return False if ``stop`` came first.
+
+        Args:
+            stop: returns True once this rank has received a signal.
 
         Raises:
             EngineLostError: none has answered for ``rollout.engines_lost_s``.
@@ -75,11 +78,14 @@ class EngineUpdates:
         slice_s = min(CONNECT_S, self._backend.groups.timeout_s / 4)
         with self._backend.groups.monitor.phase("engines"):
             while (versions := self._rollouts.on_rank_0(lambda collector: collector.connect(slice_s))) is None:
-                pass
+                (stopping,) = self._backend.any_rank(stop())
+                if stopping:
+                    return False
         steps = self._backend.step_count
         self.offset = 1 + max(versions) - steps
         # Also after a resume: engines may have been restarted with the checkpoint's first weights.
         self._push(steps, returned=True)
+        return True
 
     def push(self, step: int) -> list[PushResult]:
         """Give the weights after ``step`` to all engines that have earlier ones of this run.

@@ -142,6 +142,7 @@ class ReinforcementLearning(Training[RlConfig]):
         self._servers: EngineServers | None = None
         self._teacher: Teacher | TrainerTeacher | None = None
         self.totals = Totals()
+        self._begun = False  # the engines have weights, and get prompts
         self._version = 0
         self._since = 0.0
         self._records: RolloutLog | None = None
@@ -215,7 +216,7 @@ class ReinforcementLearning(Training[RlConfig]):
             model = TeacherModel(run.backend, teacher.model, "teacher.model")
             self._teacher = TrainerTeacher(run.backend, teacher, model)
 
-    def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None) -> None:
+    def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None, stop: Callable[[], bool]) -> None:
         """Begin or resume, and send the trainer's weights to the engines."""
         from megascend.app.rl.engines import EngineUpdates, make_engines
         from megascend.app.rl.rollouts import SharedRollouts
@@ -274,9 +275,11 @@ class ReinforcementLearning(Training[RlConfig]):
         )
         self._wake_engines()
         self._updates = EngineUpdates(backend, self._rollouts, sync, run.adapter)
-        self._updates.begin()
+        if not self._updates.begin(stop):
+            return
         self._rollouts.recover = self._updates.recover
-        if progress is None and config.evaluation is not None:
+        # A run that was stopped while it waited for engines has a checkpoint of step 0, without an evaluation.
+        if config.evaluation is not None and backend.step_count == 0 and math.isnan(self.totals.reward_before):
             reward = self._evaluate(0)
             self.totals.reward_before = self.totals.reward_after = reward
             run.event_log.event("evaluated", step=0, reward=reward)
@@ -285,6 +288,7 @@ class ReinforcementLearning(Training[RlConfig]):
         # After the push and the evaluation: no training prompt is sampled with other weights.
         steps, offset = backend.step_count, self._updates.offset
         self._rollouts.on_rank_0(lambda collector: collector.start(steps, offset))
+        self._begun = True
 
     def start_loop(self, log: RunLog) -> None:
         run = self._run
@@ -297,7 +301,7 @@ class ReinforcementLearning(Training[RlConfig]):
         self._since = time.perf_counter()
 
     def next_batch(self, number: int, stop: Callable[[], bool]) -> list[TrajectoryGroup] | None:
-        return self._rollouts.take(number - 1, stop)
+        return self._rollouts.take(number - 1, stop) if self._begun else None
 
     def step(self, number: int, batch: Sequence[TrajectoryGroup]) -> RlRecord:
         """Learn from groups, update the engines, evaluate."""
