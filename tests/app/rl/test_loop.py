@@ -594,6 +594,21 @@ def test_records_rotate_by_size_and_are_read_in_order(folder: Path, capsys: pyte
         rollouts_command(folder)
 
 
+def test_records_of_steps_that_are_done_again_are_removed_after_a_rotation(folder: Path) -> None:
+    from megascend.cli.rollouts import read_rollouts
+
+    records, checkpoint = {"max_bytes": 6000}, {"every": 1, "keep_last": 9}
+    config = settings(folder, "rotated", rollout={"records": records}, checkpoint=checkpoint)
+    in_a_fork(lambda: run(config, RecordedEngine))
+    rotated = (config.output / "rollouts.1.jsonl").read_text(encoding="utf-8").splitlines()
+    last = json.loads(rotated[-1])["step"]
+    path = config.output / "checkpoints" / f"step-{last - 1:08d}"
+    in_a_fork(lambda: run(config.model_copy(update={"steps": last}), RecordedEngine, resume=str(path)))
+    learned = [row["step"] for row in read_rollouts(config.output) if row["outcome"] == "learned"]
+    assert learned == sorted(learned)
+    assert learned.count(last) == 6  # two prompts of three responses
+
+
 def test_dynamic_sampling_compares_rewards_without_the_length_penalty(folder: Path) -> None:
     rollout = {"reward": f"{folder / 'reward.py'}:settled", "in_order": True}
     config = settings(folder, "settled", steps=3, rollout=rollout, objective={"preset": "dapo"})

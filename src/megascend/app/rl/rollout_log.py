@@ -40,7 +40,9 @@ class RolloutLog:
         """
         self._settings, self._objective = config.rollout.records, config.objective
         self._decode, self._log, self._path = decode, log, config.output / ROLLOUTS
-        self._size = last_row_end(self._path, steps_done) if steps_done else 0
+        self._size = last_row_end(self._path, steps_done)
+        # Rows of those steps may have been moved there before the run was resumed.
+        self._earlier_size: int | None = last_row_end(self._path.with_name(EARLIER), steps_done)
         self._file: AppendFile | None = None
         self._unwritten: list[str] = []
 
@@ -147,11 +149,15 @@ class RolloutLog:
             yield row
 
     def _append(self, line: str) -> None:
+        earlier = self._path.with_name(EARLIER)
+        if self._earlier_size is not None and earlier.exists():
+            os.truncate(earlier, self._earlier_size)
+        self._earlier_size = None
         # A line longer than the limit has a file to itself.
         if self._size and self._size + len(line.encode()) > self._settings.max_bytes:
             self.close()
             if self._path.exists():
-                os.replace(self._path, self._path.with_name(EARLIER))
+                os.replace(self._path, earlier)
             self._file, self._size = None, 0
         if self._file is None:
             self._file = AppendFile(self._path, self._size)
