@@ -62,6 +62,18 @@ def process_status(name: str, base: int) -> int | None:
     return None
 
 
+def process_start(pid: int) -> int | None:
+    """Return when a process began, in clock ticks since the start of the system; None without ``/proc`` (other than Linux).
+
+    Unlike a time of day, it does not change when the clock is set.
+    """
+    with contextlib.suppress(OSError):
+        # The second field is the program's name in parentheses, which may hold spaces; this is the 22nd, proc_pid_stat(5).
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(stat.rpartition(")")[2].split()[19])
+    return None
+
+
 def process_lives(host: object, pid: object, since: object) -> bool | None:
     """Check whether process ``pid`` of ``host``, which ran at ``since`` (seconds since 1970), still runs; None: unknown here.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -207,6 +208,31 @@ def test_restart_does_not_touch_another_run(tmp_path: Path) -> None:
     assert not may_write(output, None, LATE_RANK)
     assert not may_write(output, None, Launch())
     assert may_write(output, "auto", Launch())
+
+
+def test_restart_in_a_new_container_does_not_touch_the_run_of_the_last_one(tmp_path: Path) -> None:
+    """In two process namespaces, as two containers of one host name are, the launchers have the same process id."""
+
+    def in_container(program: str) -> str:
+        # Two commands, so that the shell, the launcher, stays the parent.
+        command = f"{sys.executable} -c {shlex.quote(program)}; true"
+        completed = subprocess.run(
+            ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "bash", "-c", command],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        if "unshare" in completed.stderr:
+            pytest.skip(f"this machine allows no process namespaces: {completed.stderr.strip()}")
+        return completed.stdout.strip() or completed.stderr
+
+    name = "import os; from megascend.app.event_log import agent; print(os.getppid(), agent())"
+    parent, first = in_container(name).split()
+    assert parent == "1"
+    output = add_run(tmp_path, 4, by=first)
+    same_launcher = (
+        "from pathlib import Path; from megascend.app.resume import has_same_launcher; "
+        f"print(has_same_launcher(Path({str(output)!r})))"
+    )
+    assert in_container(same_launcher) == "False"
 
 
 def test_restarts_reads_damaged_event_files(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from megascend.distributed.launch import Launch
 from megascend.io.paths import make_directory
+from megascend.surroundings import process_start
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +150,9 @@ def finite(value: Any) -> Any:
 
 
 def agent() -> str:
-    """Return host and id of the process that started this one: the same for all attempts of a run under torchrun."""
-    return f"{socket.gethostname()}:{os.getppid()}"
+    """Return a name for the process that started this one: the same for all attempts of a run under torchrun."""
+    # Its id alone does not do: in a container torchrun has the id 1 at every start.
+    return f"{socket.gethostname()}:{os.getppid()}:{process_start(os.getppid())}"
 
 
 def command(launch: Launch) -> list[str]:
