@@ -130,6 +130,22 @@ def test_directory_of_a_running_run_is_refused(tmp_path: Path) -> None:
         check_start(output, True, None, Launch())
 
 
+def test_running_run_is_refused_after_the_clock_was_set(tmp_path: Path) -> None:
+    output = add_run(tmp_path, 4)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        began = int(Path(f"/proc/{other.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])  # proc_pid_stat(5)
+        # The clock was an hour behind when the run began.
+        start = {"event": "start", "time": time.time() - 3600, "pid": other.pid, "host": socket.gethostname()}
+        (output / "events.jsonl").write_text(json.dumps(start | {"began": began}) + "\n")
+        with pytest.raises(ConfigError, match=f"is being written by another run, process {other.pid}"):
+            check_start(output, True, None, Launch())
+        # The number belongs to a later process, as the clock was an hour ahead.
+        later = start | {"time": time.time() + 3600, "began": began - 1}
+        (output / "events.jsonl").write_text(json.dumps(later) + "\n")
+        check_start(output, True, None, Launch())
+        other.kill()
+
+
 def test_error_of_a_refused_start_does_not_end_the_running_run(tmp_path: Path) -> None:
     """A second start that was refused once its model was built leaves an error beside the events of the run in progress."""
     output = add_run(tmp_path, 4)
