@@ -143,8 +143,8 @@ class ShardedSync:
             if self._refusal is not None and self._refusal[0] == names and self._refused_pushes < RETRY:
                 self._refused_pushes += 1
                 return True, self._refusal[1]
-            valid = self._planned is not None and tuple(self._planned.engines) == names and self._specs == specs
-            return valid, ""
+            same_tensors = self._specs == specs and self._formats == formats
+            return self._planned is not None and tuple(self._planned.engines) == names and same_tensors, ""
 
         valid, reason = from_rank_0(state, self._groups, "the state of the transfer plan")
         if valid:
