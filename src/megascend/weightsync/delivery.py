@@ -376,7 +376,7 @@ class Delivery:
     ) -> Ticket | None:
         """Offer a sharded update to all engines.
 
-        If an engine does not have the base version, all of them are offered a complete update.
+        If engines do not have the base version, and nothing else is wrong, all of them are offered a complete update.
 
         Returns:
             What every rank needs to join the update's group; None if an engine no longer has the plan.
@@ -389,12 +389,16 @@ class Delivery:
             # It was restarted, perhaps with other workers or other slices: its old share may not be what it needs now.
             log.info("version %d is planned anew: %s", update.version, unknown)
             return None
-        without_base = next((error for error in failed.values() if isinstance(error, BaseError)), None)
-        if without_base is not None and base is not None:
-            log.info("version %d is sent completely: %s", update.version, without_base)
-            self.drop(update)
-            update.base = None
-            accepted, failed = self._offer(update, manifest, plan.engines, plan)
+        if base is not None and failed:
+            others = {name: error for name, error in failed.items() if not isinstance(error, BaseError)}
+            if others:
+                # Would fail again, or hang for longer than the other ranks wait. It is the reason, not a missing base.
+                failed = others
+            else:
+                log.info("version %d is sent completely: %s", update.version, next(iter(failed.values())))
+                self.drop(update)
+                update.base = None
+                accepted, failed = self._offer(update, manifest, plan.engines, plan)
         self._require_all(accepted, failed, f"version {update.version} was not begun", OLD_WEIGHTS)
         return Ticket(
             address=(self._listener.host, self._listener.port),

@@ -114,6 +114,7 @@ class ShardedSync:
         """
         if factors_only or not (self._sharded or self._mode == "delta"):
             return
+        self._refusal = None  # nothing is sent without a plan: the next push tries again
         setting, advice = (
             ("mode delta", "mode auto sends complete weights then")
             if self._mode == "delta"
