@@ -200,7 +200,8 @@ class EngineBackend(Backend, ABC):
         """
         Args:
             model: directory of a Hugging Face checkpoint with safetensors weights.
-            parallel: parallel sizes; the data parallel size is the world size divided by their product.
+            parallel: parallel sizes; the data parallel size is the world size divided by their product. None: data parallelism
+                only.
             precision: ``fp32``, ``fp16`` or ``bf16``, for parameters, activations and pipeline messages. Main parameters,
                 gradients and moments are always fp32.
             tf32: as for :func:`megascend.bootstrap`, which is called if it has not been.

@@ -246,7 +246,10 @@ class InferenceEngine(ABC):
         return None
 
     async def quantised(self) -> Mapping[str, BlockFormat]:
-        """Return the weights that the engine stores in fp8 blocks, by name, which are to be sent so (:mod:`weightwire.fp8`)."""
+        """Return the weights that the engine stores in fp8 blocks, by name, which are to be sent so (:mod:`weightwire.fp8`).
+
+        Called for every update: an engine may have been restarted with another checkpoint.
+        """
         return {}
 
     @abstractmethod

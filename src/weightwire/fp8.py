@@ -74,24 +74,37 @@ class BlockFormat:
         starts = (*offsets[:-2], *(start // block for start, _, _, block in matrix))
         return starts, self.blocks(sizes)
 
-    def to_json(self) -> list[Any]:
-        """Return plain data."""
-        return [self.rows, self.columns, self.power_of_two]
+
+def formats_to_json(formats: Mapping[str, BlockFormat]) -> list[Any]:
+    """Return plain data: ``[rows, columns, power_of_two, names]`` of each format.
+
+    By format: a mixture of experts has tens of thousands of weights in one, and every push asks for them.
+    """
+    names: dict[BlockFormat, list[str]] = {}
+    for name, blocks in formats.items():
+        names.setdefault(blocks, []).append(name)
+    return [[blocks.rows, blocks.columns, blocks.power_of_two, weights] for blocks, weights in names.items()]
 
 
 def formats_from_json(data: Any) -> dict[str, BlockFormat]:
-    """Parse an engine's untrusted description of its quantised weights: ``{name: BlockFormat.to_json()}``."""
-    check_size(data, dict, MAX_TENSORS, "quantised: formats by name")
-    formats = {}
-    for name, row in data.items():
+    """Parse an engine's untrusted description of its quantised weights, from :func:`formats_to_json`."""
+    check_size(data, list, MAX_TENSORS, "quantised: formats")
+    formats: dict[str, BlockFormat] = {}
+    for row in data:
         if (
             not isinstance(row, list)
-            or len(row) != 3
+            or len(row) != 4
             or not all(is_count(size, MAX_BLOCK) and size > 0 for size in row[:2])
             or type(row[2]) is not bool
         ):
-            raise ManifestError(f"quantised: {row!r:.80} is not the format of {name!r:.80}")
-        formats[name] = BlockFormat(*row)
+            raise ManifestError(f"quantised: {row!r:.80} is not [rows, columns, power_of_two, names]")
+        check_size(row[3], list, MAX_TENSORS - len(formats), "quantised: names")
+        if not all(isinstance(name, str) for name in row[3]):
+            raise ManifestError("quantised: a name is not a text")
+        count = len(formats) + len(row[3])
+        formats |= dict.fromkeys(row[3], BlockFormat(*row[:3]))
+        if len(formats) < count:
+            raise ManifestError("quantised: a weight has two formats")
     return formats
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs, response_fields
 from weightwire.errors import WireError
-from weightwire.fp8 import BlockFormat, formats_from_json
+from weightwire.fp8 import BlockFormat, formats_from_json, formats_to_json
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
 from weightwire.plan import Region, needs_from_json, needs_to_json
@@ -265,7 +265,7 @@ def _needs(arguments: Arguments) -> EngineCall:
 
 def _quantised(arguments: Arguments) -> EngineCall:
     async def run(engine: InferenceEngine) -> dict[str, Any]:
-        return {"quantised": {name: blocks.to_json() for name, blocks in (await engine.quantised()).items()}}
+        return {"quantised": formats_to_json(await engine.quantised())}
 
     return run
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,15 @@ def views(chunk: Chunk, tensors: Sequence[TensorSpec], buffer: Tensor) -> Iterat
         dtype = getattr(torch, tensors[piece.tensor].dtype)
         yield piece, buffer[position : position + nbytes].view(dtype).view(piece.sizes)
         position += nbytes
+
+
+def largest_messages(share: Share) -> dict[int, int]:
+    """Return the bytes of the largest message that a member sends to each of its peers: differences are smaller than chunks."""
+    sizes: dict[int, int] = {}
+    for step in share.operations:
+        if step.sends:
+            sizes[step.peer] = max(sizes.get(step.peer, HEAD_BYTES), share.chunks[step.chunk].nbytes)
+    return sizes
 
 
 # --- the trainer's ranks ---
@@ -154,7 +164,8 @@ class ShardSender(MemberSender[PairTransport]):
             DeadlineError, PeerLostError, GroupError, TransportError: as :meth:`weightwire.sender.Sender.connect`.
         """
         group = join(*address, name, rank, timeout_s)
-        medium = connect_transport(make_pairs, transport, Setup(group, manifest, device, timeout_s, options or {}))
+        make = partial(make_pairs, largest=largest_messages(share))
+        medium = connect_transport(make, transport, Setup(group, manifest, device, timeout_s, options or {}))
         member: dict[str, Any] = {"device": device, "timeout_s": timeout_s, "buffers": buffers}
         return cls(manifest, share, group, medium, history=history, base=base, **member)
 

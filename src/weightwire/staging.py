@@ -14,7 +14,7 @@ from weightwire.manifest import Bucket, Manifest, TensorSpec, offsets, plan_buck
 from weightwire.offer import Seal
 from weightwire.plan import Region, Share, complete
 from weightwire.sender import synchronise_stream
-from weightwire.sharded import HEAD_BYTES, views
+from weightwire.sharded import HEAD_BYTES, largest_messages, views
 from weightwire.slices import index_of
 from weightwire.transports import Setup, Transport, Work, make_transport
 from weightwire.transports.base import RECEIVES_IN_FLIGHT, PairTransport
@@ -187,7 +187,7 @@ class ShardLayout:
         return (seal.by_member or {}).get(rank, ())
 
     def connect(self, transport: str, setup: Setup) -> PairTransport:
-        return make_pairs(transport, setup)
+        return make_pairs(transport, setup, largest_messages(self.share))
 
     def receive(
         self, staging: Tensor, transport: PairTransport, timeout_s: float, arrived: Arrived, *, differences: bool

@@ -108,9 +108,10 @@ def test_updates_are_quantised_by_the_trainer(server: Server, plain: Path) -> No
             )
             assert update.nbytes < sum(tensor.nbytes for tensor in weights.values()) * 0.7
         # Weights that are not quantised: refused, and the last ones stay.
-        delivery._quantised = {engine.name: {}}
-        with pytest.raises(WeightSyncError, match=r"_proj\.weight comes as float32"):
-            delivery.push([engine], 4, changed(source, 4))
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(delivery, "quantised", lambda engines: {})
+            with pytest.raises(WeightSyncError, match=r"_proj\.weight comes as float32"):
+                delivery.push([engine], 4, changed(source, 4))
         server.run(lambda engine: assert_active(engine, expected(changed(source, 3)), 3))
         delivery.push([engine], 5, changed(source, 5))
         server.run(lambda engine: assert_active(engine, expected(changed(source, 5)), 5))

@@ -65,6 +65,37 @@ def test_a_request_that_is_sent_again_is_done_once(system) -> None:
     assert (other.status_code, "was a forward_backward" in other.text) == (400, True)
 
 
+def test_another_programs_request_under_a_used_number_is_refused(system) -> None:
+    """Two programs that share a model number their requests from 1: the second one gets no answer, not the first one's."""
+    model = system.alice.model()
+    session = model.partition(":")[0]
+    create = {"session_id": session, "model_seq_id": 1, "base_model": "tiny", "lora_config": {"rank": 8}}
+    save = {"model_id": model, "path": "one", "seq_id": 3}
+    path = system.alice.ask("save_weights_for_sampler", {"model_id": model, "path": "s", "seq_id": 1})["path"]
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+    name = system.alice.post("create_sampling_session", sampler).json()["sampling_session_id"]
+    sample = {"sampling_session_id": name, "seq_id": 0, "num_samples": 1, "sampling_params": {"max_tokens": 2}}
+    prompts = [{"chunks": [{"type": "encoded_text", "tokens": [token]}]} for token in (5, 6)]
+    pairs = [
+        ("create_model", create, create | {"lora_config": {"rank": 4}}),
+        ("forward_backward", train_body(model, 2, 10), train_body(model, 2, 11)),
+        ("save_weights", save, save | {"path": "two"}),
+        ("optim_step", *({"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": lr}} for lr in (0.1, 0.2))),
+        ("forward_backward", train_body(model, 5, 1000), train_body(model, 5, 10)),  # the first one fails
+        ("asample", *(sample | {"prompt": prompt} for prompt in prompts)),
+    ]
+    for route, first, _ in pairs:
+        system.alice.ask(route, first)
+    before = list(system.backend.calls)
+    for route, _, second in pairs:
+        refused = system.alice.post(route, second)
+        assert (refused.status_code, "earlier request with another content" in refused.text) == (400, True), route
+    other = system.alice.post("create_sampling_session", {**sampler, "model_path": None})
+    assert (other.status_code, f"samples from {path}, not from the base model" in other.text) == (400, True)
+    assert system.alice.post("create_sampling_session", sampler).status_code == 200
+    assert system.backend.calls == before
+
+
 def test_missing_request_fails_only_its_step(system) -> None:
     model, other = system.alice.model(), system.bob.model()
     late = [system.alice.forward_backward(model, 2, 20), system.alice.optim_step(model, 3)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recording_backend import Served, served
+from recording_backend import Served, served, train_body
 
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
@@ -103,6 +103,24 @@ def test_save_bounds_the_replayed_steps(disks) -> None:
                 third.alice.fetch(f"{model}:request:12")
                 assert steps_of(third) == []
                 assert third.service.tenancy.models[model].steps == 6
+
+
+def test_another_programs_request_under_a_used_number_is_refused_after_a_restart(disks) -> None:
+    """Requests 1 to 6 are covered by a save, 7 and 8 are executed again."""
+    with disks(durable_steps=3) as first:
+        model = first.alice.model()
+        train(first, model, 1, 4)
+        wait_for_saves(first, 1)
+        with disks(storage_of(first), durable_steps=3) as second:
+            for number in (1, 7):
+                assert second.alice.forward_backward(model, number, number % 7) == f"{model}:request:{number}"
+                body = train_body(model, number, number % 7 + 1)
+                refused = second.alice.post("forward_backward", body)
+                assert (refused.status_code, "earlier request with another content" in refused.text) == (400, True)
+            create = {"session_id": model.partition(":")[0], "model_seq_id": 0, "base_model": "tiny"}
+            for rank, status in ((4, 200), (8, 400)):
+                answer = second.alice.post("create_model", {**create, "lora_config": {"rank": rank}})
+                assert answer.status_code == status, answer.text
 
 
 def wait_for_saves(server: Served, count: int) -> None:

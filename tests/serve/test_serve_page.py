@@ -1,6 +1,7 @@
 """``megascend serve --demo`` as a process, its client program, and the page in a headless browser.
 
-Needs Chromium on the path and Playwright in the environment. MEGASCEND_PAGE_PICTURE=FILE.png keeps the picture of docs/serve.md.
+Needs Chromium on the path and Playwright in the environment. MEGASCEND_PAGE_SCREENSHOT=FILE.png writes the screenshot in
+docs/serve.md.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ def test_page_shows_totals_and_with_a_key_the_tenants_models(demo) -> None:
         assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
         assert key not in page.content()
         assert page.locator("#key").input_value() == ""
-        if picture := os.environ.get("MEGASCEND_PAGE_PICTURE"):
-            page.screenshot(path=picture, full_page=True)
+        if screenshot := os.environ.get("MEGASCEND_PAGE_SCREENSHOT"):
+            page.screenshot(path=screenshot, full_page=True)
 
         page.get_by_role("button", name="Forget the key").click()
         page.locator("#mine").wait_for(state="hidden")
@@ -165,8 +166,8 @@ def test_the_page_fits_a_phone_and_can_be_read(demo, scheme, tmp_path) -> None:
             selector: page.evaluate(CONTRAST, selector) for selector in texts if page.locator(selector).count()
         }
         assert min(contrasts.values()) >= 4.5, contrasts  # WCAG 2.2, level AA
-        if picture := os.environ.get("MEGASCEND_PAGE_PICTURE"):
-            page.screenshot(path=Path(picture).with_name(f"{tmp_path.name}-{scheme}.png"), full_page=True)
+        if screenshot := os.environ.get("MEGASCEND_PAGE_SCREENSHOT"):
+            page.screenshot(path=Path(screenshot).with_name(f"{tmp_path.name}-{scheme}.png"), full_page=True)
 
 
 CONTRAST = """(selector) => {

@@ -17,8 +17,10 @@ from engine_process import EngineProcess, engines
 
 from megascend.errors import ConfigError, WeightSyncError
 from megascend.weightsync.delivery import Delivery, Update
+from support.fp8_reference import quantise_by_blocks
 from weightwire.engine import InferenceEngine
 from weightwire.errors import UpdateError
+from weightwire.fp8 import BlockFormat
 from weightwire.sender import spec_of
 from weightwire.transports.choice import Location
 
@@ -170,3 +172,29 @@ def test_an_engine_restarted_before_the_commit_is_named_and_gets_the_next_update
         for engine in served:
             assert torch.equal(engine.weights()[0][0]["w"], second["w"])
             assert engine.state()["versions"] == {"model": 3}
+
+
+BLOCKS, POWERS = BlockFormat(4, 8), BlockFormat(4, 8, power_of_two=True)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, BLOCKS), (BLOCKS, None), (BLOCKS, POWERS)])
+def test_a_restarted_engine_gets_the_next_update_as_it_stores_weights_now(
+    tmp_path: Path, before: BlockFormat | None, after: BlockFormat | None
+) -> None:
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+    def stored(blocks: BlockFormat | None) -> dict[str, torch.Tensor]:
+        if blocks is None:
+            return {"w": weight}
+        return dict(zip(("w", "w_scale_inv"), quantise_by_blocks(weight, 4, 8, blocks.power_of_two), strict=True))
+
+    with contextlib.closing(Delivery(device=torch.device("cpu"), timeout_s=20.0)) as opened:
+        for version, blocks in enumerate((before, after), 1):
+            with engines(tmp_path, "engine", formats={} if blocks is None else {"w": blocks}) as served:
+                opened.push(served, version, {"w": weight})
+                (worker,), _ = served[0].weights()
+            (tmp_path / "engine.socket").unlink()
+            assert {name: tensor.dtype for name, tensor in worker.items()} == {
+                name: tensor.dtype for name, tensor in stored(blocks).items()
+            }
+            assert all(torch.equal(worker[name].float(), tensor.float()) for name, tensor in stored(blocks).items())

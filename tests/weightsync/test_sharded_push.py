@@ -22,13 +22,13 @@ from worker_slices import exported, slices_are, specs_of, vllm_like
 
 import megascend
 from megascend import Parallel
-from megascend.errors import ConfigError, MegascendError, WeightSyncError
+from megascend.errors import ConfigError, EngineFaultError, MegascendError, WeightSyncError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from megascend.weightsync.sharded import ShardedSync, why_complete
 from support.forked_programs import run_forked
 from support.trainers import make_trainer
-from weightwire.errors import PlanError
+from weightwire.errors import OwnerError, PlanError
 from weightwire.manifest import TensorSpec
 from weightwire.transports.choice import Location, choose_pairs
 
@@ -446,6 +446,48 @@ def test_an_engine_restarted_with_other_workers_gets_the_next_push(parity_folder
                 assert slices_are(worker, vllm_like(specs_of(expected), len(workers), number), expected)
     assert versions == [{"model": 3}] * after
     assert [(push.sharded, push.base) for push in pushes] == [(True, None), (True, 2 if mode == "delta" else None)]
+
+
+def test_a_refused_push_is_planned_again_at_once(parity_folder, tmp_path):
+    """An engine that another trainer owns describes nothing; once it is free, the next push works."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "engine", workers=2, needs=vllm_like) as served:
+
+        async def refuse(tensors):
+            raise OwnerError("the engine is owned by another trainer")
+
+        def on_rank():
+            backend = make_trainer(checkpoint, Parallel(tensor=2))
+            with megascend.WeightSync(backend, served, sharded=True) as sync:
+                served[0].needs = refuse
+                with pytest.raises(WeightSyncError, match="owned by another trainer"):
+                    sync.push(1)
+                del served[0].needs
+                return sync.push(2).sharded
+
+        assert run_distributed(on_rank, 2, init=False, timeout_s=120) == [True, True]
+
+
+def test_an_engine_that_hangs_beside_one_without_the_base_fails_the_push_in_time(parity_folder, tmp_path):
+    """Rank 0 reports the engine before the other ranks' deadline: it is not offered a complete update as well."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "without base", "hanging", workers=2, needs=vllm_like) as served:
+
+        def on_rank():
+            backend = make_trainer(checkpoint, Parallel(tensor=2), precision="bf16", timeout_s=20)
+            with megascend.WeightSync(backend, served, mode="delta") as sync:
+                sync.push(1)
+                if backend.rank == 0:
+                    served[0].now("forget")
+                    served[1].kill(signal.SIGSTOP)
+                with pytest.raises(EngineFaultError, match="hanging: it did not answer"):
+                    sync.push(2)
+                if backend.rank == 0:
+                    served[1].kill(signal.SIGCONT)
+                return sync.push(3).base
+
+        assert run_distributed(on_rank, 2, init=False, timeout_s=120) == [None, None]
+        assert [engine.state()["versions"] for engine in served] == [{"model": 3}] * 2
 
 
 @pytest.mark.parametrize(

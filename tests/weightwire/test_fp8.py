@@ -18,6 +18,7 @@ from weightwire.fp8 import (
     BlockFormat,
     dequantise,
     formats_from_json,
+    formats_to_json,
     merged_formats,
     quantise,
     stored_specs,
@@ -131,11 +132,24 @@ def test_engines_that_store_weights_in_different_ways_are_refused() -> None:
             merged_formats({"a": {"w": BLOCKS}, "b": other})
 
 
-@pytest.mark.parametrize("data", [None, [], {"w": None}, {"w": [0, 1, False]}, {"w": [1, 1, 1]}, {"w": [1.0, 1, True]}])
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(None, {}, [None], [[1, 1, True]]),
+        *([[*sizes, ["w"]]] for sizes in ((0, 1, False), (1, 1, 1), (1.0, 1, True))),
+        *([[1, 1, True, names]] for names in (None, "w", [1], ["w", "w"])),
+        [[1, 1, True, ["w"]], [2, 2, True, ["v", "w"]]],
+    ],
+)
 def test_malformed_descriptions_are_refused(data: Any) -> None:
     with pytest.raises(ManifestError, match="quantised"):
         formats_from_json(data)
-    assert formats_from_json(json.loads(json.dumps({"w": BLOCKS.to_json()}))) == {"w": BLOCKS}
+
+
+def test_descriptions_are_the_same_after_json() -> None:
+    formats = {"a": BLOCKS, "b": BlockFormat(128, 128, power_of_two=True), "c": BLOCKS}
+    assert formats_from_json(json.loads(json.dumps(formats_to_json(formats)))) == formats
+    assert formats_from_json(formats_to_json({})) == {}
 
 
 # --- the engine's checkpoint ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import threading
 import time
 from typing import Any
@@ -30,10 +31,11 @@ from weightwire.offer import Offer, Seal
 from weightwire.plan import Region, complete
 from weightwire.receiver import Receiver
 from weightwire.sender import Sender
-from weightwire.sharded import ShardSender
+from weightwire.sharded import HEAD_BYTES, ShardSender
 from weightwire.slices import index_of
 from weightwire.transports import Setup
 from weightwire.transports.pairs import make_pairs
+from weightwire.transports.shared_memory import MARK_BYTES, SharedSlots
 from weightwire.vllm.in_place import Copy, Recording
 
 OLD, NEW = model(1), model(2)
@@ -98,6 +100,32 @@ def test_workers_get_their_slices_bit_for_bit(ranks, count, size, transport, rel
     assert nbytes == sum(trainer.plan.traffic[0])
     assert (nbytes == need_bytes) or relay
     assert sum(sender.traffic.delivered for sender in trainer.senders) == need_bytes
+
+
+@pytest.mark.parametrize("relay", [False, True])
+def test_shared_memory_of_two_members_holds_two_of_their_largest_messages(relay, monkeypatch):
+    receivers, needs, engines = workers(2)
+    trainer = ShardedTrainer(receivers, needs, ranks=3, transport="shared_memory", relay=relay, keep=True)
+    sizes, create = [], SharedSlots.create
+
+    def recorded(slot_bytes):
+        slots = create(slot_bytes)
+        sizes.append(os.fstat(slots._descriptor).st_size - MARK_BYTES)
+        return slots
+
+    monkeypatch.setattr(SharedSlots, "create", recorded)
+    for version, base, weights in ((1, None, OLD), (2, 1, NEW)):
+        sizes.clear()
+        commit(receivers, engines, trainer.push(version, weights, base))
+        trainer.succeeded(version)
+        assert trainer.plan is not None
+        largest: dict[tuple[int, int], int] = {}
+        for hop in trainer.plan.hops:
+            size = max(HEAD_BYTES, trainer.plan.chunks[hop.chunk].nbytes)
+            largest[hop.sender, hop.receiver] = max(size, largest.get((hop.sender, hop.receiver), 0))
+        assert sorted(sizes) == sorted(2 * size for size in largest.values())
+        assert sum(sizes) < 2 * trainer.bucket_bytes * len(largest)
+        assert all(holds(engine, need, weights) for engine, need in zip(engines, needs, strict=True))
 
 
 @pytest.mark.parametrize("name", ["gloo", "shared_memory"])

@@ -163,16 +163,22 @@ def test_invalid_file_directories_raise_errors(options, text):
 
 def test_foreign_shared_memory_is_refused():
     memory = SharedSlots.create(100)
-    space, pid, number, mark = memory.address()
-    assert SharedSlots.open([space, pid, number, mark], 100, "the sender")._slot(1).numel() == 100
+    space, pid, number, mark, size = memory.address()
+    opened, content = SharedSlots.open([space, pid, number, mark, size], "the sender"), torch.arange(101).byte()
+    memory.write(1, content[:100])
+    received = torch.zeros_like(content)
+    opened.read(1, received[:100])
+    assert torch.equal(received[:100], content[:100])
+    with pytest.raises(TransportError, match="bucket 2 has 101 bytes, a slot 100"):
+        opened.read(1, received)
     with pytest.raises(TransportError, match="on another machine"):
-        SharedSlots.open(["elsewhere", pid, number, mark], 100, "the sender")
+        SharedSlots.open(["elsewhere", pid, number, mark, size], "the sender")
     with pytest.raises(TransportError, match="does not have the mark"):
-        SharedSlots.open([space, pid, number, "0" * 32], 100, "the sender")
+        SharedSlots.open([space, pid, number, "0" * 32, size], "the sender")
     with pytest.raises(TransportError, match="is not 266 bytes long"):
-        SharedSlots.open([space, pid, number, mark], 101, "the sender")
+        SharedSlots.open([space, pid, number, mark, 101], "the sender")
     with pytest.raises(TransportError, match="cannot be opened"):
-        SharedSlots.open([space, pid, 9999, mark], 100, "the sender")
+        SharedSlots.open([space, pid, 9999, mark, size], "the sender")
     memory.close()
 
 

@@ -41,24 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Settings of an engine; every engine uses some of them.
-
-    Attributes:
-        model: directory of a Hugging Face checkpoint with safetensors weights.
-        parallel: parallel sizes; the data parallel size is the world size divided by their product.
-        precision: ``fp32``, ``fp16`` or ``bf16``, for parameters and activations.
-        tf32, platform, provider: as for :func:`megascend.bootstrap`.
-        optimizer, schedule, recompute, moe, batching, fsdp: see :mod:`megascend.config`.
-        adapters: freeze the model and train LoRA adapters on it; None: train the model.
-        provider_options: further settings of the provider, beside those derived from the model and the layout.
-        seed: seed of dropout and all other random numbers.
-        timeout_s: seconds after which a missing rank is an error on all others.
-        self_check: compare a small slice of the model with transformers first.
-        head: ``lm``, or the kind of scalar head, or its labels; see :data:`megascend.huggingface.scalar_head.HeadKind`.
-        mtp: ``train`` heads for multi-token prediction, ``keep`` them as they are, or ``drop`` them.
-        mtp_loss_weight: factor of the loss of such a head.
-        vision_tower: ``train`` if a vision tower is trained, or adapters may act on it; else ``frozen``.
-    """
+    """Settings of an engine, those of :class:`megascend.MegatronBackend` under the same names; every engine uses some of them."""
 
     model: Path
     parallel: Parallel = field(default_factory=Parallel)
@@ -131,21 +114,11 @@ def engine_context(
 ) -> Iterator[EngineContext]:
     """Yield the context to build an engine in; if the block raises, the process groups are destroyed. Collective.
 
+    Settings that are not listed here are those of :class:`megascend.MegatronBackend`.
+
     Args:
         engine: the name under which it is registered.
-        model: directory of a Hugging Face checkpoint with safetensors weights.
-        precision: ``fp32``, ``fp16`` or ``bf16``.
-        platform: as for :func:`megascend.bootstrap`, which is called if it has not been.
-        tf32: as for :func:`megascend.bootstrap`.
-        provider: as for :func:`megascend.bootstrap`.
-        parallel: parallel sizes; default: data parallelism only.
-        timeout_s: seconds after which a missing rank is an error on all others.
         prepare: called before ranks communicate.
-        head: the model's last layer: logits (``lm``), the scalar head of its checkpoint (``scalar``), or a new one in place of
-            a causal language model's output layer (``new_sequence_classifier``, ``new_token_classifier``); ``reward_model`` is
-            the checkpoint's scalar head where it has one, else a new sequence classifier's; a ``Classification`` likewise the
-            head of a sequence classifier with its labels.
-        mtp: treatment of heads for multi-token prediction; see :class:`EngineSpec`.
 
     Raises:
         MegascendError: the settings, the checkpoint, the platform or the installed versions do not fit, or a rank is missing.

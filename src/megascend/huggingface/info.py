@@ -198,7 +198,7 @@ class ModelInfo:
         return list(self.tensors)
 
     @property
-    def exported(self) -> dict[str, TensorHeader]:
+    def export_tensors(self) -> dict[str, TensorHeader]:
         """Return the headers of all weights that an export writes from the model: :attr:`tensors` and :attr:`copies`."""
         return {**self.tensors, **{name: self.tensors[original] for name, original in self.copies.items()}}
 

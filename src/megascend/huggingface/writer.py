@@ -59,7 +59,7 @@ class CheckpointWriter:
             # Before the weights are gathered and written.
             check_target(target)
             stage(self._final, self._temporary)
-            self._tensors = SafetensorsWriter(self._temporary, [*info.exported, *info.extra])
+            self._tensors = SafetensorsWriter(self._temporary, [*info.export_tensors, *info.extra])
         self._unknown: dict[str, TensorHeader] = {}
 
     def __enter__(self) -> CheckpointWriter:
@@ -74,7 +74,7 @@ class CheckpointWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write one tensor. Its memory is free afterwards."""
-        if name not in self._info.exported:
+        if name not in self._info.export_tensors:
             self._unknown[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
             return  # reported by finish(), together with missing tensors
         with self._converting_errors():
@@ -145,7 +145,7 @@ def exported_config(source: Path, info: ModelInfo, dtype: str) -> dict[str, Any]
 
 def require_same_tensors(source: Path, info: ModelInfo, exported: Mapping[str, TensorHeader], dtype: str) -> None:
     """Raise CheckpointError unless ``exported`` are the tensors of the model that came from ``source``, in ``dtype``."""
-    if problems := differences(info.exported, exported, DTYPES[f"torch.{dtype}"]):
+    if problems := differences(info.export_tensors, exported, DTYPES[f"torch.{dtype}"]):
         raise CheckpointError(
             f"export: not the tensors that {source} has, so transformers would not load it as the same model: "
             f"{'; '.join(problems)}. Nothing has been written; please report the model's architecture"

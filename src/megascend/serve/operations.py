@@ -39,7 +39,9 @@ def train(service: Service, tenant: str, request: TrainRequest) -> Future:
         if not flat:
             raise DataError("the request has no samples")
     except (ConfigError, DataError) as error:
-        return service.enqueue_failure(model, request.number, kind, error, spoils=not request.forward_only)
+        future = service.enqueue_failure(model, request.number, kind, error, spoils=not request.forward_only)
+        service.require_same_body(future, request.digest)
+        return future
     tokens = sum(map(len, flat))
 
     def answer(value: Any) -> TrainAnswer:
@@ -56,6 +58,7 @@ def train(service: Service, tenant: str, request: TrainRequest) -> Future:
         return ForwardBackward(number, model.adapter, flat, loss)
 
     future = service.enqueue(model, request.number, kind, command, answer_of=answer, tokens=tokens)
+    service.require_same_body(future, request.digest)
     # Stored with its log-probabilities: the sequences may be dropped before a restart, which repeats the request.
     if recorded and not request.forward_only:
         service.durability.note_resolved_request(future, replace(request, data=data))

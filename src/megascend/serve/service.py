@@ -169,7 +169,12 @@ class Service:
         return session
 
     def add_sampler(self, session: Session, name: str, path: str | None) -> None:
-        """Add a sampler to a session, of a checkpoint or (None) of the base model."""
+        """Add a sampler to a session, of a checkpoint or (None) of the base model; a no-op for the same one again."""
+        if session.samplers.get(name, path) != path:
+            raise RequestRefusedError(
+                f"{name} samples from {session.samplers[name] or 'the base model'}, not from {path or 'the base model'}. Numbers "
+                "are used once: another program, or a forked process, needs a session of its own"
+            )
         session.add_sampler(name, path)
         self.durability.note_sampler(session, name)
 
@@ -372,6 +377,23 @@ class Service:
             )
 
     # --- commands and their outcomes ---
+
+    def require_same_body(self, future: Future, digest: str | None) -> None:
+        """Note the digest of a request's body; refuse the request if its future is that of a request with another body.
+
+        Requests do not name the client that sent them: of two clients that use one number, the second must not get the first
+        one's answer.
+
+        Args:
+            digest: None: the request is repeated after a restart.
+        """
+        if future.digest is None:
+            future.digest = digest
+        elif digest is not None and future.digest != digest:
+            raise RequestRefusedError(
+                f"{future.name} is an earlier request with another content. Numbers are used once: programs that train or sample "
+                "at the same time need sessions, models and samplers of their own, and processes that were forked a new client"
+            )
 
     def submit(self, command: Command) -> None:
         """Hand a command to the ranks."""

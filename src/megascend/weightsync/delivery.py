@@ -240,7 +240,6 @@ class Delivery:
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._listener = Listener(host)
         self._buffers = Buffers()
-        self._quantised: dict[str, Mapping[str, BlockFormat]] = {}
         self._undropped: dict[str, set[str]] = {}
         """Names of the failed updates that an engine could not be made to drop, by the engine's name."""
         self._loop: LoopThread | None = None
@@ -250,19 +249,18 @@ class Delivery:
         self._run: RunCoroutine = run
 
     def quantised(self, engines: Sequence[InferenceEngine]) -> Mapping[str, BlockFormat]:
-        """Return the weights that the engines store in fp8 blocks, by name; asked once of each engine, until a push fails.
+        """Return the weights that the engines store in fp8 blocks, by name.
 
         Raises:
             WeightSyncError: an engine cannot be updated, or the engines differ.
         """
-        unknown = [engine for engine in engines if engine.name not in self._quantised]
-        if unknown:
-            answers = self._all(unknown, lambda engine: engine.quantised(), self._timeout_s)
-            self._quantised |= self._require_all(*answers, "push", OLD_WEIGHTS)
         if not engines:
             return {}
+        # Every time: an engine that was restarted with another checkpoint may take scales that are wrong for it.
+        answers = self._all(engines, lambda engine: engine.quantised(), self._timeout_s)
+        formats = self._require_all(*answers, "push", OLD_WEIGHTS)
         try:
-            return merged_formats({engine.name: self._quantised[engine.name] for engine in engines})
+            return merged_formats({engine.name: formats[engine.name] for engine in engines})
         except ManifestError as error:
             raise WeightSyncError(f"push: {error}{OLD_WEIGHTS}") from error
 
@@ -378,7 +376,7 @@ class Delivery:
     ) -> Ticket | None:
         """Offer a sharded update to all engines.
 
-        If an engine does not have the base version, all of them are offered a complete update.
+        If engines do not have the base version, and nothing else is wrong, all of them are offered a complete update.
 
         Returns:
             What every rank needs to join the update's group; None if an engine no longer has the plan.
@@ -391,12 +389,16 @@ class Delivery:
             # It was restarted, perhaps with other workers or other slices: its old share may not be what it needs now.
             log.info("version %d is planned anew: %s", update.version, unknown)
             return None
-        without_base = next((error for error in failed.values() if isinstance(error, BaseError)), None)
-        if without_base is not None and base is not None:
-            log.info("version %d is sent completely: %s", update.version, without_base)
-            self.drop(update)
-            update.base = None
-            accepted, failed = self._offer(update, manifest, plan.engines, plan)
+        if base is not None and failed:
+            others = {name: error for name, error in failed.items() if not isinstance(error, BaseError)}
+            if others:
+                # Would fail again, or hang for longer than the other ranks wait. It is the reason, not a missing base.
+                failed = others
+            else:
+                log.info("version %d is sent completely: %s", update.version, next(iter(failed.values())))
+                self.drop(update)
+                update.base = None
+                accepted, failed = self._offer(update, manifest, plan.engines, plan)
         self._require_all(accepted, failed, f"version {update.version} was not begun", OLD_WEIGHTS)
         return Ticket(
             address=(self._listener.host, self._listener.port),
@@ -442,7 +444,6 @@ class Delivery:
         self._drop(update, update.engines)
 
     def _drop(self, update: Update, engines: Sequence[InferenceEngine]) -> None:
-        self._quantised.clear()  # an engine may have been restarted with another model
         for engine in engines:
             self._undropped.setdefault(engine.name, set()).add(update.name)
         self._drop_left(engines)

@@ -114,6 +114,7 @@ class ShardedSync:
         """
         if factors_only or not (self._sharded or self._mode == "delta"):
             return
+        self._refusal = None  # nothing is sent without a plan: the next push tries again
         setting, advice = (
             ("mode delta", "mode auto sends complete weights then")
             if self._mode == "delta"
@@ -143,8 +144,8 @@ class ShardedSync:
             if self._refusal is not None and self._refusal[0] == names and self._refused_pushes < RETRY:
                 self._refused_pushes += 1
                 return True, self._refusal[1]
-            valid = self._planned is not None and tuple(self._planned.engines) == names and self._specs == specs
-            return valid, ""
+            same_tensors = self._specs == specs and self._formats == formats
+            return self._planned is not None and tuple(self._planned.engines) == names and same_tensors, ""
 
         valid, reason = from_rank_0(state, self._groups, "the state of the transfer plan")
         if valid:

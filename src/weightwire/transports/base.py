@@ -106,6 +106,7 @@ class Setup:
         device: device of the buffers.
         timeout_s: deadline, in seconds, of the constructor's waits.
         options: the transport's settings, JSON, the same on all members: the sender chooses them.
+        largest: largest message that this member sends, in bytes, if it is known to be smaller than a bucket.
     """
 
     group: Group
@@ -113,6 +114,7 @@ class Setup:
     device: torch.device
     timeout_s: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    largest: int | None = None
 
 
 Factory = Callable[[Setup], Transport]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +23,11 @@ def supports_pairs(name: str) -> bool:
     return name in (*DIRECT, *PAIRED)
 
 
-def make_pairs(name: str, setup: Setup) -> PairTransport:
+def make_pairs(name: str, setup: Setup, largest: Mapping[int, int] | None = None) -> PairTransport:
     """Create a transport of messages by name.
+
+    Args:
+        largest: largest message that this member sends to each peer, in bytes; default: a bucket.
 
     Raises:
         TransportError: it is unknown, broadcasts only, does not support the device, or cannot be set up.
@@ -32,15 +37,15 @@ def make_pairs(name: str, setup: Setup) -> PairTransport:
         raise TransportError(
             f"transport {name!r} only broadcasts; sharded updates need one of {', '.join((*DIRECT, *PAIRED))}"
         )
-    transport: Any = make_transport(name, setup) if name in DIRECT else PairedTransport(name, setup)
+    transport: Any = make_transport(name, setup) if name in DIRECT else PairedTransport(name, setup, largest or {})
     return transport
 
 
 class PairedTransport:
     """A transport for each (sender, receiver), created at their first message."""
 
-    def __init__(self, name: str, setup: Setup) -> None:
-        self._name, self._setup = name, setup
+    def __init__(self, name: str, setup: Setup, largest: Mapping[int, int]) -> None:
+        self._name, self._setup, self._largest = name, setup, largest
         self._transports: dict[tuple[int, int], Transport] = {}
 
     def send_to(self, buffer: torch.Tensor, peer: int) -> Work:
@@ -54,11 +59,9 @@ class PairedTransport:
     def _transport(self, sender: int, receiver: int) -> Transport:
         key = sender, receiver
         if key not in self._transports:
-            setup = self._setup
-            pair: Any = Pair(setup.group, sender, receiver)
-            self._transports[key] = make_transport(
-                self._name, Setup(pair, setup.manifest, setup.device, setup.timeout_s, setup.options)
-            )
+            pair: Any = Pair(self._setup.group, sender, receiver)
+            setup = replace(self._setup, group=pair, largest=self._largest.get(receiver))
+            self._transports[key] = make_transport(self._name, setup)
         return self._transports[key]
 
     def abort(self) -> None:

@@ -18,19 +18,19 @@ MARK_BYTES = 64
 
 
 class SharedMemoryTransport:
-    """Transport through two buckets of the sender's memory, mapped by receivers of the same user on the same machine.
+    """Transport through two slots of the sender's memory, mapped by receivers of the same user on the same machine.
 
-    The sender fills the slots in turn, and every receiver reads them; the store synchronises access to them. Requires Linux and
-    one pid namespace for all members. It has no options.
+    A slot has the size of the largest bucket. The sender fills the slots in turn, and every receiver reads them; the store
+    synchronises access to them. Requires Linux and one pid namespace for all members. It has no options.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._group, self._started = setup.group, 0
         self._store = setup.group.store("transport", setup.timeout_s)
-        self._slot_bytes = max(1, min(setup.manifest.bucket_bytes, setup.manifest.nbytes))
         self._slots: SharedSlots | None = None
         if setup.group.rank == 0:
-            self._slots = SharedSlots.create(self._slot_bytes)
+            bucket = min(setup.manifest.bucket_bytes, setup.manifest.nbytes)
+            self._slots = SharedSlots.create(max(1, bucket if setup.largest is None else setup.largest))
             self._store.set("memory", json.dumps(self._slots.address()))
 
     def send(self, buffer: torch.Tensor) -> DeferredWork:
@@ -71,7 +71,7 @@ class SharedMemoryTransport:
         if self._slots is None:
             # Not in the constructor: a receiver that waited there for one sender would keep another one from sending.
             address = json.loads(self._store.get("memory"))
-            self._slots = SharedSlots.open(address, self._slot_bytes, self._group.member(0))
+            self._slots = SharedSlots.open(address, self._group.member(0))
         self._slots.read(bucket, buffer)
         # After the copy: the sender that sees the key overwrites the slot.
         self._store.set(f"read/{bucket}/{self._group.rank}", "1")
@@ -100,9 +100,10 @@ class SharedSlots:
         return slots
 
     @classmethod
-    def open(cls, address: list[object], slot_bytes: int, sender: str) -> SharedSlots:
+    def open(cls, address: list[object], sender: str) -> SharedSlots:
         """Map the memory at another process's :meth:`address`."""
-        space, pid, number, mark = address
+        space, pid, number, mark, size = address
+        slot_bytes = int(str(size))
         if space != Identity.current().space or not space:
             raise TransportError(
                 f"shared_memory: {sender} is on another machine, or in a container whose processes are not visible here; "
@@ -126,21 +127,23 @@ class SharedSlots:
 
     def address(self) -> list[object]:
         """Return the address by which other processes open the memory."""
-        return [Identity.current().space, os.getpid(), self._descriptor, self._mark]
+        return [Identity.current().space, os.getpid(), self._descriptor, self._mark, self._slot_bytes]
 
     def write(self, bucket: int, content: torch.Tensor) -> None:
         """Write a bucket into its slot, ``bucket % SLOTS``, which is free."""
-        self._slot(bucket)[: content.numel()].copy_(content)
+        self._slot(bucket, content.numel()).copy_(content)
 
     def read(self, bucket: int, content: torch.Tensor) -> None:
         """Copy a written bucket into ``content``."""
-        content.copy_(self._slot(bucket)[: content.numel()])
+        content.copy_(self._slot(bucket, content.numel()))
 
-    def _slot(self, bucket: int) -> torch.Tensor:
+    def _slot(self, bucket: int, nbytes: int) -> torch.Tensor:
         if self._bytes is None:
             raise TransportError("shared_memory: closed")
+        if nbytes > self._slot_bytes:
+            raise TransportError(f"shared_memory: bucket {bucket + 1} has {nbytes} bytes, a slot {self._slot_bytes}")
         start = MARK_BYTES + bucket % SLOTS * self._slot_bytes
-        return self._bytes[start : start + self._slot_bytes]
+        return self._bytes[start : start + nbytes]
 
     def close(self) -> None:
         """Close the memory, which the system frees when all members have."""

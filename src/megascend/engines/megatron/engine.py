@@ -524,7 +524,7 @@ class MegatronEngine(Engine):
             # Adapters are merged into the weights of the checkpoint, not into quantised ones.
             yield from stored_weights(
                 self.groups,
-                self.info.exported,
+                self.info.export_tensors,
                 self._fresh,
                 self.config.params_dtype,
                 layers=self.info.shape.num_layers,
@@ -537,7 +537,7 @@ class MegatronEngine(Engine):
             self.bare_chunks,
             self.config.bridge,
             self.groups,
-            self.info.exported,
+            self.info.export_tensors,
             copies=self.info.copies,
             merge=merge,
             receivers=receivers,

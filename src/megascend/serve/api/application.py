@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -163,7 +164,7 @@ class Api:
                 train_request_of_json, body, max_samples, image_processor, forward_only=forward_only
             )
         # No await from here to note_request: requests must reach the database in the order in which they were enqueued.
-        future = train(self.service, tenant, train_request)
+        future = train(self.service, tenant, replace(train_request, digest=request.state.digest))
         self.service.durability.note_request(future, path, body, train_request.number)
         return _pending_answer(future)
 
@@ -171,6 +172,8 @@ class Api:
         """Handle the paths of :data:`~megascend.serve.operations.BY_PATH`, which are answered with a future."""
         body = settled(path, await read_json(request))
         future = BY_PATH[path](self.service, tenant, body)
+        if path != "unload_model":  # has no number: whoever removes the model gets this answer
+            self.service.require_same_body(future, request.state.digest)
         self.service.durability.note_request(future, path, body, number_in(path, body))
         return _pending_answer(future)
 
@@ -197,6 +200,7 @@ class Api:
             # In a thread, as decoding would block the event loop; its errors belong to the future.
             prompt = await asyncio.to_thread(prompt_of, body["prompt"], self.service.base.image_processor)
         future = self._samplers.sample(tenant, body, prompt)
+        self.service.require_same_body(future, request.state.digest)
         names = [f"{future.name}:{part}" for part in range(future.parts)]
         return Json({"request_id": future.name, "sample_sequence_ids": names})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -103,7 +104,7 @@ class Bodies:
 
 
 async def read_body(request: Request, limit: int | None = None) -> bytes:
-    """Read and decompress the body.
+    """Read and decompress the body, and set the state's ``digest`` to that of its bytes.
 
     Args:
         request: its state has ``charge`` and ``max_body_bytes`` (:class:`~megascend.serve.api.guard.RequestGuard`).
@@ -119,12 +120,18 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
     except WireError as error:
         raise RequestRefusedError(str(error), 413 if isinstance(error, asgi.LargeBodyError) else 408) from None
     encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding in ("", "identity"):
-        return body
-    # In a thread, which zstd runs in without the GIL: other tenants' requests are answered meanwhile.
-    opened = await asyncio.to_thread(decompress, body, encoding, bound)
-    charge(len(opened))
-    return opened
+    if encoding not in ("", "identity"):
+        # In a thread, which zstd runs in without the GIL: other tenants' requests are answered meanwhile.
+        body = await asyncio.to_thread(decompress, body, encoding, bound)
+        charge(len(body))
+    # The same for the digest, of all but small bodies.
+    request.state.digest = digest_of(body) if len(body) <= SMALL else await asyncio.to_thread(digest_of, body)
+    return body
+
+
+def digest_of(body: bytes) -> str:
+    """Return the digest by which a request sent again is recognised: clients encode it to the same bytes."""
+    return hashlib.blake2b(body, digest_size=16).hexdigest()
 
 
 async def read_json(request: Request, limit: int = SMALL) -> dict[str, Any]:

@@ -169,6 +169,7 @@ class TrainRequest:
     Attributes:
         problem: error in the samples, which are empty then. The request still takes its turn, to fail there.
         resolved: True if recorded log-probabilities have been filled in.
+        digest: of the body; None if the request is repeated after a restart.
     """
 
     model: str
@@ -179,6 +180,7 @@ class TrainRequest:
     data: Sequence[Datum] = ()
     problem: str | None = None
     resolved: bool = False
+    digest: str | None = None
 
 
 @dataclass(frozen=True)

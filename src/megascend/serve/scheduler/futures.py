@@ -40,6 +40,7 @@ class Future:
         then: callback, called with True on success and False on failure.
         answer: answer for the client, once finished.
         number_in_line: number in its model's order, or None.
+        digest: digest of its request's body, by which a repeated request is told from another one; None if unknown.
         recorded: True once the database has its request.
         internal: no client knows its name; dropped as soon as it ends.
         size: bytes charged for its answer.
@@ -60,6 +61,7 @@ class Future:
     ended: float | None = None
     retrieved: float | None = None
     number_in_line: int | None = None
+    digest: str | None = None
     recorded: bool = False
     internal: bool = False
     size: int = 0

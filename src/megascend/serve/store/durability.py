@@ -116,10 +116,12 @@ class DurableState(Durability):
         future.recorded = True
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         if number is None:  # it creates the model, as check_number refuses all others
-            values = {"tenant": future.tenant, "path": path}
+            values = {"tenant": future.tenant, "path": path, "digest": future.digest}
             self._writer.enqueue(StoredRow("model", future.model, values, body, future.model.partition(":")[0]))
             return
-        self._writer.enqueue(StoredRow("request", future.name, {"path": path}, body, future.model, number))
+        self._writer.enqueue(
+            StoredRow("request", future.name, {"path": path, "digest": future.digest}, body, future.model, number)
+        )
         progress = self._models.get(future.model)
         if progress is not None:
             progress.bytes += len(body)
@@ -366,7 +368,7 @@ class StateWriter:
 
 def answer_row(future: Future) -> StoredRow:
     """Encode the outcome of a request as a row."""
-    values: dict[str, Any] = {"kind": future.kind}
+    values: dict[str, Any] = {"kind": future.kind, "digest": future.digest}
     body = b""
     if future.failure is not None:
         values["failure"] = [future.failure.message, future.failure.category]

@@ -171,7 +171,8 @@ class Recovery:
                 self._state.note_lost(row.name)
                 return []
             raise CheckpointError(f"{row.name} cannot be restored from {self._database.path}: {error}") from None
-        first.recorded = True
+        # Digests are not in rows of earlier versions.
+        first.recorded, first.digest = True, row.values.get("digest")
         model = self._service.tenancy.models[row.name]
         # An answer without its request belongs to a step that the save covers: its client may still fetch it.
         answers = {answer.name: answer for answer in self._database.rows("answer", row.name)}
@@ -210,7 +211,13 @@ class Recovery:
     def _restore_answer(self, model: Model, row: StoredRow) -> None:
         """Restore a finished future."""
         future = self._service.futures.make(
-            row.name, model.tenant, model.name, row.values["kind"], number_in_line=row.number, recorded=True
+            row.name,
+            model.tenant,
+            model.name,
+            row.values["kind"],
+            number_in_line=row.number,
+            digest=row.values.get("digest"),
+            recorded=True,
         )
         self._end(future, row)
 
@@ -238,7 +245,7 @@ class Recovery:
 
             # Through the queue, not at once: a request that failed must fail its step after those before it have run.
             future = self._service.enqueue(model, request.number, answer.values["kind"], end)
-        future.recorded = True
+        future.recorded, future.digest = True, request.values.get("digest")
         return future
 
     def _fail_again(self, model: Model, kind: str, message: str) -> None:

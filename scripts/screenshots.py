@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Write the pictures of docs/assets that commands make: dry-run.svg and rl.svg (terminals), rl.png and quickstart.png (plots).
+"""Write the screenshots of a terminal (dry-run.svg, rl.svg) and the plots (rl.png, quickstart.png) of docs/assets.
 
-    bash scripts/quickstart.sh                                       # its plot, and the model that the dry run reads
-    .venv-quickstart/bin/python scripts/terminal_pictures.py         # all of them
-    .venv-quickstart/bin/python scripts/terminal_pictures.py rl      # one command's
+    bash scripts/quickstart.sh                                 # its plot, and the model that the dry run reads
+    .venv-quickstart/bin/python scripts/screenshots.py         # all of them
+    .venv-quickstart/bin/python scripts/screenshots.py rl      # one command's
 
 The commands run in the checkout, for about five minutes on two cores. serve.png is a browser's screenshot of the page of
 `megascend serve --demo` after its client program, 1000 pixels wide.
@@ -29,8 +29,8 @@ WIDTH = 118
 
 
 @dataclass(frozen=True)
-class Picture:
-    """Commands whose output is shown.
+class Screenshot:
+    """Commands whose output is shown in a terminal.
 
     Attributes:
         commands: shell commands, in order.
@@ -43,13 +43,13 @@ class Picture:
     plots: Mapping[str, str] = field(default_factory=dict)
 
 
-PICTURES = {
-    "dry-run": Picture(
+SCREENSHOTS = {
+    "dry-run": Screenshot(
         ("megascend train examples/quickstart/quickstart.yaml --nproc 2 --overwrite --dry-run",),
         colours=True,
         plots={"quickstart.png": "runs/quickstart/run/metrics.png"},
     ),
-    "rl": Picture(
+    "rl": Screenshot(
         (
             "megascend new-model runs/rl/model --layers 3",
             "megascend rl examples/rl/sort_digits.yaml --overwrite --set steps=120",
@@ -90,28 +90,28 @@ def terminal_output(command: str, *, colours: bool) -> str:
     return text
 
 
-def write_picture(name: str, picture: Picture) -> None:
+def write_screenshot(name: str, screenshot: Screenshot) -> None:
     """Run the commands, write ``docs/assets/NAME.svg`` and copy the plots."""
     assets = ROOT / "docs" / "assets"
     # As quickstart.sh does with its own: new-model replaces nothing.
     shutil.rmtree(ROOT / "runs" / "rl" / "model", ignore_errors=True)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True, color_system="truecolor")
-        for command in picture.commands:
+        for command in screenshot.commands:
             console.print(Text(f"$ {command}", style="bold"))
-            output = terminal_output(command, colours=picture.colours)
+            output = terminal_output(command, colours=screenshot.colours)
             # Paths of this machine say nothing to a reader.
             console.print(Text.from_ansi(output.replace("\r\n", "\n").replace(f"{ROOT}/", "").rstrip()))
         # A fixed id: rich's own depends on the content, so every line of the file would change with it.
         console.save_svg(str(assets / f"{name}.svg"), title="", unique_id=f"terminal-{name}")
-    for plot, path in picture.plots.items():
+    for plot, path in screenshot.plots.items():
         shutil.copyfile(ROOT / path, assets / plot)
 
 
 def main(names: list[str]) -> None:
-    """Write the named pictures; by default all."""
-    for name in names or list(PICTURES):
-        write_picture(name, PICTURES[name])
+    """Write the named screenshots; by default all."""
+    for name in names or list(SCREENSHOTS):
+        write_screenshot(name, SCREENSHOTS[name])
 
 
 if __name__ == "__main__":
