@@ -15,7 +15,6 @@ from megascend.distributed.channels import Channel
 from megascend.distributed.objects import (
     agree,
     all_reduce_numbers,
-    barrier,
     broadcast_object,
     from_rank_0,
     gather_objects,
@@ -47,7 +46,6 @@ def groups_of_two_by_two(runtime: Runtime):
 def test_collectives_return_expected_values(groups_of_two_by_two) -> None:
     def work() -> tuple[object, ...]:
         groups: ProcessGroups = groups_of_two_by_two()
-        barrier(groups)
         return (
             gather_objects({"rank": groups.rank}, "tp", groups),
             gather_objects("x" * groups.rank, "dp_cp", groups),
@@ -76,7 +74,7 @@ def test_collectives_return_expected_values(groups_of_two_by_two) -> None:
 def test_collectives_of_one_process(runtime: Runtime) -> None:
     def work() -> None:
         groups = initialize(plan(Parallel(), 1), runtime.platform, 10)
-        barrier(groups)
+        agree("one process", groups)
         assert gather_objects(3, "dp_cp", groups) == [3]
         assert broadcast_object(4, "tp", groups) == 4
         assert all_reduce_numbers([5.0], "ep", groups) == [5.0]
@@ -157,25 +155,10 @@ def test_error_of_one_rank_is_raised_on_all(groups_of_two_by_two) -> None:
     assert run_distributed(work, 4, init=False) == [["rank 1 has no data", "refused on rank 0"]] * 4
 
 
-def test_a_barrier_with_its_own_timeout_and_label(groups_of_two_by_two) -> None:
-    def work() -> tuple[str, float]:
-        groups: ProcessGroups = groups_of_two_by_two(NEVER_S)
-        start = time.monotonic()
-        if groups.rank in (0, 3):
-            time.sleep(NEVER_S)
-        with pytest.raises(CollectiveTimeoutError) as caught:
-            barrier(groups, timeout_s=3.0, label="the checkpoint of step 7")
-        return str(caught.value), time.monotonic() - start
-
-    message, seconds = run_distributed(work, 4, init=False, expect_lost={0, 3})[1]
-    assert "2 of 4 ranks did not arrive at the checkpoint of step 7 within 3 s: ranks 0, 3." in message
-    assert seconds > 2.9
-
-
 def test_a_dead_peer_is_named_at_once(groups_of_two_by_two) -> None:
     def work() -> str:
         groups: ProcessGroups = groups_of_two_by_two(NEVER_S)
-        barrier(groups)
+        agree("before rank 1 dies", groups)
         if groups.rank == 1:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
