@@ -267,22 +267,21 @@ class EngineBackend(Backend, ABC):
     def frozen_engine(self, model: str | Path) -> Engine:
         if not self.shares_process:
             return super().frozen_engine(model)
-        spec, context = self._built_from
-        info, topology = inspect_checkpoint(Path(model)), context.topology
-        # Without an adapter these freeze the model, so that it has neither gradients nor moments.
-        adapters = Adapters(max_count=1, max_rank=1)
-        spec = replace(
-            spec,
-            model=Path(model),
-            adapters=adapters,
-            recompute=Recompute(),
-            moe=Moe(),
-            head="lm",
-            mtp="keep",
-            vision_tower="frozen",
+        trained, context = self._built_from
+        # Not the settings of training: an optimizer, for example, may be one that adapters do not have.
+        spec = EngineSpec(
+            Path(model),
+            precision=trained.precision,
+            batching=trained.batching,
+            # Without an adapter these freeze the model, so that it has neither gradients nor moments.
+            adapters=Adapters(max_count=1, max_rank=1),
+            seed=trained.seed,
+            self_check=trained.self_check,
+            fsdp=trained.fsdp.model_copy(update={"compile": False}),
         )
-        self._check_spec(spec, context.runtime, topology)
-        return self._build(spec, replace(context, info=info, model_dir=Path(model)), None)
+        self._check_spec(spec, context.runtime, context.topology)
+        info = inspect_checkpoint(spec.model)
+        return self._build(spec, replace(context, info=info, model_dir=spec.model), None)
 
     @classmethod
     def _context(cls, spec: EngineSpec) -> AbstractContextManager[EngineContext]:
