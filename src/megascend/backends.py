@@ -287,23 +287,11 @@ class EngineBackend(Backend, ABC):
     def _context(cls, spec: EngineSpec) -> AbstractContextManager[EngineContext]:
         """Return the context to build the engine in."""
 
-        def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> GroupFactory | None:
+        def prepare(runtime: Runtime, topology: Topology) -> GroupFactory | None:
             cls._check_spec(spec, runtime, topology)
             return cls._prepare(spec, runtime)
 
-        return engine_context(
-            cls.engine_name,
-            spec.model,
-            precision=spec.precision,
-            platform=spec.platform,
-            tf32=spec.tf32,
-            parallel=spec.parallel,
-            provider=spec.provider,
-            timeout_s=spec.timeout_s,
-            prepare=prepare,
-            head=spec.head,
-            mtp=spec.mtp,
-        )
+        return engine_context(cls.engine_name, spec, prepare)
 
     @classmethod
     @abstractmethod

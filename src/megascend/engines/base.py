@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -24,7 +24,7 @@ from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import OPTIMIZER_PREFIX, TensorSlices
-from megascend.config import Adam, BaseWeights, Precision, VisionTower
+from megascend.config import Adam, BaseWeights, Precision
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.export import check_export, export
 from megascend.engines.heads import fresh_weights
@@ -417,8 +417,6 @@ def refuse_quantised_base(spec: EngineSpec, engine: str) -> None:
 
 def check_head(spec: EngineSpec, info: ModelInfo) -> None:
     """Raise ConfigError for adapters on a token classifier, and for a vision tower that cannot be trained."""
-    if spec.vision_tower not in get_args(VisionTower):
-        raise ConfigError(f"vision_tower must be frozen or train, got {spec.vision_tower!r}")
     if spec.vision_tower == "train" and info.image_layout is None:
         raise ConfigError(f"vision_tower: train, but {info.architecture.model_type} has no vision tower; leave it out")
     if info.image_layout is not None and info.scalar_head is not None:

@@ -58,6 +58,9 @@ class EngineSpec:
         mtp: ``train`` heads for multi-token prediction, ``keep`` them as they are, or ``drop`` them.
         mtp_loss_weight: factor of the loss of such a head.
         vision_tower: ``train`` if a vision tower is trained, or adapters may act on it; else ``frozen``.
+
+    Raises:
+        ConfigError: a setting has none of its possible values.
     """
 
     model: Path
@@ -81,6 +84,12 @@ class EngineSpec:
     provider: str | None = None
     provider_options: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
     fsdp: Fsdp = field(default_factory=Fsdp)
+
+    def __post_init__(self) -> None:
+        for name, kind in (("precision", Precision), ("mtp", Mtp), ("vision_tower", VisionTower)):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}")
 
     @classmethod
     def of(cls, model: str | Path, settings: Mapping[str, Any]) -> EngineSpec:
@@ -107,8 +116,8 @@ class EngineContext:
     factory: GroupFactory | None = None
 
 
-Prepare = Callable[[Runtime, Topology, Path], GroupFactory | None]
-"""(runtime, topology, checkpoint directory) -> factory of the engine's groups; None: plain torch groups.
+Prepare = Callable[[Runtime, Topology], GroupFactory | None]
+"""(runtime, topology) -> factory of the engine's groups; None: plain torch groups.
 
 Called before ranks communicate: rejects settings that the engine does not support, and imports the packages that it needs.
 """
@@ -116,68 +125,48 @@ Called before ranks communicate: rejects settings that the engine does not suppo
 
 @contextmanager
 def engine_context(
-    engine: str,
-    model: str | Path,
-    *,
-    precision: Precision,
-    platform: PlatformName = "auto",
-    tf32: bool | None = None,
-    parallel: Parallel | None = None,
-    provider: str | None = None,
-    timeout_s: float = 600.0,
-    prepare: Prepare = lambda runtime, topology, model_dir: None,
-    head: HeadKind = "lm",
-    mtp: Mtp = "keep",
+    engine: str, spec: EngineSpec, prepare: Prepare = lambda runtime, topology: None
 ) -> Iterator[EngineContext]:
     """Yield the context to build an engine in; if the block raises, the process groups are destroyed. Collective.
 
     Args:
         engine: the name under which it is registered.
-        model: directory of a Hugging Face checkpoint with safetensors weights.
-        precision: ``fp32``, ``fp16`` or ``bf16``.
-        platform: as for :func:`megascend.bootstrap`, which is called if it has not been.
-        tf32: as for :func:`megascend.bootstrap`.
-        provider: as for :func:`megascend.bootstrap`.
-        parallel: parallel sizes; default: data parallelism only.
-        timeout_s: seconds after which a missing rank is an error on all others.
+        spec: its settings.
         prepare: called before ranks communicate.
-        head: the model's last layer: logits (``lm``), the scalar head of its checkpoint (``scalar``), or a new one in place of
-            a causal language model's output layer (``new_sequence_classifier``, ``new_token_classifier``); ``reward_model`` is
-            the checkpoint's scalar head where it has one, else a new sequence classifier's; a ``Classification`` likewise the
-            head of a sequence classifier with its labels.
-        mtp: treatment of heads for multi-token prediction; see :class:`EngineSpec`.
 
     Raises:
         MegascendError: the settings, the checkpoint, the platform or the installed versions do not fit, or a rank is missing.
     """
-    if precision not in get_args(Precision):
-        raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
-    if mtp not in get_args(Mtp):
-        raise ConfigError(f"mtp must be train, keep or drop, got {mtp!r}")
-    layout, model_dir = parallel or Parallel(), Path(model)
     launch = Launch.from_environment()
     # Prefetched while packages are imported and ranks connect.
-    with read_ahead(_weights(model_dir, launch), launch.local_rank, launch.local_size):
-        runtime = bootstrap(platform, parallel=layout, tf32=tf32, engine=engine, precision=precision, provider=provider)
-        info = inspect_checkpoint(model_dir, head, mtp)
+    with read_ahead(_weights(spec.model, launch), launch.local_rank, launch.local_size):
+        runtime = bootstrap(
+            spec.platform,
+            parallel=spec.parallel,
+            tf32=spec.tf32,
+            engine=engine,
+            precision=spec.precision,
+            provider=spec.provider,
+        )
+        info = inspect_checkpoint(spec.model, spec.head, spec.mtp)
         if info.quantised is not None and launch.rank == 0:
             logger.warning(
                 "%s is quantised (%s): it is trained and exported dequantised, in the dtype of precision: %s",
-                model_dir,
+                spec.model,
                 info.quantised,
-                precision,
+                spec.precision,
             )
-        topology = plan(layout, launch.world_size, info.shape)
+        topology = plan(spec.parallel, launch.world_size, info.shape)
         # Settings and packages are checked before ranks connect: a rank that failed later would keep the others waiting.
-        factory = prepare(runtime, topology, model_dir)
-        runtime.configure_topology(topology, timeout_s)
-        groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch, factory)
+        factory = prepare(runtime, topology)
+        runtime.configure_topology(topology, spec.timeout_s)
+        groups = process_groups.initialize(topology, runtime.platform, spec.timeout_s, launch, factory)
         try:
             # cuBLAS reads the TF32 switch when it is loaded, perhaps before the bootstrap: verify with a product.
-            if precision == "fp32" and not runtime.tf32:
+            if spec.precision == "fp32" and not runtime.tf32:
                 runtime.platform.check_products()
             with groups.monitor.phase("build"):
-                yield EngineContext(runtime, topology, groups, info, model_dir, factory)
+                yield EngineContext(runtime, topology, groups, info, spec.model, factory)
         except BaseException:
             groups.destroy(LEAVE_S)
             raise
