@@ -31,6 +31,7 @@ from megascend.config import (
     VisionTower,
 )
 from megascend.distributed.launch import Launch
+from megascend.engines.base import check_model_settings
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
 from megascend.errors import ConfigError, TopologyError
 from megascend.huggingface.info import inspect_checkpoint
@@ -126,6 +127,7 @@ def check_backend(
         # Settings that the spec does not have, such as save_timeout_s, belong to the backend only.
         spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in names})
         backend._check_spec(spec, runtime, topology)
+        check_model_settings(spec, info)
         if spec.adapters is not None:
             spec.optimizer.check_for_adapters()
         elif spec.optimizer.by_weight:

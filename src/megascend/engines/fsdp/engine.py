@@ -16,7 +16,7 @@ from megascend.checkpoint.slices import TensorSlices
 from megascend.config import Recompute
 from megascend.distributed.objects import raise_on_all_ranks
 from megascend.engines import linear_attention, vision
-from megascend.engines.base import OnOutput, check_head, longest_sample, refuse_quantised_base, seed_generators
+from megascend.engines.base import OnOutput, longest_sample, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
 from megascend.engines.fsdp.adapters import FsdpAdapters, adapter_targets
@@ -32,7 +32,7 @@ from megascend.engines.heads import fresh_weights, output_layer
 from megascend.engines.key_values import DecodeStep, Prefill, other_attention
 from megascend.engines.replayed_blocks import BlockReplay
 from megascend.engines.rotary import RotaryByLength
-from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject
+from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject, refuse_megatron_settings
 from megascend.engines.transformers_names import check_rows, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
@@ -274,7 +274,6 @@ class CheckedModel:
     @classmethod
     def build(cls, spec: EngineSpec, info: ModelInfo, topology: Topology) -> CheckedModel:
         """Build the model and check it against settings and layout. Local: a dry run does it without process groups."""
-        check_head(spec, info)
         if info.image_layout is not None and topology.context > 1:
             raise ConfigError(
                 f"engine fsdp: parallel.context: {topology.context} with {info.architecture.model_type}, whose images are not "
@@ -373,7 +372,7 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -
     Args:
         npu: the run is on NPUs.
     """
-    fsdp, recompute, moe, batching, adapters = spec.fsdp, spec.recompute, spec.moe, spec.batching, spec.adapters
+    fsdp, recompute, adapters = spec.fsdp, spec.recompute, spec.adapters
     if fsdp.compile and npu:
         raise ConfigError(
             "engine fsdp: fsdp.compile is not supported on NPUs: torch's inductor has no compiler for them; set compile: false"
@@ -385,28 +384,9 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -
     if fsdp.compile and (topology.context > 1 or adapters is not None):
         conflict = "adapters" if adapters is not None else f"parallel.context={topology.context}"
         raise ConfigError(f"engine fsdp: fsdp.compile does not work with {conflict} (docs/fsdp.md); set compile: false")
-    refuse_quantised_base(spec, "fsdp")
-    spec.optimizer.check_without_offload("engine fsdp")
-    if spec.mtp == "train":
-        raise ConfigError(
-            "engine fsdp: mtp: train is a setting of engine megatron; transformers' models have no heads for multi-token "
-            "prediction, set keep"
-        )
-    if batching.cuda_graphs is not None:
-        raise ConfigError("engine fsdp: batching.cuda_graphs is a setting of engine megatron; leave it out")
+    refuse_megatron_settings(spec, "fsdp")
     if recompute.granularity == "selective" and recompute.modules != Recompute().modules:
         raise ConfigError(
             f"engine fsdp: recompute.modules={list(recompute.modules)} are names of Megatron's modules; selective recomputation "
             "chooses operators instead (docs/fsdp.md), leave modules out"
-        )
-    if recompute.granularity == "full" and recompute.layers != 1:
-        raise ConfigError(f"engine fsdp: recompute.layers={recompute.layers}; only single layers are recomputed, set 1")
-    if moe.bias_update_rate:
-        raise ConfigError(
-            f"engine fsdp: moe.bias_update_rate={moe.bias_update_rate:g} is a setting of engine megatron; set 0"
-        )
-    if moe.experts == "grouped":
-        raise ConfigError(
-            f"engine fsdp: moe.experts={moe.experts!r} is a setting of engine megatron (experts are grouped here in any case); "
-            "leave it out"
         )
