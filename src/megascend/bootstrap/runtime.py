@@ -25,7 +25,7 @@ from megascend.errors import ConfigError, ImportOrderError
 from megascend.surroundings import set_user_variables
 
 if TYPE_CHECKING:
-    from megascend.config import Affinity, Batching, Parallel, Precision
+    from megascend.config import Affinity, Batching, Parallel
     from megascend.platforms.base import Platform
     from megascend.topology.topology import Topology
 
@@ -49,7 +49,6 @@ class Runtime:
         stack: the row of the version table that the installed packages match.
         engine: name of the engine that the process is prepared for.
         provider: the provider that patches Megatron-Core; None for an engine without Megatron.
-        precision: precision given in the first call, or None.
         tf32: products of fp32 matrices are TensorFloat-32 (CUDA only).
         affinity: CPU affinity of the process.
     """
@@ -58,7 +57,6 @@ class Runtime:
     stack: Stack
     engine: str = engines.DEFAULT
     provider: PatchProvider | None = None
-    precision: Precision | None = None
     tf32: bool = False
     affinity: Affinity = "none"
     _megatron_loaded: bool = False
@@ -223,7 +221,6 @@ def bootstrap(
     parallel: Parallel | None = None,
     tf32: bool | None = None,
     engine: str | None = None,
-    precision: Precision | None = None,
     provider: str | None = None,
     affinity: Affinity | None = None,
 ) -> Runtime:
@@ -270,8 +267,6 @@ def bootstrap(
         engine: engine that the process is prepared for: ``megatron``; ``megatron-core``, for a third-party program on
             Megatron-Core that needs no mcore-bridge; ``single``, ``fsdp``, or one registered with
             ``megascend.register_engine``; default: value of an earlier call, or ``megatron``.
-        precision: precision of the model, if it is known already, for providers whose patches depend on it; those of this
-            package do not, so it may change later.
         provider: provider that patches Megatron (see :mod:`megascend.bootstrap.providers`); default: the platform's first.
             ``MEGASCEND_REFERENCE_TE=1`` in the environment means ``reference`` on ``cuda``.
         affinity: ``numa``: all threads of this process run on the CPUs of one NUMA node, its device's if known (see
@@ -307,9 +302,9 @@ def bootstrap(
     if needs.megatron:
         require_undeclared(stack)
     chosen = choose(platform)
-    setup = ProviderSetup(chosen, stack, parallel or Parallel(), precision)
+    setup = ProviderSetup(chosen, stack, parallel or Parallel())
     patcher = _create_provider(provider, setup) if needs.megatron else None
-    runtime = Runtime(chosen, stack, engine, patcher, precision, bool(tf32), affinity or "none")
+    runtime = Runtime(chosen, stack, engine, patcher, bool(tf32), affinity or "none")
     with gc_paused():
         _change_process(runtime)
     _current = runtime

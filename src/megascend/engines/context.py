@@ -145,7 +145,6 @@ def engine_context(
             parallel=spec.parallel,
             tf32=spec.tf32,
             engine=engine,
-            precision=spec.precision,
             provider=spec.provider,
         )
         info = inspect_checkpoint(spec.model, spec.head, spec.mtp)
