@@ -237,7 +237,7 @@ import own_provider
 assert megascend.bootstrap(provider="own_provider:Own") is runtime
 print(own_provider.seen)
 """
-    assert python(program).endswith("[('before', 'cpu', 1, None), 'after']\n")
+    assert python(program).endswith("[('before', 'cpu', 1), 'after']\n")
 
 
 @pytest.fixture
