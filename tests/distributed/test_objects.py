@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
 from megascend.distributed.channels import Channel
+from megascend.distributed.groups import OBJECT_GROUPS
 from megascend.distributed.objects import (
     agree,
     all_reduce_numbers,
@@ -36,7 +37,7 @@ def groups_of_two_by_two(runtime: Runtime):
 
     def make_groups(timeout_s: float = 30.0) -> ProcessGroups:
         groups = initialize(topology, runtime.platform, max(timeout_s, 60.0))
-        for name in groups.object_groups:
+        for name in OBJECT_GROUPS:
             groups.channel(name).timeout_s = timeout_s
         return groups
 

@@ -23,7 +23,7 @@ from megascend.distributed import frames
 from megascend.distributed.channels import Channel
 from megascend.distributed.deadlock import Pending, find_cycle
 from megascend.distributed.frames import Frame, Position
-from megascend.distributed.groups import ProcessGroups
+from megascend.distributed.groups import OBJECT_GROUPS, ProcessGroups
 from megascend.distributed.rendezvous import did_not_arrive
 from megascend.errors import MegascendError, OutOfStepError, ProcessGroupError
 
@@ -225,8 +225,8 @@ class _Collective:
     def exchange(self, content: bytes) -> list[Frame]:
         """Exchange positions with the other ranks; return their frames, which also hold their objects if small enough."""
         channel = self._channel
-        with self._naming_missing_ranks():
-            position = replace(self._position, number=self._number)
+        with self._round() as number:
+            position = replace(self._position, number=number)
             received = channel.exchange(frames.encode(position, content), lambda: self._check_others(position))
         # Before the frames are judged, which raises: this rank may be the only one that can release the rest of a deadlock.
         self._release(frames.pending_of(received), position)
@@ -239,7 +239,7 @@ class _Collective:
         if departed := groups.monitor.departed(self._channel.name, position.number, self._channel.ranks):
             self._departed = departed
             raise RuntimeError(f"ranks {departed} left their process groups")
-        if self._channel.name in groups.object_groups:
+        if self._channel.name in OBJECT_GROUPS:
             self._release(
                 find_cycle(groups.rank, groups.monitor.collective_counts, groups.object_group_ranks), position
             )
@@ -273,7 +273,7 @@ class _Collective:
                 contents[number] = self._broadcast(content, number, members[number].length)
             return contents
         received = list(torch.empty(len(members), size, dtype=torch.uint8, device="cpu"))
-        with self._naming_missing_ranks():
+        with self._round():
             dist.all_gather(received, _padded(content, size), group=self._channel.group)
         return _cut(received, members)
 
@@ -290,7 +290,7 @@ class _Collective:
         received = None
         if self._groups.rank == first:
             received = list(torch.empty(len(members), size, dtype=torch.uint8, device="cpu"))
-        with self._naming_missing_ranks():
+        with self._round():
             dist.gather(_padded(content, size), received, dst=first, group=channel.group)
         return None if received is None else _cut(received, members)
 
@@ -309,7 +309,7 @@ class _Collective:
         channel = self._channel
         is_source = channel.rank == channel.ranks[source]
         box = _padded(content if is_source else b"", size)
-        with self._naming_missing_ranks():
+        with self._round():
             dist.broadcast(box, src=channel.ranks[source], group=channel.group)
         return box.numpy().tobytes()
 
@@ -324,15 +324,15 @@ class _Collective:
             # Every rank reduces the same rows in the same order, so all get the same bits.
             return getattr(rows, op)(axis=0).tolist()
         values = torch.from_numpy(local)
-        with self._naming_missing_ranks():
+        with self._round():
             dist.all_reduce(values, op=OPERATIONS[op], group=self._channel.group)
         return values.tolist()
 
     @contextmanager
-    def _naming_missing_ranks(self) -> Iterator[None]:
-        """Assign a number to this round of the collective, and convert Gloo's errors into one that names the missing ranks."""
+    def _round(self) -> Iterator[int]:
+        """Enter a round of the collective, and yield its number; convert Gloo's errors into one that names missing ranks."""
         channel, monitor = self._channel, self._groups.monitor
-        self._number = monitor.sequence.enter(channel.name)
+        number = monitor.sequence.enter(channel.name)
 
         def headline(late: list[int]) -> str:
             if self._departed:
@@ -347,9 +347,9 @@ class _Collective:
             return f"rank {self._groups.rank}: {self._activity} failed {reason}"
 
         try:
-            yield
+            yield number
         except RuntimeError as error:  # Gloo raises it both for timeouts and for lost peers
-            raise monitor.explain_collective(error, channel.name, self._number, channel.ranks, headline) from error
+            raise monitor.explain_collective(error, channel.name, number, channel.ranks, headline) from error
 
 
 def _name(kind: str, purpose: str) -> str:
