@@ -25,6 +25,7 @@ from packaging.version import Version
 
 import simnpu
 from megascend.bootstrap.providers import Finding
+from megascend.bootstrap.runtime import suppress_logs_below
 from megascend.bootstrap.versions import Stack, installed_versions
 from megascend.changes import patch
 from megascend.errors import PlatformError, VersionError
@@ -173,14 +174,12 @@ MEGATRON = Prerequisite("Megatron tree", check_megatron)
 def quietly() -> Iterator[None]:
     """Suppress Python warnings and log records below error within the context; restore the root logger at its end."""
     root = logging.getLogger()
-    handlers, level, disabled = root.handlers[:], root.level, root.manager.disable
-    logging.disable(max(disabled, logging.WARNING))
+    handlers, level = root.handlers[:], root.level
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), suppress_logs_below(logging.ERROR):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(disabled)
         root.handlers[:] = handlers
         root.setLevel(level)
 
