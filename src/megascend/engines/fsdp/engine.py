@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
-from megascend.checkpoint.hf_slices import HfSlice, HfSlices
+from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import TensorSlices
 from megascend.config import Recompute
 from megascend.distributed.objects import raise_on_all_ranks
@@ -61,8 +61,6 @@ class FsdpEngine(TransformersEngine):
     def __init__(self, spec: EngineSpec, context: EngineContext) -> None:
         super().__init__(spec, context)
         topology, groups, info = self.topology, self.groups, self.info
-        axes = context.factory
-        assert isinstance(axes, FsdpGroups)
         self._fsdp = spec.fsdp
         self.layout = SequenceLayout(
             packing=spec.batching.packing,
@@ -104,20 +102,7 @@ class FsdpEngine(TransformersEngine):
         self._router_loss: RouterLoss | None = None
         if spec.moe.aux_loss != "none":
             self._router_loss = RouterLoss(self.model, spec.moe, groups, frozen=spec.adapters is not None)
-        # Before sharding, so that only this rank's experts are sharded, over the ranks that hold the same ones.
-        expert_mesh = None
-        if self._share is not None:
-            transformers_api.divide_experts(self.model, self._share)
-            expert_mesh = axes.expert_mesh(topology, groups)
-        mesh = axes.mesh(topology.world_size, self.device.type)
-        page_locked = context.runtime.platform.page_locks_memory
-        self._units = shard(self.model, mesh, spec.fsdp, self.dtype, page_locked=page_locked, expert_mesh=expert_mesh)
-        # Memory is allocated only now, for the shards alone. to_empty leaves buffers uninitialised too: they are computed again.
-        self.model.to_empty(device="cpu" if spec.fsdp.offload else self.device)
-        transformers_api.compute_buffers(self.model, self.device)
-        self._shards = list(shards.shards(self.model, self._share))
-        fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
-        self.bytes_read = self._load(self._hf_slices, fresh)
+        self._shard(spec, context)
         adapter_layers = self.adapters and self.adapters.layers
         scalar = info.scalar_head is not None
         self._head = LossHead(self.model, info.shape.vocab_size, adapter_layers, scalar=scalar)
@@ -139,15 +124,29 @@ class FsdpEngine(TransformersEngine):
         self._replay = self.router_replay = BlockReplay.of(self.model, self.device)
         self.replay_unsupported_reason = "fsdp.compile compiles the routers" if spec.fsdp.compile else None
 
-    def _load(self, sources: Mapping[str, Sequence[HfSlice]], fresh: Mapping[str, torch.Tensor]) -> int:
-        """Load this rank's shards, and return the bytes read; raises on all ranks if one fails."""
-        problem, read = None, 0
+    def _shard(self, spec: EngineSpec, context: EngineContext) -> None:
+        """Divide the model over the ranks, and fill this rank's shards from the checkpoint. Collective."""
+        axes, groups, info = context.factory, self.groups, self.info
+        assert isinstance(axes, FsdpGroups)
+        # Before sharding, so that only this rank's experts are sharded, over the ranks that hold the same ones.
+        expert_mesh = None
+        if self._share is not None:
+            transformers_api.divide_experts(self.model, self._share)
+            expert_mesh = axes.expert_mesh(self.topology, groups)
+        mesh = axes.mesh(self.topology.world_size, self.device.type)
+        page_locked = context.runtime.platform.page_locks_memory
+        self._units = shard(self.model, mesh, spec.fsdp, self.dtype, page_locked=page_locked, expert_mesh=expert_mesh)
+        # Memory is allocated only now, for the shards alone. to_empty leaves buffers uninitialised too: they are computed again.
+        self.model.to_empty(device="cpu" if spec.fsdp.offload else self.device)
+        transformers_api.compute_buffers(self.model, self.device)
+        self._shards = list(shards.shards(self.model, self._share))
+        fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
+        problem, self.bytes_read = None, 0
         try:
-            read = shards.load(self._shards, sources, self.info.tensors, fresh, self.dtype)
+            self.bytes_read = shards.load(self._shards, self._hf_slices, info.tensors, fresh, self.dtype)
         except CheckpointError as error:
             problem = error
-        raise_on_all_ranks(problem, self.groups, f"the load of {self.model_dir}")
-        return read
+        raise_on_all_ranks(problem, groups, f"the load of {self.model_dir}")
 
     def scales(self, micro_batches: int) -> tuple[float, float]:
         # Gradients of micro batches are summed; fully_shard averages over all ranks, and so do adapters.
