@@ -31,7 +31,7 @@ import torch
 
 import megascend
 from bench_engine import SHAPES, Load, Server, configuration, machine, tensors, vllm_release, write_checkpoint
-from megascend.distributed.objects import barrier, broadcast_object
+from megascend.distributed.objects import agree, broadcast_object
 from megascend.rollout.engines.vllm_process import vllm_device
 
 MODES: dict[str, dict[str, Any]] = {
@@ -195,7 +195,7 @@ def main() -> None:
             engine = server.client()
             load = stack.enter_context(Load(engine, server.process.address, config, arguments))
             time.sleep(5.0)
-        barrier(backend.groups, label="vLLM's start")
+        agree("vLLM's start", backend.groups)
         figures = measure(backend, engine, load, arguments)
         if main_rank and arguments.json:
             stored = machine(vllm_release(arguments.vllm_python)) | {

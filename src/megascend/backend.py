@@ -60,6 +60,7 @@ class Backend:
     Attributes:
         on_micro_batch: called on this rank when a micro batch of :meth:`forward_backward` begins, with its index and the number
             of micro batches of the call; None: nothing is called. An exception from it ends the call.
+        chat_template: template that exports have in place of the model's; None: the model's.
     """
 
     def __init__(self, engine: Engine, model_dir: Path, platform: Platform, save_timeout_s: float = 1800.0) -> None:
@@ -95,11 +96,6 @@ class Backend:
         return self.engine.max_length
 
     @property
-    def adapters(self) -> Mapping[str, Any]:
-        """The adapters by name; empty if the model itself is trained. Do not modify the mapping."""
-        return self.engine.trainable.adapters
-
-    @property
     def parameter_count(self) -> int:
         """Parameters of the model, tied ones counted once."""
         return self.engine.info.parameter_count
@@ -107,6 +103,16 @@ class Backend:
     def flops_per_token(self, length: int) -> float:
         """Model FLOPs of forward and backward for one token in a sequence of ``length``; see :class:`ModelInfo`."""
         return self.engine.info.flops_per_token(length, frozen=self.engine.trainable.frozen)
+
+    @property
+    def adapters(self) -> Mapping[str, Any]:
+        """The adapters by name; empty if the model itself is trained. Do not modify the mapping."""
+        return self.engine.trainable.adapters
+
+    @property
+    def step_count(self) -> int:
+        """Calls of :meth:`optimizer_step` so far, including skipped steps and those before a checkpoint."""
+        return self.engine.trainable.step_count
 
     @property
     def self_check(self) -> Verdict | None:
@@ -118,7 +124,7 @@ class Backend:
         """Seconds that the constructor waited for :attr:`self_check`."""
         return self.engine.self_check_s
 
-    # --- training ---
+    # --- samples and objects of all ranks ---
 
     def shard(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return this data parallel rank's share of a global list: token counts balanced, preference pairs kept together."""
@@ -150,18 +156,7 @@ class Backend:
         """Return each number's minimum over all ranks; the same on every rank. Sent over Gloo."""
         return all_reduce_numbers(numbers, "world", self.groups, "min", "smallest()")
 
-    def set_micro_batch_tokens(self, tokens: int) -> None:
-        """Change the token budget of a micro batch (``batching.micro_batch_tokens``), on all ranks alike."""
-        self.engine.batching = self.engine.batching.with_budget(tokens)
-
-    def try_step(
-        self, samples: Sequence[Sample], adapter: str | None = None, loss: str | Loss = "cross_entropy"
-    ) -> None:
-        """Run :meth:`forward_backward` and drop the gradients, to measure its memory. Collective.
-
-        Gradients that had been accumulated before are lost.
-        """
-        self._step.forward_backward(samples, resolve(loss), adapter, accumulate=False)
+    # --- training ---
 
     def forward_backward(
         self,
@@ -259,24 +254,6 @@ class Backend:
         self.groups.monitor.step = self.step_count + 1
         return result
 
-    def _agree(self, call: str, check: Callable[[], T] = lambda: None) -> T:
-        """Run ``check`` and make sure that all ranks are in the same call, before they communicate on the device.
-
-        One small exchange over Gloo.
-
-        Args:
-            call: name of the method, with the arguments that must be equal on all ranks.
-            check: runs on this rank; if it raises a MegascendError, all ranks do.
-        """
-        try:
-            result = check()
-        except MegascendError as problem:
-            # The other ranks raise this rank's problem, and this rank the error itself.
-            agree(call, self.groups, problem)
-            raise
-        agree(call, self.groups)
-        return result
-
     def discard_gradients(self, adapters: str | Sequence[str] | None = None) -> None:
         """Drop the gradients accumulated since the last step. No communication, but every rank must call it.
 
@@ -294,20 +271,18 @@ class Backend:
             else:
                 self.engine.trainable.abandon()
 
-    @contextmanager
-    def _freeing_memory_on_oom(self) -> Iterator[None]:
-        """Free cached device memory if the block raises OutOfDeviceMemoryError, which all ranks do together."""
-        try:
-            yield
-        except OutOfDeviceMemoryError:
-            self._free_memory()
-            raise
+    def try_step(
+        self, samples: Sequence[Sample], adapter: str | None = None, loss: str | Loss = "cross_entropy"
+    ) -> None:
+        """Run :meth:`forward_backward` and drop the gradients, to measure its memory. Collective.
 
-    def _free_memory(self) -> None:
-        """Free cached device memory, and memory that only makes steps faster, such as CUDA graphs."""
-        # First the engine's, which goes to the cache that is freed next.
-        self.engine.release_memory()
-        self.platform.free_cached_memory()
+        Gradients that had been accumulated before are lost.
+        """
+        self._step.forward_backward(samples, resolve(loss), adapter, accumulate=False)
+
+    def set_micro_batch_tokens(self, tokens: int) -> None:
+        """Change the token budget of a micro batch (``batching.micro_batch_tokens``), on all ranks alike."""
+        self.engine.batching = self.engine.batching.with_budget(tokens)
 
     def recover_memory(self) -> bool:
         """Free memory after a call that raised torch.OutOfMemoryError, and drop its unfinished gradients.
@@ -320,6 +295,8 @@ class Backend:
         self.engine.trainable.abandon()
         self._free_memory()
         return True
+
+    # --- passes without gradients ---
 
     def forward(
         self,
@@ -372,16 +349,6 @@ class Backend:
         with self._freeing_memory_on_oom():
             return self._step.divergences(samples, loss, adapter)
 
-    def frozen_engine(self, model: str | Path) -> Engine:
-        """Build the engine of another model on the ranks and groups of this one, for forward passes. Collective.
-
-        This engine's layout and settings are used; dropout starts again from the seed. The caller closes it.
-
-        Raises:
-            ConfigError: a process can hold only one engine of this kind.
-        """
-        raise ConfigError(f"engine {self.engine.kind} cannot hold a second model beside {self._model_dir}")
-
     def next_token_logits(self, samples: Sequence[Sample], adapter: str | None = None) -> list[torch.Tensor]:
         """Compute logits of the token that follows each sample, fp32 [vocabulary] each on the CPU, with dropout off.
 
@@ -392,6 +359,16 @@ class Backend:
             adapter: the adapter of samples that do not name one; without either, the base model.
         """
         return self._step.next_token_logits(samples, adapter)
+
+    def frozen_engine(self, model: str | Path) -> Engine:
+        """Build the engine of another model on the ranks and groups of this one, for forward passes. Collective.
+
+        This engine's layout and settings are used; dropout starts again from the seed. The caller closes it.
+
+        Raises:
+            ConfigError: a process can hold only one engine of this kind.
+        """
+        raise ConfigError(f"engine {self.engine.kind} cannot hold a second model beside {self._model_dir}")
 
     # --- adapters ---
 
@@ -459,18 +436,17 @@ class Backend:
             self._agree(call, self._adapters)
             self._adapters().load(name, Path(path), optimizer=optimizer, lora=lora, replace=replace)
 
-    def _adapters(self) -> AdapterSet:
-        trainable: Trainable = self.engine.trainable
-        if not isinstance(trainable, AdapterSet):
-            if trainable.frozen:
-                raise ConfigError(
-                    f"adapters of engine {self.engine.kind!r} are not a megascend.lora.adapter_set.AdapterSet"
-                )
-            raise ConfigError(
-                "this backend trains the model itself; to train adapters, construct "
-                f"{type(self).__name__}(adapters=megascend.Adapters())"
-            )
-        return trainable
+    def adapter_as_peft(self, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+        """Return an adapter in ``peft``'s form: the content of ``adapter_config.json``, and tensors, float32 on the CPU.
+
+        On rank 0; None on the others. All ranks call it.
+
+        Raises:
+            ConfigError: the adapter does not exist.
+        """
+        self._agree(f"adapter_as_peft({name!r})", lambda: self._adapters().require(name))
+        # The directory's name only: the path means nothing on the machine that receives this.
+        return self._adapters().as_peft(name, self._model_dir.name)
 
     # --- weights and checkpoints ---
 
@@ -518,18 +494,6 @@ class Backend:
             )
         return self.engine.named_weights(adapter, receivers=receivers, device=device)
 
-    def adapter_as_peft(self, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
-        """Return an adapter in ``peft``'s form: the content of ``adapter_config.json``, and tensors, float32 on the CPU.
-
-        On rank 0; None on the others. All ranks call it.
-
-        Raises:
-            ConfigError: the adapter does not exist.
-        """
-        self._agree(f"adapter_as_peft({name!r})", lambda: self._adapters().require(name))
-        # The directory's name only: the path means nothing on the machine that receives this.
-        return self._adapters().as_peft(name, self._model_dir.name)
-
     def export_hf(self, path: str | Path, adapter: str | None = None) -> None:
         """Write the model as a Hugging Face directory that ``transformers`` loads; it appears only when complete.
 
@@ -548,11 +512,6 @@ class Backend:
             call = f"export_hf({str(path)!r}, {adapter=})"
             self._agree(call, lambda: None if adapter is None else self._adapters().require(adapter))
             self._export(Path(path), adapter)
-
-    def _export(self, path: Path, adapter: str | None) -> None:
-        self.engine.export(path, adapter)
-        if (template := self.chat_template) is not None:
-            self.from_rank_0(lambda: write_chat_template(path, template))
 
     def check_export(self, path: str | Path, *, replaces: bool = False) -> None:
         """Raise now the error with which :meth:`export_hf` to ``path`` would fail later. Nothing is written. Collective.
@@ -635,17 +594,7 @@ class Backend:
         self.groups.monitor.step = self.step_count + 1
         return saved.progress
 
-    @property
-    def step_count(self) -> int:
-        """Calls of :meth:`optimizer_step` so far, including skipped steps and those before a checkpoint."""
-        return self.engine.trainable.step_count
-
-    def _require_no_gradients(self) -> None:
-        if names := self.engine.trainable.with_gradients():
-            adapter = f" for adapter {names[0]!r}" if names[0] else ""
-            raise ConfigError(
-                f"save: call optimizer_step() first{adapter}; accumulated gradients are not part of a checkpoint"
-            )
+    # --- end ---
 
     def __enter__(self) -> Self:
         return self
@@ -678,6 +627,66 @@ class Backend:
             self._saver.close()
         finally:
             self._destroy(None if sys.exc_info()[1] is None else LEAVE_S)
+
+    # --- private ---
+
+    def _agree(self, call: str, check: Callable[[], T] = lambda: None) -> T:
+        """Run ``check`` and make sure that all ranks are in the same call, before they communicate on the device.
+
+        One small exchange over Gloo.
+
+        Args:
+            call: name of the method, with the arguments that must be equal on all ranks.
+            check: runs on this rank; if it raises a MegascendError, all ranks do.
+        """
+        try:
+            result = check()
+        except MegascendError as problem:
+            # The other ranks raise this rank's problem, and this rank the error itself.
+            agree(call, self.groups, problem)
+            raise
+        agree(call, self.groups)
+        return result
+
+    def _adapters(self) -> AdapterSet:
+        trainable: Trainable = self.engine.trainable
+        if not isinstance(trainable, AdapterSet):
+            if trainable.frozen:
+                raise ConfigError(
+                    f"adapters of engine {self.engine.kind!r} are not a megascend.lora.adapter_set.AdapterSet"
+                )
+            raise ConfigError(
+                "this backend trains the model itself; to train adapters, construct "
+                f"{type(self).__name__}(adapters=megascend.Adapters())"
+            )
+        return trainable
+
+    def _require_no_gradients(self) -> None:
+        if names := self.engine.trainable.with_gradients():
+            adapter = f" for adapter {names[0]!r}" if names[0] else ""
+            raise ConfigError(
+                f"save: call optimizer_step() first{adapter}; accumulated gradients are not part of a checkpoint"
+            )
+
+    def _export(self, path: Path, adapter: str | None) -> None:
+        self.engine.export(path, adapter)
+        if (template := self.chat_template) is not None:
+            self.from_rank_0(lambda: write_chat_template(path, template))
+
+    @contextmanager
+    def _freeing_memory_on_oom(self) -> Iterator[None]:
+        """Free cached device memory if the block raises OutOfDeviceMemoryError, which all ranks do together."""
+        try:
+            yield
+        except OutOfDeviceMemoryError:
+            self._free_memory()
+            raise
+
+    def _free_memory(self) -> None:
+        """Free cached device memory, and memory that only makes steps faster, such as CUDA graphs."""
+        # First the engine's, which goes to the cache that is freed next.
+        self.engine.release_memory()
+        self.platform.free_cached_memory()
 
     def _destroy(self, limit_s: float | None = None) -> None:
         self.engine.close()

@@ -31,6 +31,7 @@ from megascend.config import (
     VisionTower,
 )
 from megascend.distributed.launch import Launch
+from megascend.engines.base import check_model_settings
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
 from megascend.errors import ConfigError, TopologyError
 from megascend.huggingface.info import inspect_checkpoint
@@ -126,6 +127,7 @@ def check_backend(
         # Settings that the spec does not have, such as save_timeout_s, belong to the backend only.
         spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in names})
         backend._check_spec(spec, runtime, topology)
+        check_model_settings(spec, info)
         if spec.adapters is not None:
             spec.optimizer.check_for_adapters()
         elif spec.optimizer.by_weight:
@@ -268,44 +270,31 @@ class EngineBackend(Backend, ABC):
     def frozen_engine(self, model: str | Path) -> Engine:
         if not self.shares_process:
             return super().frozen_engine(model)
-        spec, context = self._built_from
-        info, topology = inspect_checkpoint(Path(model)), context.topology
-        # Without an adapter these freeze the model, so that it has neither gradients nor moments.
-        adapters = Adapters(max_count=1, max_rank=1)
-        spec = replace(
-            spec,
-            model=Path(model),
-            adapters=adapters,
-            recompute=Recompute(),
-            moe=Moe(),
-            head="lm",
-            mtp="keep",
-            vision_tower="frozen",
+        trained, context = self._built_from
+        # Not the settings of training: an optimizer, for example, may be one that adapters do not have.
+        spec = EngineSpec(
+            Path(model),
+            precision=trained.precision,
+            batching=trained.batching,
+            # Without an adapter these freeze the model, so that it has neither gradients nor moments.
+            adapters=Adapters(max_count=1, max_rank=1),
+            seed=trained.seed,
+            self_check=trained.self_check,
+            fsdp=trained.fsdp.model_copy(update={"compile": False}),
         )
-        self._check_spec(spec, context.runtime, topology)
-        return self._build(spec, replace(context, info=info, model_dir=Path(model)), None)
+        self._check_spec(spec, context.runtime, context.topology)
+        info = inspect_checkpoint(spec.model)
+        return self._build(spec, replace(context, info=info, model_dir=spec.model), None)
 
     @classmethod
     def _context(cls, spec: EngineSpec) -> AbstractContextManager[EngineContext]:
         """Return the context to build the engine in."""
 
-        def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> GroupFactory | None:
+        def prepare(runtime: Runtime, topology: Topology) -> GroupFactory | None:
             cls._check_spec(spec, runtime, topology)
             return cls._prepare(spec, runtime)
 
-        return engine_context(
-            cls.engine_name,
-            spec.model,
-            precision=spec.precision,
-            platform=spec.platform,
-            tf32=spec.tf32,
-            parallel=spec.parallel,
-            provider=spec.provider,
-            timeout_s=spec.timeout_s,
-            prepare=prepare,
-            head=spec.head,
-            mtp=spec.mtp,
-        )
+        return engine_context(cls.engine_name, spec, prepare)
 
     @classmethod
     @abstractmethod

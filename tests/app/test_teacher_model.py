@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megascend import Sample
 from megascend.app.teacher_model import TeacherModel, check_context, check_teacher_model
@@ -204,6 +205,40 @@ def test_gradients_of_transformers_engines_are_those_of_plain_float64(
             for key, gradient in gradients_of(expected[kind], name).items():
                 difference = (results[f"{kind}/{name}/{key}"].double() - gradient).norm() / gradient.norm()
                 assert float(difference) < 1e-4, (kind, name, key)
+
+
+BESIDE_PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+import megascend
+from megascend.app.teacher_model import TeacherModel
+sys.path.insert(0, sys.argv[5])
+from test_teacher_model import samples
+engine, checkpoint, other, result = sys.argv[1:5]
+settings = {"optimizer": megascend.Adam(kind="muon"), "platform": "cpu", "precision": "fp32", "self_check": False}
+if engine == "fsdp":
+    settings["fsdp"] = megascend.Fsdp(compile=True)
+with megascend.make_backend(engine, model=checkpoint, **settings) as backend:
+    teacher = TeacherModel(backend, Path(other), "teacher.model")
+    torch.save([output.states for output in teacher.outputs(samples())], result)
+    teacher.close()
+"""
+
+
+@pytest.mark.parametrize("engine", ["single", "fsdp"])
+def test_frozen_engine_beside_muon_and_compile_matches_transformers(
+    engine: str, models: Models, tmp_path: Path
+) -> None:
+    program, result = tmp_path / "program.py", tmp_path / "result.pt"
+    program.write_text(BESIDE_PROGRAM, encoding="utf-8")
+    completed = run_launched(program, 1, engine, models.student, models.other, result, Path(__file__).parent)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    reference = AutoModelForCausalLM.from_pretrained(models.other, dtype=torch.float32)
+    for sample, states in zip(samples(), torch.load(result), strict=True):
+        with torch.no_grad():
+            expected = reference.model(sample.input_ids[None]).last_hidden_state[0]
+        torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)
 
 
 def config(model: Path, **changes: Any) -> TrainerConfig:

@@ -50,7 +50,7 @@ def write(folder: Path, *files: dict[str, str]) -> None:
 
 def look(name: str, stack: str = "0.18") -> str:
     (prerequisite,) = [entry for entry in packages.PREREQUISITES if entry.name == name]
-    return prerequisite.check(STACK[stack], {})
+    return prerequisite.check(STACK[stack])
 
 
 def refusal(name: str, error: type[Exception], stack: str = "0.18") -> str:
@@ -150,7 +150,7 @@ def test_mindspeed_without_the_adaptor_is_a_wrong_pair(folder: Path) -> None:
 
 
 def test_all_prerequisites_are_reported(folder: Path) -> None:
-    report = {finding.name: finding for finding in findings(packages.PREREQUISITES, STACK["0.18"], {})}
+    report = {finding.name: finding for finding in findings(packages.PREREQUISITES, STACK["0.18"])}
     assert list(report) == [prerequisite.name for prerequisite in packages.PREREQUISITES]
     assert report["MegatronAdaptor"].problem
     assert not report["MindSpeed"].problem

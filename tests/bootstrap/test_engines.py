@@ -18,7 +18,7 @@ before = {name: vars(torch).get(name) for name in ('empty', 'zeros', 'tensor', '
     f'Tensor.{name}': value for name, value in vars(torch.Tensor).items() if callable(value)}
 environment = dict(os.environ)
 import megascend
-runtime = megascend.bootstrap('cpu', engine='single', precision='fp32')
+runtime = megascend.bootstrap('cpu', engine='single')
 assert megascend.bootstrap(engine='single') is megascend.bootstrap() is runtime
 after = {name: getattr(torch, name) for name in ('empty', 'zeros', 'tensor', 'arange')} | {
     f'cuda.{name}': value for name, value in vars(torch.cuda).items() if callable(value)} | {
@@ -28,7 +28,7 @@ loaded = [name for name in sys.modules if name.split('.')[0] in ('megatron', 'tr
 assert loaded == [] and 'swift' not in sys.modules, loaded
 assert dict(os.environ) == environment
 assert [line.partition(':')[0] for line in runtime.changes] == ['fla, causal_conv1d']
-assert runtime.provider is None and (runtime.engine, runtime.precision) == ('single', 'fp32')
+assert runtime.provider is None and runtime.engine == 'single'
 runtime.configure_model(object(), {})
 for call in (runtime.load_megatron, lambda: runtime.configure_model(object(), {'fast': 1})):
     try:

@@ -74,7 +74,7 @@ def build(folder: Path, name: str) -> None:
 
 def look(stack: str) -> str:
     (prerequisite,) = [entry for entry in tree.PREREQUISITES if entry.name == "MindSpeed"]
-    return prerequisite.check(STACK[stack], {})
+    return prerequisite.check(STACK[stack])
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -139,7 +139,7 @@ def test_installed_transformer_engine_is_identified_and_refused(
     write(path, {"transformer_engine/__init__.py": TRAP, "transformer_engine/pytorch/ops.py": code + TRAP})
     (prerequisite,) = [entry for entry in tree.PREREQUISITES if entry.name == "Transformer Engine"]
     with pytest.raises(PlatformError) as raised:
-        prerequisite.check(STACK["0.16"], {})
+        prerequisite.check(STACK["0.16"])
     for part in (*messages, str(path / "transformer_engine" / "__init__.py")):
         assert part in str(raised.value)
     assert ("CUDA's" in str(raised.value)) == (kind == "cuda")
@@ -153,7 +153,7 @@ def test_doctor_names_the_prerequisite_whose_check_died(path: Path, monkeypatch:
     monkeypatch.delenv("SIMNPU", raising=False)
     (check,) = checks.check_npu(60)
     assert (check.name, check.status, check.result) == ("torch_npu", "fail", "exit code -9")
-    refuses = "def look(stack, environment): raise KeyError('a fault of ours')\n"
+    refuses = "def look(stack): raise KeyError('a fault of ours')\n"
     added = "from dataclasses import replace\nfrom megascend.bootstrap.mindspeed import tree as p\n"
     added += "p.PREREQUISITES = (*p.PREREQUISITES[1:2], replace(p.PREREQUISITES[3], check=look))\n"
     write(path, {"sitecustomize.py": refuses + added})

@@ -37,7 +37,7 @@ from megascend.diagnostics.survey import Observer
 from megascend.diagnostics.upstream_errors import is_secondary, library_of
 from megascend.diagnostics.watchdog import EXIT_PEER_LOST
 from megascend.distributed.launch import Launch
-from megascend.distributed.objects import barrier
+from megascend.distributed.objects import agree
 from megascend.distributed.process_groups import initialize
 from megascend.errors import CollectiveTimeoutError, DataError, PeerLostError, ProcessGroupError
 from megascend.testing import Lost, run_distributed
@@ -594,8 +594,9 @@ def test_silent_rank_whose_process_runs_is_late_and_not_gone(runtime: Runtime) -
         groups = initialize(plan(Parallel(), 2), runtime.platform, 60.0)
         if groups.rank == 1:
             ctypes.PyDLL(None).sleep(3600)
+        groups.channel("world").timeout_s = 4.0
         with pytest.raises(CollectiveTimeoutError) as caught:
-            barrier(groups, timeout_s=4.0)
+            agree("a call", groups)
         assert not isinstance(caught.value, PeerLostError)
         return str(caught.value)
 

@@ -19,7 +19,7 @@ from megascend.diagnostics import heartbeat, survey
 from megascend.diagnostics.collective_sequence import CollectiveCounts
 from megascend.diagnostics.diagnosis import PeerStatus, PhaseFailure, RankRecord, diagnose, not_arrived
 from megascend.diagnostics.survey import Pace, Survey, decode, encode
-from megascend.distributed.objects import barrier
+from megascend.distributed.objects import agree
 from megascend.distributed.process_groups import initialize
 from megascend.errors import PeerLostError
 from megascend.testing import Lost, run_distributed
@@ -204,7 +204,7 @@ def test_dead_rank_of_a_large_world_is_named(runtime: Runtime, monkeypatch: pyte
         if groups.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLostError) as caught:
-            barrier(groups)
+            agree("a call", groups)
         groups.destroy()
         return str(caught.value)
 

@@ -22,7 +22,6 @@ from megascend.distributed import channels
 from megascend.distributed.objects import (
     agree,
     all_reduce_numbers,
-    barrier,
     broadcast_object,
     collect_objects,
     gather_objects,
@@ -47,10 +46,9 @@ CALLS: dict[str, tuple[str, Call]] = {
         "loads (all_reduce_numbers, sum of 2",
         lambda g: all_reduce_numbers([1, 2], "world", g, "sum", "loads"),
     ),
-    "barrier": ("barrier (barrier, ", lambda g: barrier(g)),
     "agree": ("loads (agree, ", lambda g: agree("loads", g)),
     "another group": ("of tp, step 1", lambda g: gather_objects("g", "tp", g, "loads")),
-    "another step": ("of world, step 2", lambda g: gather_objects("g", "world", g, "loads", 2)),
+    "another step": ("of world, step 2", lambda g: collect_objects("g", "world", g, "loads", 2)),
     "no purpose": ("an unnamed call", lambda g: gather_objects("n", "world", g)),
 }
 

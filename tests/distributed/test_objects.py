@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
 from megascend.distributed.channels import Channel
+from megascend.distributed.groups import OBJECT_GROUPS
 from megascend.distributed.objects import (
     agree,
     all_reduce_numbers,
-    barrier,
     broadcast_object,
     from_rank_0,
     gather_objects,
@@ -37,7 +37,7 @@ def groups_of_two_by_two(runtime: Runtime):
 
     def make_groups(timeout_s: float = 30.0) -> ProcessGroups:
         groups = initialize(topology, runtime.platform, max(timeout_s, 60.0))
-        for name in groups.object_groups:
+        for name in OBJECT_GROUPS:
             groups.channel(name).timeout_s = timeout_s
         return groups
 
@@ -47,7 +47,6 @@ def groups_of_two_by_two(runtime: Runtime):
 def test_collectives_return_expected_values(groups_of_two_by_two) -> None:
     def work() -> tuple[object, ...]:
         groups: ProcessGroups = groups_of_two_by_two()
-        barrier(groups)
         return (
             gather_objects({"rank": groups.rank}, "tp", groups),
             gather_objects("x" * groups.rank, "dp_cp", groups),
@@ -76,7 +75,7 @@ def test_collectives_return_expected_values(groups_of_two_by_two) -> None:
 def test_collectives_of_one_process(runtime: Runtime) -> None:
     def work() -> None:
         groups = initialize(plan(Parallel(), 1), runtime.platform, 10)
-        barrier(groups)
+        agree("one process", groups)
         assert gather_objects(3, "dp_cp", groups) == [3]
         assert broadcast_object(4, "tp", groups) == 4
         assert all_reduce_numbers([5.0], "ep", groups) == [5.0]
@@ -157,25 +156,10 @@ def test_error_of_one_rank_is_raised_on_all(groups_of_two_by_two) -> None:
     assert run_distributed(work, 4, init=False) == [["rank 1 has no data", "refused on rank 0"]] * 4
 
 
-def test_a_barrier_with_its_own_timeout_and_label(groups_of_two_by_two) -> None:
-    def work() -> tuple[str, float]:
-        groups: ProcessGroups = groups_of_two_by_two(NEVER_S)
-        start = time.monotonic()
-        if groups.rank in (0, 3):
-            time.sleep(NEVER_S)
-        with pytest.raises(CollectiveTimeoutError) as caught:
-            barrier(groups, timeout_s=3.0, label="the checkpoint of step 7")
-        return str(caught.value), time.monotonic() - start
-
-    message, seconds = run_distributed(work, 4, init=False, expect_lost={0, 3})[1]
-    assert "2 of 4 ranks did not arrive at the checkpoint of step 7 within 3 s: ranks 0, 3." in message
-    assert seconds > 2.9
-
-
 def test_a_dead_peer_is_named_at_once(groups_of_two_by_two) -> None:
     def work() -> str:
         groups: ProcessGroups = groups_of_two_by_two(NEVER_S)
-        barrier(groups)
+        agree("before rank 1 dies", groups)
         if groups.rank == 1:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -267,15 +267,6 @@ def test_questions_that_make_no_sense() -> None:
         topology.groups("dp")
     with pytest.raises(TopologyError, match="tensor and expert are not axes of one grid"):
         topology.groups("tensor", "expert")
-    with pytest.raises(TopologyError, match="needs the model"):
-        topology.padded_vocab()
-
-
-def test_padded_vocabulary() -> None:
-    model = ModelShape.from_hf_config(tiny_config("qwen3", vocab_size=321))
-    assert plan(Parallel(), 1, model).padded_vocab() == 321
-    assert plan(Parallel(tensor=2), 2, model).padded_vocab() == 322
-    assert plan(Parallel(tensor=2), 2, model).padded_vocab(128) == 512
 
 
 def function_calls(function: Callable[[], object]) -> int:

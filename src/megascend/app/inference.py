@@ -172,7 +172,7 @@ def bootstrap_model(settings: InferenceSettings) -> None:
     """Make this process ready for the engine, as :func:`megascend.bootstrap`; repeating it is harmless."""
     import megascend
 
-    megascend.bootstrap(settings.platform, Parallel(tensor=settings.tensor), False, settings.engine, settings.precision)
+    megascend.bootstrap(settings.platform, Parallel(tensor=settings.tensor), False, settings.engine)
 
 
 @contextmanager

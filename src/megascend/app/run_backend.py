@@ -23,7 +23,6 @@ def bootstrap(config: TrainerConfig) -> Runtime:
         parallel=config.parallel,
         tf32=config.tf32,
         engine=config.engine,
-        precision=config.precision,
         provider=config.provider,
         affinity=config.affinity,
     )

@@ -124,8 +124,8 @@ class TrainCounts:
         validation_loss: the last one that was measured.
         best_value, best_step: the best value of ``validation.metric`` so far, and its step; None before the first measurement.
         stale: measurements since then.
-        measure: digest of what the best value depends on, see :meth:`SupervisedTraining._measure`; None without a metric, or in
-            a checkpoint of an earlier version.
+        measure: digest of what the best value depends on, see :meth:`SupervisedTraining._metric_digest`; None without a metric,
+            or in a checkpoint of an earlier version.
     """
 
     tokens: int = 0
@@ -138,7 +138,7 @@ class TrainCounts:
     stale: int = 0
     measure: str | None = None
 
-    def add_measurement(self, value: float, step: int, min_delta: float, *, higher_is_better: bool = False) -> None:
+    def add_measurement(self, value: float, *, step: int, min_delta: float, higher_is_better: bool = False) -> None:
         """Record a value of ``validation.metric``. One that is not finite is no improvement."""
         sign = -1 if higher_is_better else 1
         if math.isfinite(value) and (self.best_value is None or sign * (value - self.best_value) < -min_delta):
@@ -248,7 +248,7 @@ class SupervisedTraining(Training[RunConfig]):
                 if run.main_rank:
                     logger.warning("data.on_changed: continue: %s", changes)
             self.counts = TrainCounts(**progress["counts"])
-        self._compare_measure(run)
+        self._reset_incomparable_best(run)
         self._stream_state = self._stream.state_dict()
         if config.validation is not None and config.validation.tasks is not None:
             from megascend.app.task_scorer import TaskScorer
@@ -272,10 +272,10 @@ class SupervisedTraining(Training[RunConfig]):
         if run.main_rank:
             self._print_start(run)
 
-    def _compare_measure(self, run: Run[RunConfig]) -> None:
+    def _reset_incomparable_best(self, run: Run[RunConfig]) -> None:
         """Reset the best value if the checkpoint's measurements cannot be compared with those of this run."""
-        counts, measure = self.counts, self._measure(run.config)
-        if counts.best_value is not None and measure is not None and counts.measure not in (None, measure):
+        counts, digest = self.counts, self._metric_digest(run.config)
+        if counts.best_value is not None and digest is not None and counts.measure not in (None, digest):
             message = (
                 f"step {counts.best_step} with {counts.best_value:.4f} no longer counts as the best one: validation.metric, or "
                 "what it is measured with, has changed since; the best step is chosen from the steps of this run"
@@ -284,9 +284,9 @@ class SupervisedTraining(Training[RunConfig]):
             if run.main_rank:
                 logger.warning(message)
             counts.best_value, counts.best_step, counts.stale = None, None, 0
-        counts.measure = measure
+        counts.measure = digest
 
-    def _measure(self, config: RunConfig) -> str | None:
+    def _metric_digest(self, config: RunConfig) -> str | None:
         """Return a digest of ``validation.metric`` and what its values depend on besides the model; None without validation."""
         from megascend.data.prepare import json_digest
 
@@ -302,7 +302,7 @@ class SupervisedTraining(Training[RunConfig]):
     def _print_start(self, run: Run[RunConfig]) -> None:
         """Print the model, the data, remarks on the settings, and the verdict of the self-check."""
         config, backend = run.config, run.backend
-        print(f"{model_line(config, backend)}: {self._trained(run)}", flush=True)
+        print(f"{model_line(config, backend)}: {self._description(run)}", flush=True)
         for line in (*self.samples.remarks, *self.samples.mixture(config, self._stream)):
             print(f"data: {line}", flush=True)
         for line in config.template_remarks():
@@ -343,11 +343,11 @@ class SupervisedTraining(Training[RunConfig]):
         return self.samples.next_batch(self._stream, self.objective, self._run.backend)
 
     def step(self, number: int, batch: Sequence[Sample]) -> StepRecord:
-        """Train on a batch, and measure the validation loss where it is due."""
+        """Train on a batch, and validate where that is due."""
         from megascend.batch.images import decode_together
 
         run, objective, counts = self._run, self.objective, self.counts
-        config, backend = run.config, run.backend
+        backend = run.backend
         share = backend.shard(batch)
         # This rank's images only, on several threads: the checks in forward_backward would decode one after the other.
         decode_together([sample.images for sample in share])
@@ -358,33 +358,13 @@ class SupervisedTraining(Training[RunConfig]):
         step = backend.optimizer_step()
         # Updated at once: if an error follows, a checkpoint of this step is saved with these counts.
         seconds = time.perf_counter() - self._step_start
-        self._batch, self._skipped_in_a_row, self._stream_state = (
-            batch,
-            step.skipped_in_a_row,
-            self._stream.state_dict(),
-        )
+        self._batch, self._skipped_in_a_row = batch, step.skipped_in_a_row
+        self._stream_state = self._stream.state_dict()
         counts.tokens += result.total_tokens
         counts.skipped += step.skipped
         counts.seconds += seconds
         counts.loss, self._last_step = result.loss, number
-        validation_loss, metrics = None, dict(result.metrics)
-        validation, last = config.validation, number == config.steps
-        if validation is not None and self.samples.held_out is not None and (number % validation.every == 0 or last):
-            validation_loss, figures = self._validation_figures()
-            metrics |= figures
-            counts.validation_loss = validation_loss
-            if validation.metric == "loss":
-                counts.add_measurement(validation_loss, number, validation.min_delta)
-            elif validation.needs_labels:
-                value = figures[f"validation_{validation.metric}"]
-                counts.add_measurement(value, number, validation.min_delta, higher_is_better=True)
-        scorer = self._task_scorer
-        if validation is not None and scorer is not None and (number % validation.tasks_interval == 0 or last):
-            scores = self._measure_tasks(scorer, number)
-            metrics |= {f"tasks/{name}": value for name, value in scores.values.items()}
-            if validation.metric != "loss":
-                value, higher = scores.metric(validation.metric)
-                counts.add_measurement(value, number, validation.min_delta, higher_is_better=higher)
+        validation_loss, metrics = self._validate(number)
         tokens_per_s = result.total_tokens / seconds
         return StepRecord(
             step=number,
@@ -402,8 +382,31 @@ class SupervisedTraining(Training[RunConfig]):
             seconds=counts.seconds,
             mfu=model_flops_utilisation(tokens_per_s, batch, backend),
             validation_loss=validation_loss,
-            metrics=metrics,
+            metrics={**result.metrics, **metrics},
         )
+
+    def _validate(self, number: int) -> tuple[float | None, dict[str, float]]:
+        """Measure what is due after step ``number``; return the validation loss (None: not due) and metrics. Collective."""
+        config, counts = self._run.config, self.counts
+        validation, last = config.validation, number == config.steps
+        if validation is None:
+            return None, {}
+        loss, metrics = None, {}
+        add_measurement = functools.partial(counts.add_measurement, step=number, min_delta=validation.min_delta)
+        if self.samples.held_out is not None and (number % validation.every == 0 or last):
+            loss, metrics = self._validation_figures()
+            counts.validation_loss = loss
+            if validation.metric == "loss":
+                add_measurement(loss)
+            elif validation.needs_labels:
+                add_measurement(metrics[f"validation_{validation.metric}"], higher_is_better=True)
+        if self._task_scorer is not None and (number % validation.tasks_interval == 0 or last):
+            scores = self._measure_tasks(self._task_scorer, number)
+            metrics |= {f"tasks/{name}": value for name, value in scores.values.items()}
+            if validation.metric != "loss":
+                value, higher = scores.metric(validation.metric)
+                add_measurement(value, higher_is_better=higher)
+        return loss, metrics
 
     def _validation_figures(self) -> tuple[float, dict[str, float]]:
         """Measure the loss on the held-out samples; also return their metrics, and the loss of each source. Collective."""
@@ -469,9 +472,9 @@ class SupervisedTraining(Training[RunConfig]):
         return super().code(config) | functions
 
     def title(self, run: Run[RunConfig]) -> str:
-        return f"{model_line(run.config, run.backend)}\n{self._trained(run)}"
+        return f"{model_line(run.config, run.backend)}\n{self._description(run)}"
 
-    def _trained(self, run: Run[RunConfig]) -> str:
+    def _description(self, run: Run[RunConfig]) -> str:
         """Return a one-line description of the data, the number of steps and the devices."""
         config, backend = run.config, run.backend
         ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''} on {backend.platform.name}"

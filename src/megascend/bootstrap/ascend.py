@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.machinery import PathFinder
@@ -25,6 +25,7 @@ from packaging.version import Version
 
 import simnpu
 from megascend.bootstrap.providers import Finding
+from megascend.bootstrap.runtime import suppress_logs_below
 from megascend.bootstrap.versions import Stack, installed_versions
 from megascend.changes import patch
 from megascend.errors import PlatformError, VersionError
@@ -45,19 +46,18 @@ class Prerequisite:
     """
 
     name: str
-    check: Callable[[Stack, Mapping[str, str]], str]
+    check: Callable[[Stack], str]
 
 
-def check(prerequisites: Sequence[Prerequisite], stack: Stack, environment: Mapping[str, str] = os.environ) -> None:
+def check(prerequisites: Sequence[Prerequisite], stack: Stack) -> None:
     """Raise PlatformError or VersionError if the imports would fail half-way or patch the wrong package."""
     for prerequisite in prerequisites:
-        prerequisite.check(stack, environment)
+        prerequisite.check(stack)
 
 
 def findings(
     prerequisites: Sequence[Prerequisite],
     stack: Stack,
-    environment: Mapping[str, str] = os.environ,
     before_each: Callable[[str], object] = lambda name: None,
 ) -> list[Finding]:
     """Check every prerequisite, even if an earlier one fails; for ``megascend doctor``.
@@ -68,13 +68,13 @@ def findings(
     for prerequisite in prerequisites:
         before_each(prerequisite.name)
         try:
-            result.append(Finding(prerequisite.name, prerequisite.check(stack, environment)))
+            result.append(Finding(prerequisite.name, prerequisite.check(stack)))
         except (PlatformError, VersionError) as error:
             result.append(Finding(prerequisite.name, "", str(error)))
     return result
 
 
-def check_torch_npu(stack: Stack, environment: Mapping[str, str]) -> str:
+def check_torch_npu(stack: Stack) -> str:
     problem = torch_npu_problem()
     if problem:
         raise PlatformError(f"platform 'npu' cannot be used here: {problem}")
@@ -83,8 +83,8 @@ def check_torch_npu(stack: Stack, environment: Mapping[str, str]) -> str:
     return f"{torch_npu.__version__}, {count} x {torch.npu.get_device_name(0)}"
 
 
-def check_cann(stack: Stack, environment: Mapping[str, str]) -> str:
-    home = environment.get("ASCEND_HOME_PATH")
+def check_cann(stack: Stack) -> str:
+    home = os.environ.get("ASCEND_HOME_PATH")
     if not home:
         raise PlatformError(
             "ASCEND_HOME_PATH is not set, so CANN's compilers cannot be found: source its set_env.sh "
@@ -93,7 +93,7 @@ def check_cann(stack: Stack, environment: Mapping[str, str]) -> str:
     return home
 
 
-def check_torch_pair(stack: Stack, environment: Mapping[str, str]) -> str:
+def check_torch_pair(stack: Stack) -> str:
     torch, torch_npu = _version_of("torch"), _version_of("torch_npu")
     requirement = stack.requirement("torch-npu")
     if torch_npu not in requirement:
@@ -140,7 +140,7 @@ def is_for_npu(package: Path) -> bool:
     return any("torch_npu" in path.read_text(errors="replace", encoding="utf-8") for path in package.rglob("*.py"))
 
 
-def check_megatron(stack: Stack, environment: Mapping[str, str]) -> str:
+def check_megatron(stack: Stack) -> str:
     """Check that the ``megatron.core`` on the path is the installed one; PYTHONPATH may put another tree first."""
     megatron = find_spec("megatron")
     search_path = list(megatron.submodule_search_locations or []) if megatron else []
@@ -174,14 +174,12 @@ MEGATRON = Prerequisite("Megatron tree", check_megatron)
 def quietly() -> Iterator[None]:
     """Suppress Python warnings and log records below error within the context; restore the root logger at its end."""
     root = logging.getLogger()
-    handlers, level, disabled = root.handlers[:], root.level, root.manager.disable
-    logging.disable(max(disabled, logging.WARNING))
+    handlers, level = root.handlers[:], root.level
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), suppress_logs_below(logging.ERROR):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(disabled)
         root.handlers[:] = handlers
         root.setLevel(level)
 

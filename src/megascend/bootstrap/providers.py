@@ -21,7 +21,7 @@ from megascend.surroundings import is_installed
 
 if TYPE_CHECKING:
     from megascend.bootstrap.versions import Stack
-    from megascend.config import Batching, Parallel, Precision
+    from megascend.config import Batching, Parallel
     from megascend.platforms.base import Platform
     from megascend.topology.topology import Topology
 
@@ -34,13 +34,11 @@ class ProviderSetup:
         platform: the platform in use.
         stack: the row of the version table in use.
         parallel: the layout, as far as it is known this early; providers may depend on its context parallelism.
-        precision: precision of the model, or None if it is not known yet.
     """
 
     platform: Platform
     stack: Stack
     parallel: Parallel
-    precision: Precision | None = None
 
 
 @dataclass(frozen=True)

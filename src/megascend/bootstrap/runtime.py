@@ -25,7 +25,7 @@ from megascend.errors import ConfigError, ImportOrderError
 from megascend.surroundings import set_user_variables
 
 if TYPE_CHECKING:
-    from megascend.config import Affinity, Batching, Parallel, Precision
+    from megascend.config import Affinity, Batching, Parallel
     from megascend.platforms.base import Platform
     from megascend.topology.topology import Topology
 
@@ -49,7 +49,6 @@ class Runtime:
         stack: the row of the version table that the installed packages match.
         engine: name of the engine that the process is prepared for.
         provider: the provider that patches Megatron-Core; None for an engine without Megatron.
-        precision: precision given in the first call, or None.
         tf32: products of fp32 matrices are TensorFloat-32 (CUDA only).
         affinity: CPU affinity of the process.
     """
@@ -58,7 +57,6 @@ class Runtime:
     stack: Stack
     engine: str = engines.DEFAULT
     provider: PatchProvider | None = None
-    precision: Precision | None = None
     tf32: bool = False
     affinity: Affinity = "none"
     _megatron_loaded: bool = False
@@ -223,7 +221,6 @@ def bootstrap(
     parallel: Parallel | None = None,
     tf32: bool | None = None,
     engine: str | None = None,
-    precision: Precision | None = None,
     provider: str | None = None,
     affinity: Affinity | None = None,
 ) -> Runtime:
@@ -232,35 +229,7 @@ def bootstrap(
     It checks the version table, chooses the platform, and for an engine that runs on Megatron-Core raises if Megatron-Core,
     Transformer Engine or mcore-bridge are imported already. It never reads ``sys.argv``, which is as before afterwards.
 
-    Changes to the process (also in ``Runtime.changes``):
-
-    - ``cpu``: ``OMP_NUM_THREADS=1`` and one torch thread a process if several processes share the machine and the variable
-      is not set; ``ONEDNN_MAX_CPU_ISA`` if the processor reports AMX but cannot run it (see
-      :mod:`megascend.platforms.cpu_products`; on the simulated NPU as well). ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with
-      ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda`). ``npu``: ``HCCL_IF_BASE_PORT`` if no
-      port is set. With ``affinity="numa"``: the CPUs of its threads.
-    - ``cpu``, and provider ``reference`` on ``cuda``: ``fla``, ``causal_conv1d`` and, for Megatron, ``mamba_ssm`` in
-      ``sys.modules`` become :mod:`megascend.reference_fla`.
-    - ``HOME`` and ``USER`` if the user has neither (see :mod:`megascend.surroundings`).
-    - For an engine without Megatron (``single``, ``fsdp``), nothing else. For Megatron:
-    - stubs of a few leaf modules that upstream imports unconditionally, if they cannot be imported here (see
-      :mod:`megascend.bootstrap.stub_modules`).
-    - provider ``reference`` (``cpu``, and ``cuda`` by request): ``transformer_engine`` in ``sys.modules`` becomes
-      :mod:`megascend.reference_te`; on the CPU ``torch.cuda`` names that Megatron-Core calls act on the CPU
-      (``torch.cuda.is_available()`` stays False), process groups of backend ``nccl`` use Gloo, and
-      ``TORCHDYNAMO_DISABLE=1`` is set.
-    - providers ``transformer_engine`` and ``reference`` on ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` unless it is set
-      (Megatron-Core's overlaps rely on that order of kernels).
-    - the default provider of ``npu``: its adaptor is imported with arguments from the bootstrap, or with ``sys.argv`` hidden, and
-      patches megatron.core and parts of torch (docs/npu.md lists them).
-    - at the import of their modules: transformers reads the folder of its models once (see
-      :mod:`megascend.bootstrap.patches`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
-      contiguous, ``megatron.core.tensor_parallel.random._get_share_storage`` compiles nothing, Megatron-Core 0.19's latent
-      attention has no norm of queries that are not compressed, and the provider's patches (:meth:`PatchProvider.when_imported`):
-      those of ``transformer_engine`` and ``reference`` make Megatron-Core's gradient clipping use Transformer Engine's functions.
-    - when a megascend engine loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, log filters for
-      ``QUIET_MESSAGES``, and mcore-bridge's logger set to warnings; a few imports of upstream modules that training does not
-      need are deferred until first use (see :mod:`megascend.bootstrap.deferred_imports`).
+    ``Runtime.changes`` lists all changes to the process; docs/support.md#changes-to-the-process explains them.
 
     Args:
         platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first available of npu, cuda, cpu.
@@ -270,8 +239,6 @@ def bootstrap(
         engine: engine that the process is prepared for: ``megatron``; ``megatron-core``, for a third-party program on
             Megatron-Core that needs no mcore-bridge; ``single``, ``fsdp``, or one registered with
             ``megascend.register_engine``; default: value of an earlier call, or ``megatron``.
-        precision: precision of the model, if it is known already, for providers whose patches depend on it; those of this
-            package do not, so it may change later.
         provider: provider that patches Megatron (see :mod:`megascend.bootstrap.providers`); default: the platform's first.
             ``MEGASCEND_REFERENCE_TE=1`` in the environment means ``reference`` on ``cuda``.
         affinity: ``numa``: all threads of this process run on the CPUs of one NUMA node, its device's if known (see
@@ -307,9 +274,9 @@ def bootstrap(
     if needs.megatron:
         require_undeclared(stack)
     chosen = choose(platform)
-    setup = ProviderSetup(chosen, stack, parallel or Parallel(), precision)
+    setup = ProviderSetup(chosen, stack, parallel or Parallel())
     patcher = _create_provider(provider, setup) if needs.megatron else None
-    runtime = Runtime(chosen, stack, engine, patcher, precision, bool(tf32), affinity or "none")
+    runtime = Runtime(chosen, stack, engine, patcher, bool(tf32), affinity or "none")
     with gc_paused():
         _change_process(runtime)
     _current = runtime
@@ -317,7 +284,7 @@ def bootstrap(
 
 
 def _change_process(runtime: Runtime) -> None:
-    """Make the changes that the docstring of :func:`bootstrap` lists, in the order that they need."""
+    """Make the changes of docs/support.md#changes-to-the-process, in the order that they need."""
     platform, provider = runtime.platform, runtime.provider
     # First: what it sets (NVIDIA_TF32_OVERRIDE, ONEDNN_MAX_CPU_ISA) is read once, by the first product of the process.
     record(platform.configure_products(runtime.tf32))

@@ -119,19 +119,16 @@ class Channel:
         """Check whether no other rank is in the group."""
         return len(self.ranks) == 1
 
-    def exchange(
-        self, frame: bytes, timeout_s: float | None = None, on_slow: Callable[[], None] | None = None
-    ) -> list[bytes]:
+    def exchange(self, frame: bytes, on_slow: Callable[[], None] | None = None) -> list[bytes]:
         """Return every rank's frame, in group order.
 
         Args:
-            timeout_s: default: the group's timeout.
             on_slow: called with growing pauses while this rank waits; see :data:`FIRST_CHECK_S`.
         """
         if self.is_single:
             return [frame]
         received, work = self._send(frame)
-        self._wait(work, self.timeout_s + MARGIN_S if timeout_s is None else timeout_s, on_slow)
+        self._wait(work, self.timeout_s + MARGIN_S, on_slow)
         if isinstance(work, RelayedExchange):
             received = received.roll(self.ranks.index(self.rank), 0)
         data = received.numpy().tobytes()

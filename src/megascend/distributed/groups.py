@@ -87,21 +87,25 @@ class ProcessGroups:
         # A background writer may wait long for a peer with a slow disk. The main thread, when it waits for the result, applies
         # its own deadline.
         group = dist.new_group(backend="gloo", timeout=BACKGROUND_TIMEOUT, group_desc=f"{label.upper()}_GLOO")
-        self._created.append(group)  # type: ignore[reportArgumentType]
+        self.register(group)  # type: ignore[reportArgumentType]
         return group  # type: ignore[reportReturnType]
-
-    @property
-    def object_groups(self) -> tuple[str, ...]:
-        """Return the names of the groups that carry objects."""
-        return OBJECT_GROUPS
 
     def object_group_ranks(self, name: str, rank: int) -> list[int]:
         """Return the ranks of ``rank``'s group ``name``; empty if that group carries no objects."""
         return self.topology.group_of(rank, *axes_of(name)) if name in OBJECT_GROUPS else []
 
+    def add(self, device_groups: dict[str, ProcessGroup], channels: dict[str, Channel]) -> None:
+        """Add the engine's groups and the channels for objects, by name."""
+        self._device_groups |= device_groups
+        self._channels |= channels
+
     def register(self, group: ProcessGroup) -> None:
         """Register ``group`` to be destroyed with the others."""
         self._created.append(group)
+
+    def on_destroy(self, undo: Callable[[], None]) -> None:
+        """Call ``undo`` before the groups are destroyed."""
+        self._undo.append(undo)
 
     def add_channel(self, name: str) -> None:
         """Add a channel of all ranks, under ``name``, for object collectives on another thread. Collective.

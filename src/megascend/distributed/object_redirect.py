@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megascend.changes import patch, restore
+from megascend.distributed.groups import OBJECT_GROUPS
 from megascend.distributed.objects import agree
 from megascend.errors import ProcessGroupError
 
@@ -77,7 +78,7 @@ class ObjectCollectiveRedirect:
     def _name(self, group: ProcessGroup | None, caller: str) -> str:
         if group is None:
             return "world"
-        for name in self._groups.object_groups:
+        for name in OBJECT_GROUPS:
             if self._groups.device_group(name) is group:
                 return name
         raise ProcessGroupError(

@@ -23,7 +23,7 @@ from megascend.distributed import frames
 from megascend.distributed.channels import Channel
 from megascend.distributed.deadlock import Pending, find_cycle
 from megascend.distributed.frames import Frame, Position
-from megascend.distributed.groups import ProcessGroups
+from megascend.distributed.groups import OBJECT_GROUPS, ProcessGroups
 from megascend.distributed.rendezvous import did_not_arrive
 from megascend.errors import MegascendError, OutOfStepError, ProcessGroupError
 
@@ -35,14 +35,11 @@ Operation = Literal["sum", "max", "min"]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def gather_objects(
-    obj: T, group_name: str, groups: ProcessGroups, purpose: str = "", step: int | None = None
-) -> list[T]:
+def gather_objects(obj: T, group_name: str, groups: ProcessGroups, purpose: str = "") -> list[T]:
     """Return every rank's object, in group order, on every rank of the group. Objects travel pickled.
 
     Args:
         purpose: the call it belongs to, with the arguments that must be equal on all ranks; error messages contain it.
-        step: the optimizer step it belongs to; default: the current one.
 
     Raises:
         OutOfStepError: on every rank of the group: the ranks are not in the same collective.
@@ -50,7 +47,7 @@ def gather_objects(
             although all ranks had arrived.
         CollectiveTimeoutError: ranks did not arrive; the message names them.
     """
-    with _collective("gather_objects", group_name, groups, purpose, step) as collective:
+    with _collective("gather_objects", group_name, groups, purpose) as collective:
         return [pickle.loads(content) for content in collective.gather(collective.pickled(obj))]
 
 
@@ -60,7 +57,8 @@ def collect_objects(
     """Return every rank's object, in group order, on the group's first rank; None on the others.
 
     Args:
-        purpose, step: as for :func:`gather_objects`.
+        purpose: as for :func:`gather_objects`.
+        step: the optimizer step it belongs to; default: the current one.
 
     Raises:
         OutOfStepError, ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
@@ -77,7 +75,7 @@ def broadcast_object(
 
     Args:
         source: rank within the group (not a global rank).
-        purpose, step: as for :func:`gather_objects`.
+        purpose, step: as for :func:`collect_objects`.
 
     Raises:
         OutOfStepError: as :func:`gather_objects`.
@@ -100,13 +98,12 @@ def all_reduce_numbers(
     groups: ProcessGroups,
     op: Operation = "sum",
     purpose: str = "",
-    step: int | None = None,
 ) -> list[float]:
     """Reduce numbers over the group by sum, maximum or minimum, in float64, the same on every rank.
 
     Args:
         numbers: equally many on all ranks.
-        purpose, step: as for :func:`gather_objects`.
+        purpose: as for :func:`gather_objects`.
 
     Raises:
         OutOfStepError: as :func:`gather_objects`; also if ranks differ in ``op`` or in how many numbers they pass.
@@ -115,23 +112,8 @@ def all_reduce_numbers(
     """
     if op not in OPERATIONS:
         raise ProcessGroupError(f"all_reduce_numbers knows {', '.join(OPERATIONS)}, not {op!r}")
-    with _collective(f"all_reduce_numbers, {op} of {len(numbers)}", group_name, groups, purpose, step) as collective:
+    with _collective(f"all_reduce_numbers, {op} of {len(numbers)}", group_name, groups, purpose) as collective:
         return collective.reduce(numbers, op)
-
-
-def barrier(groups: ProcessGroups, timeout_s: float | None = None, label: str = "barrier") -> None:
-    """Wait for all ranks of the world.
-
-    Args:
-        timeout_s: default: the groups' timeout.
-        label: the event waited for, for the error message: ``"the checkpoint of step 100"``.
-
-    Raises:
-        OutOfStepError: as :func:`gather_objects`.
-        CollectiveTimeoutError: ranks did not arrive within ``timeout_s``; the message names them.
-    """
-    with _collective("barrier", "world", groups, label, None, label) as collective:
-        collective.gather(b"", timeout_s)
 
 
 def agree(
@@ -148,7 +130,7 @@ def agree(
         MegascendError: ``problem`` itself; on the other ranks an error of the same class and text.
         ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
     """
-    with _collective("agree", group_name, groups, purpose, None) as collective:
+    with _collective("agree", group_name, groups, purpose) as collective:
         if problem is None:
             collective.gather(b"")
         else:
@@ -196,11 +178,11 @@ def from_rank_0(produce: Callable[[], T], groups: ProcessGroups, purpose: str) -
 
 @contextmanager
 def _collective(
-    kind: str, group_name: str, groups: ProcessGroups, purpose: str, step: int | None, label: str = ""
+    kind: str, group_name: str, groups: ProcessGroups, purpose: str, step: int | None = None
 ) -> Iterator[_Collective]:
     """Run one collective within a phase, so that errors and the monitor can name it."""
     channel = groups.channel(group_name)
-    name = label or _name(kind, purpose)
+    name = _name(kind, purpose)
     activity = name if group_name == "world" else f"{name} on group {group_name!r}"
     position = Position(
         kind, group_name, 0, groups.monitor.step if step is None else step, purpose, phase=groups.monitor.outer_label
@@ -240,14 +222,12 @@ class _Collective:
         except type(problem):
             return
 
-    def exchange(self, content: bytes, timeout_s: float | None = None) -> list[Frame]:
+    def exchange(self, content: bytes) -> list[Frame]:
         """Exchange positions with the other ranks; return their frames, which also hold their objects if small enough."""
         channel = self._channel
-        with self._naming_missing_ranks(timeout_s):
-            position = replace(self._position, number=self._number)
-            received = channel.exchange(
-                frames.encode(position, content), timeout_s, lambda: self._check_others(position)
-            )
+        with self._round() as number:
+            position = replace(self._position, number=number)
+            received = channel.exchange(frames.encode(position, content), lambda: self._check_others(position))
         # Before the frames are judged, which raises: this rank may be the only one that can release the rest of a deadlock.
         self._release(frames.pending_of(received), position)
         return frames.aligned_frames(received, channel.ranks, self._groups.rank)
@@ -259,7 +239,7 @@ class _Collective:
         if departed := groups.monitor.departed(self._channel.name, position.number, self._channel.ranks):
             self._departed = departed
             raise RuntimeError(f"ranks {departed} left their process groups")
-        if self._channel.name in groups.object_groups:
+        if self._channel.name in OBJECT_GROUPS:
             self._release(
                 find_cycle(groups.rank, groups.monitor.collective_counts, groups.object_group_ranks), position
             )
@@ -276,11 +256,11 @@ class _Collective:
                 sequence.enter(collective.channel, waits=False)
                 groups.channel(collective.channel).join_next(frames.encode_stray(position, pending))
 
-    def gather(self, content: bytes, timeout_s: float | None = None) -> list[bytes]:
+    def gather(self, content: bytes) -> list[bytes]:
         """Return every rank's bytes, on every rank."""
         if self._channel.is_single:
             return [content]
-        members = self.exchange(content, timeout_s)
+        members = self.exchange(content)
         if all(frame.complete for frame in members):
             return [frame.content for frame in members]
         # All ranks know the lengths from the frames, so they make the same decision about a second round and its size.
@@ -290,10 +270,10 @@ class _Collective:
             # Only few objects are larger than a frame: padding all of them to the largest would waste memory.
             contents = [frame.content for frame in members]
             for number in larger:
-                contents[number] = self._broadcast(content, number, members[number].length, timeout_s)
+                contents[number] = self._broadcast(content, number, members[number].length)
             return contents
         received = list(torch.empty(len(members), size, dtype=torch.uint8, device="cpu"))
-        with self._naming_missing_ranks(timeout_s):
+        with self._round():
             dist.all_gather(received, _padded(content, size), group=self._channel.group)
         return _cut(received, members)
 
@@ -310,7 +290,7 @@ class _Collective:
         received = None
         if self._groups.rank == first:
             received = list(torch.empty(len(members), size, dtype=torch.uint8, device="cpu"))
-        with self._naming_missing_ranks():
+        with self._round():
             dist.gather(_padded(content, size), received, dst=first, group=channel.group)
         return None if received is None else _cut(received, members)
 
@@ -324,12 +304,12 @@ class _Collective:
             return frame.content
         return self._broadcast(content, source, frame.length)
 
-    def _broadcast(self, content: bytes, source: int, size: int, timeout_s: float | None = None) -> bytes:
+    def _broadcast(self, content: bytes, source: int, size: int) -> bytes:
         """Return the ``size`` bytes of the group's rank ``source``, on every rank; ``content``: this rank's."""
         channel = self._channel
         is_source = channel.rank == channel.ranks[source]
         box = _padded(content if is_source else b"", size)
-        with self._naming_missing_ranks(timeout_s):
+        with self._round():
             dist.broadcast(box, src=channel.ranks[source], group=channel.group)
         return box.numpy().tobytes()
 
@@ -344,18 +324,17 @@ class _Collective:
             # Every rank reduces the same rows in the same order, so all get the same bits.
             return getattr(rows, op)(axis=0).tolist()
         values = torch.from_numpy(local)
-        with self._naming_missing_ranks():
+        with self._round():
             dist.all_reduce(values, op=OPERATIONS[op], group=self._channel.group)
         return values.tolist()
 
     @contextmanager
-    def _naming_missing_ranks(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Assign a number to this round of the collective, and convert Gloo's errors into one that names the missing ranks."""
+    def _round(self) -> Iterator[int]:
+        """Enter a round of the collective, and yield its number; convert Gloo's errors into one that names missing ranks."""
         channel, monitor = self._channel, self._groups.monitor
-        self._number = monitor.sequence.enter(channel.name)
+        number = monitor.sequence.enter(channel.name)
 
         def headline(late: list[int]) -> str:
-            limit = channel.timeout_s if timeout_s is None else timeout_s
             if self._departed:
                 names = f"rank{'s' * (len(self._departed) > 1)} {', '.join(map(str, self._departed))}"
                 return (
@@ -363,14 +342,14 @@ class _Collective:
                     "Look at the first error in the logs"
                 )
             if late:
-                return did_not_arrive(self._groups.rank, self._activity, late, len(channel.ranks), limit)
+                return did_not_arrive(self._groups.rank, self._activity, late, len(channel.ranks), channel.timeout_s)
             reason = f"although ranks {channel.ranks} had entered it; one may have died since"
             return f"rank {self._groups.rank}: {self._activity} failed {reason}"
 
         try:
-            yield
+            yield number
         except RuntimeError as error:  # Gloo raises it both for timeouts and for lost peers
-            raise monitor.explain_collective(error, channel.name, self._number, channel.ranks, headline) from error
+            raise monitor.explain_collective(error, channel.name, number, channel.ranks, headline) from error
 
 
 def _name(kind: str, purpose: str) -> str:

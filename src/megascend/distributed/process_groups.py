@@ -120,12 +120,11 @@ def initialize(
                 _join(groups, store, platform)
             _check_binding(platform)
             engine_groups = factory.create(topology, launch.rank, timeout_s)
-            groups._device_groups = engine_groups.device
-            _create_channels(groups, engine_groups.cpu)
+            groups.add(engine_groups.device, _create_channels(groups, engine_groups.cpu))
             # All must be connected before any rank leaves, even with an error: to a rank still connecting it would seem lost.
             if launch.world_size > 1:
                 dist.barrier(groups.channel("world").group)
-            _check_ranks(groups, factory)
+            _check_ranks(groups, engine_groups.device, factory)
             _redirect_objects(groups)
             # Last: by now the engine's libraries have created all their groups.
             groups.limit_timeouts()
@@ -280,9 +279,9 @@ def _check_binding(platform: CommunicationPlatform) -> None:
         )
 
 
-def _check_ranks(groups: ProcessGroups, factory: GroupFactory) -> None:
+def _check_ranks(groups: ProcessGroups, device_groups: dict[str, ProcessGroup], factory: GroupFactory) -> None:
     """Raise ProcessGroupError unless every group of the engine has the ranks that the topology gives it."""
-    for name, group in groups._device_groups.items():
+    for name, group in device_groups.items():
         actual, expected = dist.get_process_group_ranks(group), groups.ranks(name)
         if actual != expected:
             raise ProcessGroupError(
@@ -291,8 +290,8 @@ def _check_ranks(groups: ProcessGroups, factory: GroupFactory) -> None:
             )
 
 
-def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup]) -> None:
-    """Create a channel for every distinct set of ranks, in the same order on all ranks, as ``new_group`` requires.
+def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup]) -> dict[str, Channel]:
+    """Create a channel for every distinct set of ranks, in the same order on all ranks; return them by the names of groups.
 
     Args:
         cpu_groups: existing groups on Gloo, by name; the same names on all ranks.
@@ -307,13 +306,13 @@ def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup])
             group = dist.new_group([*ranks], timeout=timeout, backend="gloo", group_desc=f"{name.upper()}_OBJECTS")
             if groups.rank in ranks:
                 gloo_groups[ranks] = group  # type: ignore[reportArgumentType]
-                groups._created.append(group)  # type: ignore[reportArgumentType]
+                groups.register(group)  # type: ignore[reportArgumentType]
     channels: dict[tuple[int, ...], Channel] = {}
     for name in OBJECT_GROUPS:
         ranks = tuple(groups.ranks(name))
         if ranks not in channels:
             channels[ranks] = Channel(name, ranks, groups.rank, gloo_groups.get(ranks), groups.timeout_s)
-        groups._channels[name] = channels[ranks]
+    return {name: channels[tuple(groups.ranks(name))] for name in OBJECT_GROUPS}
 
 
 def _redirect_objects(groups: ProcessGroups) -> None:
@@ -321,4 +320,4 @@ def _redirect_objects(groups: ProcessGroups) -> None:
     if dist.get_backend(groups.device_group("world")) != "gloo":
         redirect = ObjectCollectiveRedirect(groups)
         redirect.install()
-        groups._undo.append(redirect.remove)
+        groups.on_destroy(redirect.remove)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -24,7 +24,7 @@ from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import OPTIMIZER_PREFIX, TensorSlices
-from megascend.config import Adam, BaseWeights, Precision, VisionTower
+from megascend.config import Adam, BaseWeights, Precision
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.export import check_export, export
 from megascend.engines.heads import fresh_weights
@@ -263,7 +263,7 @@ class Engine(ABC):
         self.precision: Precision = spec.precision
         self.dtype = DTYPES[spec.precision]
         self.max_length = longest_sample(spec, self.info)
-        check_head(spec, self.info)
+        check_model_settings(spec, self.info)
         if not self.quantises_base:
             refuse_quantised_base(spec, self.kind)
         if spec.adapters is not None:
@@ -415,10 +415,8 @@ def refuse_quantised_base(spec: EngineSpec, engine: str) -> None:
         )
 
 
-def check_head(spec: EngineSpec, info: ModelInfo) -> None:
-    """Raise ConfigError for adapters on a token classifier, and for a vision tower that cannot be trained."""
-    if spec.vision_tower not in get_args(VisionTower):
-        raise ConfigError(f"vision_tower must be frozen or train, got {spec.vision_tower!r}")
+def check_model_settings(spec: EngineSpec, info: ModelInfo) -> None:
+    """Raise ConfigError for settings that no engine supports with this model: its head, vision tower or adapters."""
     if spec.vision_tower == "train" and info.image_layout is None:
         raise ConfigError(f"vision_tower: train, but {info.architecture.model_type} has no vision tower; leave it out")
     if info.image_layout is not None and info.scalar_head is not None:

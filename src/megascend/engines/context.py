@@ -41,7 +41,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Settings of an engine, those of :class:`megascend.MegatronBackend` under the same names; every engine uses some of them."""
+    """Settings of an engine, those of :class:`megascend.MegatronBackend` under the same names; every engine uses some of them.
+
+    Raises:
+        ConfigError: a setting has none of its possible values.
+    """
 
     model: Path
     parallel: Parallel = field(default_factory=Parallel)
@@ -64,6 +68,12 @@ class EngineSpec:
     provider: str | None = None
     provider_options: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
     fsdp: Fsdp = field(default_factory=Fsdp)
+
+    def __post_init__(self) -> None:
+        for name, kind in (("precision", Precision), ("mtp", Mtp), ("vision_tower", VisionTower)):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}")
 
     @classmethod
     def of(cls, model: str | Path, settings: Mapping[str, Any]) -> EngineSpec:
@@ -90,8 +100,8 @@ class EngineContext:
     factory: GroupFactory | None = None
 
 
-Prepare = Callable[[Runtime, Topology, Path], GroupFactory | None]
-"""(runtime, topology, checkpoint directory) -> factory of the engine's groups; None: plain torch groups.
+Prepare = Callable[[Runtime, Topology], GroupFactory | None]
+"""(runtime, topology) -> factory of the engine's groups; None: plain torch groups.
 
 Called before ranks communicate: rejects settings that the engine does not support, and imports the packages that it needs.
 """
@@ -99,58 +109,47 @@ Called before ranks communicate: rejects settings that the engine does not suppo
 
 @contextmanager
 def engine_context(
-    engine: str,
-    model: str | Path,
-    *,
-    precision: Precision,
-    platform: PlatformName = "auto",
-    tf32: bool | None = None,
-    parallel: Parallel | None = None,
-    provider: str | None = None,
-    timeout_s: float = 600.0,
-    prepare: Prepare = lambda runtime, topology, model_dir: None,
-    head: HeadKind = "lm",
-    mtp: Mtp = "keep",
+    engine: str, spec: EngineSpec, prepare: Prepare = lambda runtime, topology: None
 ) -> Iterator[EngineContext]:
     """Yield the context to build an engine in; if the block raises, the process groups are destroyed. Collective.
 
-    Settings that are not listed here are those of :class:`megascend.MegatronBackend`.
-
     Args:
         engine: the name under which it is registered.
+        spec: its settings.
         prepare: called before ranks communicate.
 
     Raises:
         MegascendError: the settings, the checkpoint, the platform or the installed versions do not fit, or a rank is missing.
     """
-    if precision not in get_args(Precision):
-        raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
-    if mtp not in get_args(Mtp):
-        raise ConfigError(f"mtp must be train, keep or drop, got {mtp!r}")
-    layout, model_dir = parallel or Parallel(), Path(model)
     launch = Launch.from_environment()
     # Prefetched while packages are imported and ranks connect.
-    with read_ahead(_weights(model_dir, launch), launch.local_rank, launch.local_size):
-        runtime = bootstrap(platform, parallel=layout, tf32=tf32, engine=engine, precision=precision, provider=provider)
-        info = inspect_checkpoint(model_dir, head, mtp)
+    with read_ahead(_weights(spec.model, launch), launch.local_rank, launch.local_size):
+        runtime = bootstrap(
+            spec.platform,
+            parallel=spec.parallel,
+            tf32=spec.tf32,
+            engine=engine,
+            provider=spec.provider,
+        )
+        info = inspect_checkpoint(spec.model, spec.head, spec.mtp)
         if info.quantised is not None and launch.rank == 0:
             logger.warning(
                 "%s is quantised (%s): it is trained and exported dequantised, in the dtype of precision: %s",
-                model_dir,
+                spec.model,
                 info.quantised,
-                precision,
+                spec.precision,
             )
-        topology = plan(layout, launch.world_size, info.shape)
+        topology = plan(spec.parallel, launch.world_size, info.shape)
         # Settings and packages are checked before ranks connect: a rank that failed later would keep the others waiting.
-        factory = prepare(runtime, topology, model_dir)
-        runtime.configure_topology(topology, timeout_s)
-        groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch, factory)
+        factory = prepare(runtime, topology)
+        runtime.configure_topology(topology, spec.timeout_s)
+        groups = process_groups.initialize(topology, runtime.platform, spec.timeout_s, launch, factory)
         try:
             # cuBLAS reads the TF32 switch when it is loaded, perhaps before the bootstrap: verify with a product.
-            if precision == "fp32" and not runtime.tf32:
+            if spec.precision == "fp32" and not runtime.tf32:
                 runtime.platform.check_products()
             with groups.monitor.phase("build"):
-                yield EngineContext(runtime, topology, groups, info, model_dir, factory)
+                yield EngineContext(runtime, topology, groups, info, spec.model, factory)
         except BaseException:
             groups.destroy(LEAVE_S)
             raise

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megascend.engines import linear_attention
 from megascend.engines.adamw import MainAdamW, WeightMap
-from megascend.engines.base import Engine
+from megascend.engines.base import Engine, refuse_quantised_base
 from megascend.engines.context import EngineSpec
 from megascend.engines.heads import plain_slice
+from megascend.errors import ConfigError
 from megascend.selfcheck.check import require_agreement_in_process
 from megascend.selfcheck.in_process import Subject
 
@@ -62,6 +63,25 @@ class TransformersEngine(Engine):
             yield
         finally:
             self.model.train()
+
+
+def refuse_megatron_settings(spec: EngineSpec, engine: str) -> None:
+    """Raise ConfigError for settings of engine megatron, which the engines on transformers' models do not have."""
+    refuse_quantised_base(spec, engine)
+    spec.optimizer.check_without_offload(f"engine {engine}")
+    recompute, moe = spec.recompute, spec.moe
+    for setting, present, remedy in (
+        ("mtp: train", spec.mtp == "train", "transformers' models have no heads for multi-token prediction, set keep"),
+        ("batching.cuda_graphs", spec.batching.cuda_graphs is not None, "leave it out"),
+        (f"moe.bias_update_rate={moe.bias_update_rate:g}", bool(moe.bias_update_rate), "set 0"),
+        (f"moe.experts={moe.experts!r}", moe.experts == "grouped", "leave it out"),
+    ):
+        if present:
+            raise ConfigError(f"engine {engine}: {setting} is a setting of engine megatron; {remedy}")
+    if recompute.granularity == "full" and recompute.layers != 1:
+        raise ConfigError(
+            f"engine {engine}: recompute.layers={recompute.layers}; only single layers are recomputed, set 1"
+        )
 
 
 class TransformersSubject(Subject):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -116,28 +116,25 @@ class Step:
                     token_outputs.append(values.detach())
                 return total, metrics
 
-            def run_batches(contexts: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Tensor]]]:
+            def run_batches() -> tuple[list[MicroBatch], list[dict[str, Tensor]]]:
                 batches = self._build(samples, plan, adapter_names, normalizer.names, loss)
-                contexts.enter_context(trainable.applying(normalizer.names))
                 chunks = self._topology.virtual_pipeline
-                contexts.enter_context(
-                    reporting_progress(self._groups.monitor, on_micro_batch, agreed.micro_batches, chunks)
-                )
-                return batches, engine.run(batches, loss_fn, forward_only=False)
+                progress = reporting_progress(self._groups.monitor, on_micro_batch, agreed.micro_batches, chunks)
+                with trainable.applying(normalizer.names), progress:
+                    return batches, engine.run(batches, loss_fn, forward_only=False)
 
             try:
                 if engine.router_replay is not None:
                     # Discard counts that passes without gradients, or a failed pass, have left behind.
                     engine.router_replay.take_counts()
-                with ExitStack() as contexts:
-                    batches, batch_metrics = self._run_or_raise_oom(run_batches, contexts, call)
-                    metrics, values = self._reduce_metrics(batch_metrics, normalizer)
-                    replayed = self._reduce_replay_counts(agreed)
-                    sample_outputs: dict[str, Any] = {}
-                    if outputs:
-                        sample_outputs = self._gather_by_sample({outputs: token_outputs}, batches, plan, len(samples))
-                    # Last, so that an error before it leaves the gradients unchanged.
-                    self._accumulate() if accumulate else trainable.abandon()
+                batches, batch_metrics = self._run_or_raise_oom(run_batches, call)
+                metrics, values = self._reduce_metrics(batch_metrics, normalizer)
+                replayed = self._reduce_replay_counts(agreed)
+                sample_outputs: dict[str, Any] = {}
+                if outputs:
+                    sample_outputs = self._gather_by_sample({outputs: token_outputs}, batches, plan, len(samples))
+                # Last, so that an error before it leaves the gradients unchanged.
+                self._accumulate() if accumulate else trainable.abandon()
             except LossFunctionError:  # raised by _reduce_metrics on all ranks, after the model's collectives
                 trainable.abandon()
                 raise
@@ -276,14 +273,12 @@ class Step:
             )
             order = list(agreed.counts)
 
-            def run_batches(contexts: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Any]]]:
+            def run_batches() -> tuple[list[MicroBatch], list[dict[str, Any]]]:
                 batches = self._build(samples, plan, adapter_names, order, loss)
-                contexts.enter_context(engine.evaluating())
-                contexts.enter_context(trainable.applying(order))
-                return batches, engine.run(batches, stored_scores, forward_only=True)
+                with engine.evaluating(), trainable.applying(order):
+                    return batches, engine.run(batches, stored_scores, forward_only=True)
 
-            with ExitStack() as contexts:
-                batches, stored = self._run_or_raise_oom(run_batches, contexts, call)
+            batches, stored = self._run_or_raise_oom(run_batches, call)
             values = {name: [scores[name] for scores in stored] for name in names}
             return self._gather_by_sample(values, batches, plan, len(samples))
 
@@ -328,17 +323,13 @@ class Step:
                 ordered = broadcast_object(ordered, "pp", self._groups, self._topology.pipeline - 1, "logits")
         return ordered  # type: ignore[return-value]  every sample is in one micro batch
 
-    def _run_or_raise_oom(self, run_batches: Callable[[ExitStack], T], contexts: ExitStack, call: str) -> T:
-        """Call ``run_batches(contexts)``; on independent ranks, raise OutOfDeviceMemoryError on all if one runs out of memory.
-
-        Args:
-            contexts: stack for the contexts that ``run_batches`` enters.
-        """
+    def _run_or_raise_oom(self, run_batches: Callable[[], T], call: str) -> T:
+        """Call ``run_batches``; on independent ranks, raise OutOfDeviceMemoryError on all if one runs out of memory."""
         # Other ranks may be in a collective of the model, where no message reaches them: only the hang monitor ends that wait.
         if self._topology.world_size == 1 or not self._engine.independent_ranks:
-            return run_batches(contexts)
+            return run_batches()
         try:
-            return catch_oom_on_all_ranks(lambda: run_batches(contexts), self._groups, call)
+            return catch_oom_on_all_ranks(run_batches, self._groups, call)
         except OutOfDeviceMemoryError:
             self._engine.trainable.abandon()
             raise

@@ -56,7 +56,6 @@ class Topology:
         sequence_parallel: activations between tensor parallel regions are split along the sequence.
         context_algorithm: algorithm by which context parallel ranks exchange keys and values.
         is_moe: the model has experts.
-        vocab_size: vocabulary size of the model, without padding; None without a model.
         chunk_layers: decoder layers of each model chunk, in the order in which a token passes them: chunk ``c`` of stage ``s`` is
             number ``c * pipeline + s``. Empty without a model.
         notes: a sentence for every automatic decision.
@@ -74,7 +73,6 @@ class Topology:
     sequence_parallel: bool
     context_algorithm: ContextAlgorithm = "ring"
     is_moe: bool = False
-    vocab_size: int | None = None
     chunk_layers: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -154,13 +152,6 @@ class Topology:
                 offsets = [steps[axis] * index + offset for index in range(self.size(axis)) for offset in offsets]
         return offsets
 
-    def padded_vocab(self, divisor: int = 1) -> int:
-        """Round up the vocabulary size so that every tensor rank has the same multiple of ``divisor`` rows."""
-        if self.vocab_size is None:
-            raise TopologyError("padded_vocab needs the model: plan(parallel, world_size, model)")
-        multiple = divisor * self.tensor
-        return -(-self.vocab_size // multiple) * multiple
-
     def describe(self) -> str:
         """Describe the layout in a few lines for a log."""
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
@@ -208,7 +199,6 @@ def plan(parallel: Parallel, world_size: int, model: ModelShape | None = None) -
         sequence_parallel=sequence_parallel,
         context_algorithm=parallel.context_algorithm,
         is_moe=is_moe,
-        vocab_size=model.vocab_size if model else None,
         chunk_layers=() if model is None else chunk_layers(parallel, model),
         notes=tuple(notes),
     )
@@ -413,9 +403,9 @@ def _divisors(count: int) -> list[int]:
     return [size for size in range(1, count + 1) if count % size == 0]
 
 
-def _abbreviated(sizes: list[int], limit: int = 8) -> str:
-    texts = [str(size) for size in sizes[:limit]]
-    if len(sizes) > limit:
+def _abbreviated(sizes: list[int]) -> str:
+    texts = [str(size) for size in sizes[:8]]
+    if len(sizes) > 8:
         return ", ".join(texts) + ", ..."
     return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 

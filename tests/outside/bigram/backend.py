@@ -27,12 +27,12 @@ class BigramBackend(megascend.Backend):
             "optimizer": optimizer,
             "schedule": schedule,
             "batching": batching,
+            "platform": platform,
             "seed": seed,
+            "timeout_s": timeout_s,
         }
         spec = EngineSpec.of(model, settings)
-        with megascend.engine_context(
-            "bigram", model, precision=precision, platform=platform, timeout_s=timeout_s
-        ) as context:
+        with megascend.engine_context("bigram", spec) as context:
             from bigram.engine import BigramEngine
 
             engine = BigramEngine(spec, context)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from importlib import metadata
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -65,7 +64,7 @@ def distribution_version(distribution: str) -> str | None:
         return None
 
 
-def _check_adaptor(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_adaptor(stack: Stack) -> str:
     branch = f"core_r{stack.name}.0"
     remedy = f"git clone -b {branch} {SOURCE}/MegatronAdaptor.git, and pip install --no-deps -e MegatronAdaptor"
     folder = adaptor_folder()
@@ -87,7 +86,7 @@ def _check_adaptor(stack: Stack, environment: Mapping[str, str]) -> str:
     return f"{adaptor_label(folder)} ({folder})"
 
 
-def _check_transformer_engine(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_transformer_engine(stack: Stack) -> str:
     remedy = f"git clone {SOURCE}/TransformerEngineNPU.git, and pip install --no-deps -e TransformerEngineNPU"
     folders = transformer_engine_folders()
     cuda = [folder for folder in folders if not ascend.is_for_npu(folder)]
@@ -109,7 +108,7 @@ def _check_transformer_engine(stack: Stack, environment: Mapping[str, str]) -> s
     return f"{distribution_version(TRANSFORMER_ENGINE_DISTRIBUTION) or 'of an unknown version'} ({folders[0]})"
 
 
-def _check_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_mindspeed(stack: Stack) -> str:
     mindspeed = tree.find()
     if mindspeed is None:
         return "not installed; it is optional"

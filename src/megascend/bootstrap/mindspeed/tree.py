@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -199,7 +199,7 @@ def _foreign_imports(module: ast.Module) -> Iterator[str]:
                 yield package
 
 
-def _check_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_mindspeed(stack: Stack) -> str:
     mindspeed, branch = find(), branch_of(stack)
     instructions = HOW_MINDSPEED.format(branch=branch)
     if mindspeed is None:
@@ -214,11 +214,11 @@ def _check_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
     return f"{version} ({mindspeed.folder})"
 
 
-def _check_undeclared_imports(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_undeclared_imports(stack: Stack) -> str:
     return ascend.check_undeclared([row[:3] for row in UNDECLARED if stack.name in row[3]])
 
 
-def _check_transformer_engine(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_transformer_engine(stack: Stack) -> str:
     """Check that no Transformer Engine is installed: it would be imported instead of MindSpeed's dummy, and crash."""
     spec = find_spec("transformer_engine")
     if spec is None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
-from megascend.checkpoint.hf_slices import HfSlice, HfSlices
+from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import TensorSlices
 from megascend.config import Recompute
 from megascend.distributed.objects import raise_on_all_ranks
 from megascend.engines import linear_attention, vision
-from megascend.engines.base import OnOutput, check_head, longest_sample, refuse_quantised_base, seed_generators
+from megascend.engines.base import OnOutput, longest_sample, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
 from megascend.engines.fsdp.adapters import FsdpAdapters, adapter_targets
@@ -32,7 +32,7 @@ from megascend.engines.heads import fresh_weights, output_layer
 from megascend.engines.key_values import DecodeStep, Prefill, other_attention
 from megascend.engines.replayed_blocks import BlockReplay
 from megascend.engines.rotary import RotaryByLength
-from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject
+from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject, refuse_megatron_settings
 from megascend.engines.transformers_names import check_rows, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
@@ -61,8 +61,6 @@ class FsdpEngine(TransformersEngine):
     def __init__(self, spec: EngineSpec, context: EngineContext) -> None:
         super().__init__(spec, context)
         topology, groups, info = self.topology, self.groups, self.info
-        axes = context.factory
-        assert isinstance(axes, FsdpGroups)
         self._fsdp = spec.fsdp
         self.layout = SequenceLayout(
             packing=spec.batching.packing,
@@ -104,20 +102,7 @@ class FsdpEngine(TransformersEngine):
         self._router_loss: RouterLoss | None = None
         if spec.moe.aux_loss != "none":
             self._router_loss = RouterLoss(self.model, spec.moe, groups, frozen=spec.adapters is not None)
-        # Before sharding, so that only this rank's experts are sharded, over the ranks that hold the same ones.
-        expert_mesh = None
-        if self._share is not None:
-            transformers_api.divide_experts(self.model, self._share)
-            expert_mesh = axes.expert_mesh(topology, groups)
-        mesh = axes.mesh(topology.world_size, self.device.type)
-        page_locked = context.runtime.platform.page_locks_memory
-        self._units = shard(self.model, mesh, spec.fsdp, self.dtype, page_locked=page_locked, expert_mesh=expert_mesh)
-        # Memory is allocated only now, for the shards alone. to_empty leaves buffers uninitialised too: they are computed again.
-        self.model.to_empty(device="cpu" if spec.fsdp.offload else self.device)
-        transformers_api.compute_buffers(self.model, self.device)
-        self._shards = list(shards.shards(self.model, self._share))
-        fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
-        self.bytes_read = self._load(self._hf_slices, fresh)
+        self._shard(spec, context)
         adapter_layers = self.adapters and self.adapters.layers
         scalar = info.scalar_head is not None
         self._head = LossHead(self.model, info.shape.vocab_size, adapter_layers, scalar=scalar)
@@ -139,15 +124,29 @@ class FsdpEngine(TransformersEngine):
         self._replay = self.router_replay = BlockReplay.of(self.model, self.device)
         self.replay_unsupported_reason = "fsdp.compile compiles the routers" if spec.fsdp.compile else None
 
-    def _load(self, sources: Mapping[str, Sequence[HfSlice]], fresh: Mapping[str, torch.Tensor]) -> int:
-        """Load this rank's shards, and return the bytes read; raises on all ranks if one fails."""
-        problem, read = None, 0
+    def _shard(self, spec: EngineSpec, context: EngineContext) -> None:
+        """Divide the model over the ranks, and fill this rank's shards from the checkpoint. Collective."""
+        axes, groups, info = context.factory, self.groups, self.info
+        assert isinstance(axes, FsdpGroups)
+        # Before sharding, so that only this rank's experts are sharded, over the ranks that hold the same ones.
+        expert_mesh = None
+        if self._share is not None:
+            transformers_api.divide_experts(self.model, self._share)
+            expert_mesh = axes.expert_mesh(self.topology, groups)
+        mesh = axes.mesh(self.topology.world_size, self.device.type)
+        page_locked = context.runtime.platform.page_locks_memory
+        self._units = shard(self.model, mesh, spec.fsdp, self.dtype, page_locked=page_locked, expert_mesh=expert_mesh)
+        # Memory is allocated only now, for the shards alone. to_empty leaves buffers uninitialised too: they are computed again.
+        self.model.to_empty(device="cpu" if spec.fsdp.offload else self.device)
+        transformers_api.compute_buffers(self.model, self.device)
+        self._shards = list(shards.shards(self.model, self._share))
+        fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
+        problem, self.bytes_read = None, 0
         try:
-            read = shards.load(self._shards, sources, self.info.tensors, fresh, self.dtype)
+            self.bytes_read = shards.load(self._shards, self._hf_slices, info.tensors, fresh, self.dtype)
         except CheckpointError as error:
             problem = error
-        raise_on_all_ranks(problem, self.groups, f"the load of {self.model_dir}")
-        return read
+        raise_on_all_ranks(problem, groups, f"the load of {self.model_dir}")
 
     def scales(self, micro_batches: int) -> tuple[float, float]:
         # Gradients of micro batches are summed; fully_shard averages over all ranks, and so do adapters.
@@ -274,7 +273,6 @@ class CheckedModel:
     @classmethod
     def build(cls, spec: EngineSpec, info: ModelInfo, topology: Topology) -> CheckedModel:
         """Build the model and check it against settings and layout. Local: a dry run does it without process groups."""
-        check_head(spec, info)
         if info.image_layout is not None and topology.context > 1:
             raise ConfigError(
                 f"engine fsdp: parallel.context: {topology.context} with {info.architecture.model_type}, whose images are not "
@@ -373,7 +371,7 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -
     Args:
         npu: the run is on NPUs.
     """
-    fsdp, recompute, moe, batching, adapters = spec.fsdp, spec.recompute, spec.moe, spec.batching, spec.adapters
+    fsdp, recompute, adapters = spec.fsdp, spec.recompute, spec.adapters
     if fsdp.compile and npu:
         raise ConfigError(
             "engine fsdp: fsdp.compile is not supported on NPUs: torch's inductor has no compiler for them; set compile: false"
@@ -385,28 +383,9 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -
     if fsdp.compile and (topology.context > 1 or adapters is not None):
         conflict = "adapters" if adapters is not None else f"parallel.context={topology.context}"
         raise ConfigError(f"engine fsdp: fsdp.compile does not work with {conflict} (docs/fsdp.md); set compile: false")
-    refuse_quantised_base(spec, "fsdp")
-    spec.optimizer.check_without_offload("engine fsdp")
-    if spec.mtp == "train":
-        raise ConfigError(
-            "engine fsdp: mtp: train is a setting of engine megatron; transformers' models have no heads for multi-token "
-            "prediction, set keep"
-        )
-    if batching.cuda_graphs is not None:
-        raise ConfigError("engine fsdp: batching.cuda_graphs is a setting of engine megatron; leave it out")
+    refuse_megatron_settings(spec, "fsdp")
     if recompute.granularity == "selective" and recompute.modules != Recompute().modules:
         raise ConfigError(
             f"engine fsdp: recompute.modules={list(recompute.modules)} are names of Megatron's modules; selective recomputation "
             "chooses operators instead (docs/fsdp.md), leave modules out"
-        )
-    if recompute.granularity == "full" and recompute.layers != 1:
-        raise ConfigError(f"engine fsdp: recompute.layers={recompute.layers}; only single layers are recomputed, set 1")
-    if moe.bias_update_rate:
-        raise ConfigError(
-            f"engine fsdp: moe.bias_update_rate={moe.bias_update_rate:g} is a setting of engine megatron; set 0"
-        )
-    if moe.experts == "grouped":
-        raise ConfigError(
-            f"engine fsdp: moe.experts={moe.experts!r} is a setting of engine megatron (experts are grouped here in any case); "
-            "leave it out"
         )

@@ -8,7 +8,7 @@ import torch
 from mcore_bridge import ModelConfig
 
 from megascend.config import BaseWeights
-from megascend.engines.base import check_head, longest_sample
+from megascend.engines.base import longest_sample
 from megascend.engines.context import EngineSpec
 from megascend.engines.megatron import graph_support, grouped_experts, mtp, quantised_base, routers, vision
 from megascend.engines.megatron.build import build_config, check_packing, check_window
@@ -50,7 +50,6 @@ def configure(
     spec: EngineSpec, platform: Platform, topology: Topology, info: ModelInfo, device: torch.device
 ) -> tuple[ModelConfig, bool]:
     """Build mcore-bridge's configuration and check the settings against it; also return whether experts are to be grouped."""
-    check_head(spec, info)
     mtp.check(spec)
     config = build_config(
         spec.model,

@@ -16,9 +16,7 @@ from megascend.engines.adamw import ModelAdamW
 from megascend.engines.base import (
     OnOutput,
     ScalarOutput,
-    check_head,
     longest_sample,
-    refuse_quantised_base,
     seed_generators,
 )
 from megascend.engines.context import EngineContext, EngineSpec
@@ -46,7 +44,7 @@ from megascend.engines.single.model import (
     plain_head,
     router_loss,
 )
-from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject
+from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject, refuse_megatron_settings
 from megascend.engines.transformers_names import check_rows, persistent_tensors, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
@@ -73,7 +71,6 @@ class SingleEngine(TransformersEngine):
     def __init__(self, spec: EngineSpec, context: EngineContext) -> None:
         super().__init__(spec, context)
         self.layout = SequenceLayout(packing=False)
-        check_settings(spec)
         seed_generators(spec.seed)
         info = self.info
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
@@ -221,27 +218,13 @@ class SingleSubject(TransformersSubject):
 
 def check_settings(spec: EngineSpec) -> None:
     """Raise ConfigError for settings that this engine does not have."""
-    recompute = spec.recompute
-    refuse_quantised_base(spec, "single")
-    spec.optimizer.check_without_offload("engine single")
-    if spec.mtp == "train":
-        raise ConfigError(
-            "engine single: mtp: train is a setting of engine megatron; transformers' models have no heads for multi-token "
-            "prediction, set keep"
-        )
-    if spec.batching.cuda_graphs is not None:
-        raise ConfigError("engine single: batching.cuda_graphs is a setting of engine megatron; leave it out")
-    if recompute.granularity == "selective":
+    refuse_megatron_settings(spec, "single")
+    if spec.recompute.granularity == "selective":
         raise ConfigError("engine single: recompute.granularity=selective is not supported; set full or none")
-    if recompute.granularity == "full" and recompute.layers != 1:
-        raise ConfigError(
-            f"engine single: recompute.layers={recompute.layers}; only single layers are recomputed, set 1"
-        )
 
 
 def check_support(model: Any, spec: EngineSpec, info: ModelInfo) -> list[str]:
     """Check a model, which may be on ``meta``, against the settings; return the names of adapter targets."""
-    check_head(spec, info)
     if info.scalar_head is None:
         plain_head(model)
     frozen, recomputed = spec.adapters is not None, spec.recompute.granularity == "full"

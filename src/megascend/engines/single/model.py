@@ -170,12 +170,6 @@ def check_plain_head(model: Any, vocab_size: int) -> None:
 
 def check_router_loss(model: Any, moe: Moe, *, frozen: bool, recomputed: bool) -> None:
     """Raise ConfigError for ``moe`` settings that this engine or this model does not support."""
-    if moe.bias_update_rate:
-        raise ConfigError(
-            f"engine single: moe.bias_update_rate={moe.bias_update_rate:g} is a setting of engine megatron; set 0"
-        )
-    if moe.experts == "grouped":
-        raise ConfigError(f"engine single: moe.experts={moe.experts!r} is a setting of engine megatron; leave it out")
     if moe.aux_loss == "none":
         return
     if moe.aux_loss != "transformers":
