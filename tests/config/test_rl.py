@@ -122,6 +122,18 @@ def test_equal_groups_are_kept_where_they_have_advantages() -> None:
     assert RlConfig(**SETTINGS | {"rollout": rollout}, objective={"preset": "reinforce++"}).rollout.drop_equal
 
 
+def test_a_penalty_in_rewards_that_a_teacher_replaces_is_refused() -> None:
+    reference, teacher = {"penalty": "reward", "coefficient": 0.1}, {"model": "teacher"}
+    for loss in ("policy", "forward_kl"):
+        with pytest.raises(
+            ConfigError, match=r"reference\.penalty: reward \(coefficient 0\.1\) has no effect with a teacher"
+        ):
+            RlConfig(**SETTINGS, teacher=teacher | {"loss": loss}, reference=reference)
+    RlConfig(**SETTINGS, teacher=teacher | {"rewards": True}, reference=reference)
+    for changes in ({"penalty": "loss"}, {"coefficient": 0}):
+        RlConfig(**SETTINGS, teacher=teacher, reference=reference | changes)
+
+
 def test_a_penalty_on_responses_is_refused_with_an_environment() -> None:
     rollout = {"prompts": "p", "environment": {"name": "m:E"}}
     with pytest.raises(ConfigError, match=r"objective\.overlong_share: 0\.2 is a penalty on single responses"):

@@ -492,6 +492,22 @@ class RlConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
+    def _penalised_rewards(self) -> RlConfig:
+        # Otherwise a run would report the penalty of each rollout and learn nothing from it.
+        reference = self.reference
+        if (
+            reference is not None
+            and reference.penalty == "reward"
+            and reference.coefficient
+            and not self.learns_from_rewards
+        ):
+            raise ValueError(
+                f"reference.penalty: reward (coefficient {reference.coefficient:g}) has no effect with a teacher in place of "
+                "rewards: set reference.penalty: loss, or teacher.rewards: true with teacher.loss: policy"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _reference(self) -> RlConfig:
         if self.reference is not None and self.lora is not None and self.reference.model != BASE:
             raise ValueError(
