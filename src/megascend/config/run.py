@@ -384,6 +384,13 @@ class RunConfig(TrainerConfig):
 
     @model_validator(mode="before")
     @classmethod
+    def _without_rollouts(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "rollout" in values:
+            raise ValueError("rollout: for megascend rl only, which starts this run file; or remove it and set data")
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
     def _epochs_decide(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("epochs") is not None:
             return {"steps": 0} | values  # the default of steps would conflict with epochs
