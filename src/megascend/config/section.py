@@ -137,8 +137,10 @@ def _advice(location: Sequence[int | str], kind: type[BaseModel]) -> str:
         suggestions = {*suggestions, *(name for name in synonym.settings if name in settings)}
     if suggestions:
         return f", did you mean {' or '.join(sorted(suggestions, key=lambda path: (path.count('.'), path))[:2])}?"
-    if not parents and (misspelt := get_close_matches(unknown, SYNONYMS, 1, 0.8)):
-        return f", did you mean {misspelt[0]}{SYNONYMS[misspelt[0]].advice(settings)}?"
+    if (misspelt := get_close_matches(unknown, SYNONYMS, 1, 0.8)) and (
+        advice := SYNONYMS[misspelt[0]].advice(settings)
+    ):
+        return f", did you mean {misspelt[0]}{advice}?"
     return f", {parents[-1]} has {', '.join(names)}" if parents and names else ""
 
 
