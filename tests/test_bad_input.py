@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megascend import Adam, Batching, Parallel, Sample, load_config
+from megascend import Adam, Batching, MegatronBackend, Parallel, Sample, SingleBackend, load_config
 from megascend.bootstrap.versions import require_supported
 from megascend.errors import (
     CheckpointError,
@@ -106,6 +106,10 @@ def test_unknown_setting_error_names_path_and_value(tmp_path):
         (lambda: Adam(lr=-1.0), ["lr", "got -1.0"]),
         (lambda: Adam(overlap_param_gather=True), ["overlap_grad_reduce: true"]),
         (lambda: Batching(micro_batch_tokens="many"), ["micro_batch_tokens", "'many'"]),
+        (lambda: Adam(learning_rate=1e-4), ["learning_rate: unknown setting", "called lr here"]),
+        (lambda: Parallel(tp=2), ["tp: unknown setting", "called tensor here"]),
+        (lambda: SingleBackend("m", optimizer={"lr": 1e-4}), ["optimizer: megascend.Adam(...)", "got {'lr': 0.0001}"]),
+        (lambda: MegatronBackend("m", parallel=2), ["parallel: megascend.Parallel(...)", "got 2"]),
     ],
 )
 def test_value_out_of_range_error_names_limit(make, words):
@@ -320,6 +324,10 @@ BAD_BATCHES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "target id too large": (
         forward_backward(on_rank_1(lambda: sample(5, 6, target_ids=[6, 4000]))),
         ["rank 1: sample 4 has target_ids 4000", "[0, 320)"],
+    ),
+    "token ids in place of a sample": (
+        forward_backward(lambda rank: [*good(rank), [1, 2, 3]] if rank == 1 else good(rank)),
+        ["rank 1: sample 4 is of type list", "Sample.causal(token_ids)"],
     ),
     "no samples anywhere": (forward_backward(lambda rank: []), ["empty on every rank"]),
     "all masked": (

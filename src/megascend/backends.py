@@ -404,7 +404,7 @@ class SingleBackend(EngineBackend):
         if topology.world_size != 1:
             raise TopologyError(
                 f"engine single runs in one process, but {topology.world_size} were started (WORLD_SIZE); start one, or use "
-                "MegatronBackend"
+                "engine megatron or fsdp"
             )
 
         from megascend.engines.single.engine import check_settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -207,3 +208,21 @@ def test_a_loop_of_links_is_unreadable(directory):
     (directory / "empty").symlink_to("empty")
     (problem,) = problems(directory, files, ["empty"])
     assert problem.startswith("empty cannot be read: ")
+
+
+def test_checkpoint_of_another_kind_of_training_names_the_setting(tmp_path):
+    adapters = dataclasses.replace(MANIFEST, optimizer=None)
+    for saved, current, message in (
+        (
+            MANIFEST,
+            adapters,
+            "holds all parameters of a model, and this run trains LoRA adapters .*; set or leave out lora",
+        ),
+        (
+            adapters,
+            MANIFEST,
+            "holds LoRA adapters on a frozen model, and this run trains all parameters of a model; set or leave",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            manifest.check_fits(saved, current, tmp_path)

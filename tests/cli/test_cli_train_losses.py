@@ -266,7 +266,7 @@ def test_changed_loss_function_is_reported_on_resuming(megascend, folder: Path) 
         (["data.path=numbers.jsonl", "loss=kto"], "'label' must be true (desirable) or false (undesirable), found 1"),
         (
             ["data.path=texts.jsonl", "loss=losses.py:missing"],
-            "losses.py has no function 'missing'; functions there: focal",
+            "losses.py has no function or class 'missing'; it has focal",
         ),
         (["data.path=texts.jsonl", "loss=gone.py:f"], "gone.py does not exist"),
         (["data.path=texts.jsonl", "loss=losses.py:needy"], "loss: losses.py:needy: the loss requires advantages"),

@@ -95,6 +95,12 @@ UNHELPFUL: dict[str, str] = {
     "parallel.lr=4": r"parallel\.lr: unknown setting \(value 4\), did you mean optimizer\.lr",
     "engine=fdsp": r"unknown engine 'fdsp', did you mean fsdp\? Known: megatron, single, fsdp",
     "engine=deepspeed": r"unknown engine 'deepspeed'; known: megatron, single, fsdp",
+    "lora.targets=q_proj": r"lora\.targets: Input should be 'all-linear' .*; or a list .*: write lora\.targets: \[q_proj\]",
+    "lora.targets=[q_proj, 5]": r"run\.yaml: lora\.targets\.1: Input should be a valid string \(got 5\)$",
+    "trackers=[{wandb: 5}]": r"run\.yaml: trackers\.0\.wandb: Input should be a valid dictionary \(got 5\)$",
+    "generation={prompts: [[{role: user}]]}": r"run\.yaml: generation\.prompts\.0\.0\.content: required, but not set$",
+    "lerning_rate=1": r"lerning_rate: unknown setting \(value 1\), did you mean learning_rate, called optimizer\.lr here\?",
+    "rollout={prompts: p.jsonl}": r"rollout: for megascend rl only",
     "trackers=[wanb]": r"trackers: unknown tracker 'wanb', did you mean wandb\? Available: tensorboard, wandb",
 }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import random
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.errors import ConfigError, DataError, EngineError
-from megascend.rollout import collector
+from megascend.rollout import collector, environments
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import RolloutCollector, Task
 from megascend.rollout.environments import (
@@ -237,6 +239,32 @@ def test_too_many_failed_episodes_end_the_run() -> None:
         learn_from(rollouts, engine, 20)
 
 
+def test_episodes_that_fail_after_the_last_tolerated_one_are_not_logged_as_unretrieved(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(environments, "FEWEST", 1)
+
+    class Fails:
+        runs, failed = 0, False
+
+        async def run(self, policy: Policy, example: Mapping[str, Any]) -> Trajectory:
+            self.runs += 1
+            first = self.runs == 1
+            while self.runs < 4 or not (first or self.failed):
+                await asyncio.sleep(0)
+            self.failed = True
+            if not first:
+                for _ in range(3):
+                    await asyncio.sleep(0)  # the first error reaches the group,
+                time.sleep(0.3)  # which cancels the other episodes before their errors are known
+            raise KeyError("no such tool")
+
+    with collecting(Fails(), Engine("one"), max_failed=0.0) as rollouts, pytest.raises(DataError, match="no such tool"):
+        rollouts.take(0, DEADLINE_S)
+    gc.collect()
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+
+
 def learn_from(rollouts: RolloutCollector, engine: Engine, steps: int) -> None:
     """Take groups of a number of steps."""
     for step in range(steps):
@@ -332,6 +360,7 @@ def test_wrong_results_are_failures_that_say_what_was_returned(caplog: pytest.Lo
     tokenizer = byte_tokenizer(4096)
     for value, expected in (
         (None, "returned None, not a Trajectory"),
+        (3, "returned 3, not a Trajectory"),
         (float("nan"), "returned the reward nan"),
         ({"right": "yes"}, "returned the part 'right' 'yes', not a finite number"),
     ):
@@ -372,7 +401,7 @@ def test_unusable_environments_raise_config_errors(tmp_path: Path) -> None:
     assert load_environment(f"{code}:game", {}).size == 3  # type: ignore[attr-defined]
     for name, options, message in (
         ("Plain", {}, "no method 'async def run"),
-        ("LIMIT", {}, "no function 'LIMIT'"),
+        ("LIMIT", {}, "no function or class 'LIMIT'; it has Game, Plain, make"),
         ("game", {"size": 2}, "is an object and takes no options: size"),
         ("Game", {"sides": 2}, "raised TypeError"),
         ("Game", {"size": 0}, r"size must be positive \(.*my_environment.py:4\)"),

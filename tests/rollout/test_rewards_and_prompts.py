@@ -72,9 +72,9 @@ def test_reward_loads_from_a_file_and_from_a_module(code: Path, monkeypatch: pyt
 
 def test_unusable_rewards_raise_config_error(code: Path) -> None:
     for name, message in {
-        "right": "must name a function as",
-        f"{code}:wrong": "no function 'wrong'; functions there: right, one, broken, later, stream",
-        f"{code}:LIMIT": "no function 'LIMIT'",
+        "right": "must name a function or class as",
+        f"{code}:wrong": "no function or class 'wrong'; it has right, one, broken, later, stream, Grader",
+        f"{code}:LIMIT": "no function or class 'LIMIT'",
         f"{code}:one": r"my_rewards.py:one\(response\) must take \(response, example\): too many",
         f"{code}:Grader": "is a class; name a function, or an instance",
         f"{code}:later": r"later is async; .* asyncio.run\(...\)",

@@ -16,6 +16,7 @@ from megascend.config import RunConfig, parsed
 from megascend.config.run_file import full_names, read_settings
 from megascend.errors import CheckpointError, ConfigError, MegascendError
 from megascend.huggingface.files import read_config
+from megascend.huggingface.hub import download_advice
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.planning.hardware import Hardware
 from megascend.planning.rl import Split, splits
@@ -68,7 +69,9 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
     """
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
-        raise ConfigError(f"{model}: no model is there; name a checkpoint's directory, or a config.json")
+        raise ConfigError(
+            f"{model}: no model is there; name a checkpoint's directory, or a config.json{download_advice(model)}"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -170,8 +170,12 @@ def check_fits(saved: CheckpointManifest, current: CheckpointManifest, directory
             f"load: {directory} has precision {saved.precision}, this run {current.precision}; set precision: {saved.precision}"
         )
     if (saved.optimizer is None) != (current.optimizer is None):
-        kind = "adapters on a frozen model" if saved.optimizer is None else "a model that was trained itself"
-        raise CheckpointError(f"load: {directory} holds {kind}; this backend trains the other kind")
+        kinds = ("LoRA adapters on a frozen model", "all parameters of a model")
+        stored, trained = kinds if saved.optimizer is None else kinds[::-1]
+        raise CheckpointError(
+            f"load: {directory} holds {stored}, and this run trains {trained}; set or leave out lora (of a backend: adapters) as "
+            "the checkpoint's run did, or begin a run from its exported weights"
+        )
     if saved.optimizer is not None and current.optimizer is not None:
         # Checkpoints of AdamW have no entry.
         kinds = saved.optimizer.get("kind", "adamw"), current.optimizer.get("kind", "adamw")

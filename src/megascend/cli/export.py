@@ -197,6 +197,7 @@ def find_checkpoint(path: Path) -> Path:
     """Return the Hugging Face checkpoint at ``path``: the directory itself, or a run's export."""
     from megascend.app.run_directory import METRICS
     from megascend.errors import CheckpointError
+    from megascend.huggingface.hub import download_advice
 
     if (path / "config.json").is_file():
         return path
@@ -214,7 +215,7 @@ def find_checkpoint(path: Path) -> Path:
             "With a checkpoint, megascend train --resume auto trains to its end and exports it"
         )
     if not path.exists():
-        raise CheckpointError(f"no checkpoint at {path}: the directory does not exist")
+        raise CheckpointError(f"no checkpoint at {path}: the directory does not exist{download_advice(path)}")
     raise CheckpointError(f"{path} holds neither config.json nor hf/config.json: not a Hugging Face checkpoint")
 
 

@@ -129,6 +129,8 @@ def read_lines(source: str, *, text: bool) -> list[dict[str, Any]]:
             records.append({"messages": [{"role": "user", "content": line.rstrip("\r")}]})
             continue
         with findings.collecting():
+            if not line.lstrip().startswith("{"):
+                raise DataError(f"{name}:{number}: not a JSON object; for lines of plain text: --text")
             records.append(parse_prompt(line, f"{name}:{number}"))
     findings.raise_problems("prompts")
     if not records:

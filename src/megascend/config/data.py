@@ -127,7 +127,8 @@ class Data(Section):
             unknown = sorted(columns.keys() - set(DATA_COLUMNS))
             if unknown:
                 raise ValueError(
-                    f"{setting}: {', '.join(unknown)} is not a column that is read; these are: {', '.join(DATA_COLUMNS)}"
+                    f"{setting}: {', '.join(unknown)} is not a column that is read; these are: {', '.join(DATA_COLUMNS)}. Yours "
+                    "come second: {text: YOURS}"
                 )
             if len(set(columns.values())) != len(columns):
                 raise ValueError(f"{setting}: one column of the data is given for two names")

@@ -138,7 +138,7 @@ def check_name(name: str, setting: str) -> tuple[str, str]:
     module, separator, attribute = name.rpartition(":")
     if not separator or not module or not attribute:
         raise ConfigError(
-            f"{setting}: {name!r} must name a function as package.module:function or path/to/file.py:function"
+            f"{setting}: {name!r} must name a function or class as package.module:name or path/to/file.py:name"
         )
     # Without an import, which may load torch: this runs before anything is started.
     if module.endswith(".py") and not Path(module).is_file():
@@ -156,8 +156,10 @@ def load_object(name: str, setting: str, usable: Callable[[Any], bool] = callabl
     module = _import_file(Path(source), setting) if source.endswith(".py") else _import_package(source, setting)
     value = getattr(module, attribute, None)
     if not usable(value):
-        functions = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
-        raise ConfigError(f"{setting}: {source} has no function {attribute!r}; functions there: {functions}")
+        names = [key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)]
+        raise ConfigError(
+            f"{setting}: {source} has no function or class {attribute!r}; it has {', '.join(names) or 'none'}"
+        )
     return value
 
 
@@ -165,7 +167,12 @@ def _import_package(name: str, setting: str) -> Any:
     try:
         return import_module(name)
     except Exception as error:
-        raise ConfigError(f"{setting}: {name} cannot be imported: {type(error).__name__}: {error}") from error
+        # The working directory is not among the folders that a command imports from.
+        file = Path(*name.split(".")).with_suffix(".py")
+        advice = (
+            f"; to use the file here, write {file}:NAME" if isinstance(error, ImportError) and file.is_file() else ""
+        )
+        raise ConfigError(f"{setting}: {name} cannot be imported: {type(error).__name__}: {error}{advice}") from error
 
 
 def _import_file(path: Path, setting: str) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, cast, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -19,7 +20,65 @@ def explain(error: ValidationError, title: str, kind: type[BaseModel]) -> str:
     Args:
         title: file or class that the values are for.
     """
-    return f"{title}: " + "; ".join(_line(item, title, kind) for item in error.errors())
+    lines: dict[str, list[str]] = {}
+    for item in _of_settings(error.errors(), kind):
+        key, line = ".".join(str(part) for part in item["loc"]), _line(item, title, kind)
+        alternatives = lines.setdefault(key, [])
+        if line not in alternatives:
+            alternatives.append(line.removeprefix(f"{key}: ") if alternatives else line)
+    return f"{title}: " + "; ".join("; or ".join(alternatives) for alternatives in lines.values())
+
+
+def _of_settings(errors: Sequence[Mapping[str, Any]], kind: type[BaseModel]) -> list[Mapping[str, Any]]:
+    """Return pydantic's errors with the keys of a run file.
+
+    A value that no type of a union accepts has an error for each type, whose name is part of the key. If a type accepts the value
+    but not a part of it, only its errors are returned.
+    """
+    locations = [_location(item["loc"], kind) for item in errors]
+    depths = {union: max(len(path) for path, other in locations if other == union) for _, union in locations if union}
+    # A list is too short, too, if an item of it is wrong.
+    incomplete = {path[:end] for path, _ in locations for end in range(len(path))}
+    return [
+        {**item, "loc": path}
+        for item, (path, union) in zip(errors, locations, strict=True)
+        if (union is None or len(path) == depths[union]) and not (item["type"] == "too_short" and path in incomplete)
+    ]
+
+
+def _location(
+    location: Sequence[int | str], annotation: Any
+) -> tuple[tuple[int | str, ...], tuple[int | str, ...] | None]:
+    """Return an error's key without the names of a union's types, and the key of the union or None."""
+    path: tuple[int | str, ...] = ()
+    union = None
+    for part in location:
+        types = _types(annotation)
+        if len(types) > 1:
+            union = path
+            annotation = next((each for each in types if str(part).startswith(_name(each))), None)
+            continue
+        path = (*path, part)
+        container, arguments = types[0], get_args(types[0])
+        if isinstance(container, type) and issubclass(container, BaseModel) and part in container.model_fields:
+            annotation = container.model_fields[str(part)].annotation
+        else:  # an item of a list or of a mapping
+            annotation = arguments[get_origin(container) is dict] if arguments else None
+    return path, union
+
+
+def _types(annotation: Any) -> list[Any]:
+    """Return the types of a union but None, or the only type of another annotation."""
+    if get_origin(annotation) is Annotated:
+        return _types(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [each for argument in get_args(annotation) if argument is not type(None) for each in _types(argument)]
+    return [annotation]
+
+
+def _name(annotation: Any) -> str:
+    """Return the begin of a type's name in pydantic's keys."""
+    return getattr(get_origin(annotation) or annotation, "__name__", "").lower()
 
 
 def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
@@ -78,6 +137,10 @@ def _advice(location: Sequence[int | str], kind: type[BaseModel]) -> str:
         suggestions = {*suggestions, *(name for name in synonym.settings if name in settings)}
     if suggestions:
         return f", did you mean {' or '.join(sorted(suggestions, key=lambda path: (path.count('.'), path))[:2])}?"
+    if (misspelt := get_close_matches(unknown, SYNONYMS, 1, 0.8)) and (
+        advice := SYNONYMS[misspelt[0]].advice(settings)
+    ):
+        return f", did you mean {misspelt[0]}{advice}?"
     return f", {parents[-1]} has {', '.join(names)}" if parents and names else ""
 
 

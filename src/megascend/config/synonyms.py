@@ -24,7 +24,10 @@ class Synonym:
 
     def advice(self, existing: Container[str]) -> str:
         """Return the end of a message about an unknown setting, naming those of ``settings`` that are in ``existing``."""
-        names = [name for name in self.settings if name in existing]
+        # A section that a program constructs has its settings without its name.
+        names = [name for name in self.settings if name in existing] or [
+            name for setting in self.settings if (name := setting.rpartition(".")[2]) in existing
+        ]
         if not names:
             return f": {self.conversion}" if self.conversion else ""
         return f", called {' or '.join(names)} here" + (f": {self.conversion}" if self.conversion else "")

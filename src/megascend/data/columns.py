@@ -83,7 +83,8 @@ def parse_record(
     forms = [name for name, (must, _) in FORMS.items() if all(column in values for column in must)]
     if len(forms) != 1:
         keys = ", ".join(sorted(map(str, record))) or "nothing"
-        advice = f"; {'choose the ones to read' if forms else 'map columns of other names'} with data.columns: {{NAME: COLUMN}}"
+        remedy = "choose the ones to read" if forms else "map columns of other names"
+        advice = f"; {remedy} with data.columns, such as {{text: YOURS}}"
         raise DataError(f"{source}: expected exactly one of the keys {KNOWN_FORMS}, found: {keys}{advice}")
     form = forms[0]
     must, may = FORMS[form]

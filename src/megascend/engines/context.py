@@ -38,6 +38,18 @@ from megascend.topology.topology import Topology, plan
 
 logger = logging.getLogger(__name__)
 
+SECTIONS = {
+    "parallel": Parallel,
+    "optimizer": Adam,
+    "schedule": Schedule,
+    "recompute": Recompute,
+    "moe": Moe,
+    "batching": Batching,
+    "adapters": Adapters,
+    "fsdp": Fsdp,
+}
+"""Settings of an engine that have a class of their own."""
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -77,7 +89,15 @@ class EngineSpec:
 
     @classmethod
     def of(cls, model: str | Path, settings: Mapping[str, Any]) -> EngineSpec:
-        """Build the spec from settings by field name; None means the default."""
+        """Build the spec from settings by field name; None means the default.
+
+        Raises:
+            ConfigError: a section is of another type, such as a dict or an optimizer of torch.
+        """
+        for name, kind in SECTIONS.items():
+            value = settings.get(name)
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"{name}: megascend.{kind.__name__}(...) is expected here (got {value!r:.200})")
         return cls(Path(model), **{name: value for name, value in settings.items() if value is not None})
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import CheckpointError
+from megascend.huggingface.hub import download_advice
 from megascend.io.atomic import replacing
 
 # Files other than weights that transformers needs to load a directory.
@@ -36,12 +37,9 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     """Read ``config.json`` of a checkpoint directory."""
     path = Path(model_dir) / "config.json"
     if not Path(model_dir).is_dir():
-        name = str(model_dir)
-        # "Qwen/Qwen3-0.6B": most likely a name on the Hub.
-        is_hub_name = not Path(model_dir).is_absolute() and len(Path(model_dir).parts) == 2
-        advice = f"; if {name} is one of the Hub: hf download {name} --local-dir DIRECTORY" if is_hub_name else ""
         raise CheckpointError(
-            f"model: {Path(model_dir).absolute()} is not a directory; it must hold a Hugging Face checkpoint{advice}"
+            f"model: {Path(model_dir).absolute()} is not a directory; it must hold a Hugging Face checkpoint"
+            f"{download_advice(Path(model_dir))}"
         )
     if not path.is_file():
         raise CheckpointError(f"model: {path.absolute()} is missing; a Hugging Face checkpoint has one")

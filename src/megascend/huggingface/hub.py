@@ -56,9 +56,8 @@ def snapshot(path: Path, kind: Literal["model", "dataset"], setting: str) -> Pat
 
     Without a network, that is what the Hub's cache has of an earlier download.
     """
-    match = NAME.fullmatch(str(path))
-    # A folder of that name here: the path is one within it.
-    if path.exists() or path.parent.exists() or match is None or path.suffix in FILES:
+    match = _name_on_hub(path)
+    if match is None:
         return path
     from huggingface_hub import constants, snapshot_download
 
@@ -73,7 +72,7 @@ def snapshot(path: Path, kind: Literal["model", "dataset"], setting: str) -> Pat
             )
         )
     except (OSError, ValueError) as error:  # its own errors are of these kinds
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()).rstrip(".")
         option = f" --revision {revision}" if revision else ""
         dataset = " --repo-type dataset" if kind == "dataset" else ""
         message = (
@@ -83,6 +82,20 @@ def snapshot(path: Path, kind: Literal["model", "dataset"], setting: str) -> Pat
             f"directory {setting} can be; a private repository needs HF_TOKEN"
         )
         raise (CheckpointError if kind == "model" else DataError)(message) from error
+
+
+def download_advice(path: Path) -> str:
+    """Return the end of a message about a missing model: how to download it, if its path is a name on the Hub."""
+    match = _name_on_hub(path)
+    if match is None:
+        return ""
+    option = f" --revision {match['revision']}" if match["revision"] else ""
+    return f"; if {path} is a name on the Hugging Face Hub: hf download {match['repository']}{option} --local-dir DIRECTORY"
+
+
+def _name_on_hub(path: Path) -> re.Match[str] | None:
+    # If there is a folder of the owner's name here, the path is one within it.
+    return None if path.exists() or path.parent.exists() or path.suffix in FILES else NAME.fullmatch(str(path))
 
 
 def repository_of(path: Path | str) -> str | None:

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import date
@@ -402,7 +402,10 @@ class EnvironmentEpisodes(Episodes):
                 generate, self._renderer, replace(sampling, seed=seed), self._limits.max_length, engine.name
             )
             async with self._slots:
-                return await asyncio.wrap_future(self._thread.submit(self._episode(policy, prompt)))
+                result = await asyncio.wrap_future(self._thread.submit(self._episode(policy, prompt)))
+            if isinstance(result, Exception):
+                raise result
+            return result
 
         episodes = [asyncio.ensure_future(episode(number)) for number in range(n)]
         try:
@@ -413,8 +416,11 @@ class EnvironmentEpisodes(Episodes):
                 task.cancel()
             await asyncio.gather(*episodes, return_exceptions=True)
 
-    async def _episode(self, policy: Policy, prompt: Prompt) -> list[Trajectory]:
-        """Run one episode on the environments' thread; return nothing if it failed."""
+    async def _episode(self, policy: Policy, prompt: Prompt) -> list[Trajectory] | Exception:
+        """Run one episode on the environments' thread; return no trajectory if it failed, and an error that ends its group.
+
+        The error is not raised: if the group was cancelled meanwhile, nobody would retrieve it, and asyncio would log it.
+        """
         # Unique among running episodes: the policy belongs to this episode and lives as long.
         key = id(policy)
         self._running[key] = time.monotonic(), prompt
@@ -432,13 +438,12 @@ class EnvironmentEpisodes(Episodes):
             del self._running[key]
         # Also if the environment has caught it: what it did then is no behaviour of the model.
         if policy.engine_error is not None:
-            raise policy.engine_error
+            return policy.engine_error
         # After the engine's errors: these episodes are repeated, and count once.
         self.completed += 1
         self._outcomes.append(problem is not None)
-        if problem is not None:
-            self._count(problem, prompt)
-        return trajectories
+        excess = None if problem is None else self._count(problem, prompt)
+        return excess or trajectories
 
     async def _result(self, policy: Policy, example: dict[str, Any]) -> Any:
         """Run the environment; what would end this task or its loop, and not the episode alone, becomes an exception."""
@@ -456,7 +461,7 @@ class EnvironmentEpisodes(Episodes):
             raise RuntimeError("CancelledError, and nobody cancelled the episode") from error
 
     def _checked(self, result: Any) -> list[Trajectory]:
-        trajectories = [result] if isinstance(result, Trajectory) else list(result or ())
+        trajectories = [result] if isinstance(result, Trajectory) else [*result] if isinstance(result, Iterable) else []
         if not trajectories or not all(isinstance(trajectory, Trajectory) for trajectory in trajectories):
             raise DataError(f"returned {result!r:.80}, not a Trajectory or several (conversation.trajectory(reward))")
         return [
@@ -468,8 +473,8 @@ class EnvironmentEpisodes(Episodes):
             for trajectory in trajectories
         ]
 
-    def _count(self, problem: Exception, prompt: Prompt) -> None:
-        """Count and report a failed episode; raise DataError if there are too many."""
+    def _count(self, problem: Exception, prompt: Prompt) -> DataError | None:
+        """Count and report a failed episode; return an error if there are too many."""
         source = self._locate(prompt)
         if isinstance(problem, asyncio.TimeoutError):
             self.timed_out += 1
@@ -482,10 +487,13 @@ class EnvironmentEpisodes(Episodes):
         log.warning("%s; the episode is left out", line)
         failures, count = sum(self._outcomes), len(self._outcomes)
         if count >= FEWEST and failures > self._limits.max_failed * count:
-            raise DataError(
+            error = DataError(
                 f"{failures} of the last {count} episodes failed, more than the share {self._limits.max_failed:g} "
                 f"(rollout.environment.max_failed); the last one: {line}"
-            ) from problem
+            )
+            error.__cause__ = problem
+            return error
+        return None
 
     def describe_wait(self) -> str | None:
         running = list(self._running.values())  # a copy: another thread changes it

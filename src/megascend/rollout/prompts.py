@@ -107,7 +107,10 @@ def prompt_tokens(
             )
         tokens: Any = opening_tokens(prompt["prompt"], tokenizer)
     elif not tokenizer.chat_template:
-        raise DataError("a prompt with 'messages' needs a chat template, and the model's tokenizer has none")
+        raise DataError(
+            "a prompt with 'messages' needs a chat template, and the model's tokenizer has none; add chat_template.jinja to the "
+            "model's directory, or use 'prompt', a text that is continued"
+        )
     else:
         template = ChatTemplate(tokenizer, template_options, template_date)
         prefix = f"{source}: " if source else ""

@@ -18,6 +18,12 @@ from megascend.errors import ConfigError, DataError
 
 def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
     """Raise DataError for samples that the model cannot process."""
+    for index, sample in enumerate(samples):
+        if not isinstance(sample, Sample):  # Python does not check types, and token ids are an easy mistake
+            raise DataError(
+                f"sample {index} is of type {type(sample).__name__}; a megascend.Sample is expected, as from "
+                "Sample.causal(token_ids)"
+            )
     vocab_size = engine.info.shape.vocab_size
     replay = engine.router_replay
     router_replay.check(samples, None if replay is None else replay.layers, engine.replay_unsupported_reason)

@@ -214,7 +214,7 @@ def check_grid(parallel: Parallel, expert_tensor: int, world_size: int) -> None:
         raise TopologyError(
             f"world size {world_size} is not a multiple of parallel.tensor={p.tensor} x "
             f"parallel.pipeline={p.pipeline} x parallel.context={p.context} = {attention}; "
-            f"start {_nearby(world_size, attention)} processes (--nproc), or lower one of them"
+            f"start {_nearby(world_size, attention)} processes (--nproc, or torchrun), or lower one of them"
         )
     experts = expert_tensor * p.expert * p.pipeline
     # A second check, because the expert grid divides the same world by other sizes.
@@ -222,7 +222,7 @@ def check_grid(parallel: Parallel, expert_tensor: int, world_size: int) -> None:
         raise TopologyError(
             f"world size {world_size} is not a multiple of parallel.expert_tensor={expert_tensor} x "
             f"parallel.expert={p.expert} x parallel.pipeline={p.pipeline} = {experts}; "
-            f"start {_nearby(world_size, experts)} processes (--nproc), or lower one of them"
+            f"start {_nearby(world_size, experts)} processes (--nproc, or torchrun), or lower one of them"
             + (" (expert_tensor defaults to tensor)" if p.expert_tensor is None and expert_tensor > 1 else "")
         )
     if p.virtual_pipeline > 1 and p.pipeline == 1:

@@ -81,6 +81,13 @@ OPTIONS = {
     ),
     "export: type": command("export model new --dtype fp8", says="--dtype | 'fp8' | 'fp32'"),
     "export: nothing there": command("export nowhere new", says="no checkpoint at nowhere"),
+    "generate: a name on the Hub": command(
+        "generate Qwen/Qwen3-8B@main nothing.jsonl",
+        says="no checkpoint at Qwen/Qwen3-8B@main | hf download Qwen/Qwen3-8B --revision main --local-dir",
+    ),
+    "init: a name on the Hub": command(
+        "init sft Qwen/Qwen3-8B", says="Qwen/Qwen3-8B: no model is there | hf download Qwen/Qwen3-8B --local-dir"
+    ),
     "export: no model": command("export . new", says="config.json | not a Hugging Face checkpoint"),
     "export: no adapter": command("export model new --adapter data.jsonl", says="--adapter data.jsonl | adapter_config.json"),
     "export: an adapter of nothing": command(
@@ -188,7 +195,7 @@ SERVE = {
         "serve --model model --nproc 8 --tensor 8", says="parallel.tensor=8 does not divide | attention heads"
     ),
     "too few processes": command(
-        "serve --model model --tensor 2", says="world size 1 | parallel.tensor=2 | start 2 processes (--nproc)"
+        "serve --model model --tensor 2", says="world size 1 | parallel.tensor=2 | start 2 processes (--nproc, or torchrun)"
     ),
     "too many processes": command("serve --model model --nproc 4096", says="--nproc 4096 | 4 processes a core"),
     "a host that is none": command(
