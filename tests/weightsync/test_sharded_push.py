@@ -28,6 +28,7 @@ from megascend.testing.parity import case_checkpoint, causal_samples, token_list
 from megascend.weightsync.sharded import ShardedSync, why_complete
 from support.forked_programs import run_forked
 from support.trainers import make_trainer
+from weightwire import sharded
 from weightwire.errors import OwnerError, PlanError
 from weightwire.manifest import TensorSpec
 from weightwire.transports.choice import Location, choose_pairs
@@ -488,6 +489,34 @@ def test_an_engine_that_hangs_beside_one_without_the_base_fails_the_push_in_time
 
         assert run_distributed(on_rank, 2, init=False, timeout_s=120) == [None, None]
         assert [engine.state()["versions"] for engine in served] == [{"model": 3}] * 2
+
+
+def test_an_engine_that_stops_while_members_connect_fails_the_push_in_time(parity_folder, tmp_path, monkeypatch):
+    """Gloo's constructor returns after five times its timeout, which is longer than the other ranks wait."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    connect = sharded.connect_transport
+    with engines(tmp_path, "stopped", workers=2, needs=vllm_like) as served:
+
+        def on_rank():
+            backend = make_trainer(checkpoint, Parallel(tensor=2), timeout_s=20)
+
+            def stop_first(*arguments):
+                if backend.rank == 0:
+                    time.sleep(1.0)  # the workers have published their addresses, and wait for this rank's
+                    served[0].kill(signal.SIGSTOP)
+                return connect(*arguments)
+
+            with megascend.WeightSync(backend, served, sharded=True, timeout_s=5.0) as sync:
+                monkeypatch.setattr(sharded, "connect_transport", stop_first)
+                with pytest.raises(EngineFaultError, match=r"stopped worker 0, process \d+ on \S+\) is stopped"):
+                    sync.push(1)
+                monkeypatch.setattr(sharded, "connect_transport", connect)
+                if backend.rank == 0:
+                    served[0].kill(signal.SIGCONT)
+                return sync.push(2).sharded
+
+        assert run_distributed(on_rank, 2, init=False, timeout_s=120) == [True, True]
+        assert served[0].state()["versions"] == {"model": 2}
 
 
 @pytest.mark.parametrize(

@@ -296,10 +296,18 @@ class ThreadWork:
         wait: blocks until the transfer is complete, or raises.
         buffer: kept alive until then.
         name: name of the transport, for messages.
+        failure: the beginning of the message at the deadline.
     """
 
-    def __init__(self, wait: Callable[[], object], buffer: torch.Tensor, group: Group, name: str) -> None:
-        self._buffer, self._group, self._name = buffer, group, name
+    def __init__(
+        self,
+        wait: Callable[[], object],
+        buffer: torch.Tensor,
+        group: Group,
+        name: str,
+        failure: str = "a message has not travelled",
+    ) -> None:
+        self._buffer, self._group, self._name, self._failure = buffer, group, name, failure
         self._problem: RuntimeError | None = None
         self._ended = threading.Event()
         # A daemon: the exit of the process must not wait for long for a peer that is silent.
@@ -325,7 +333,7 @@ class ThreadWork:
         while not self._ended.wait(min(POLL_S, max(0.0, deadline - time.monotonic()))):
             self._group.check()
             if time.monotonic() > deadline:
-                raise DeadlineError(f"{self._name}: a message has not travelled within {timeout_s:g} s")
+                raise DeadlineError(f"{self._name}: {self._failure} within {timeout_s:g} s")
         if self._problem is not None:
             raise TransportError(f"{self._name}: {first_line(self._problem)}") from self._problem
 

@@ -35,10 +35,19 @@ class GlooTransport(CommunicatorTransport):
             options._threads = int(setup.options.get("threads", 2))
             # A connection of its own: Gloo's threads block in it, and heartbeats must not wait for them.
             store = setup.group.store("transport", setup.timeout_s)
-            gloo = ProcessGroupGloo(store, setup.group.rank, setup.group.size, options)
         except RuntimeError as error:
             raise TransportError(f"gloo: the members could not connect: {first_line(error)}") from error
-        self._communicator = Communicator(gloo, (), setup.group.name)
+        made: list[ProcessGroupGloo] = []
+        # On a thread: with a member that is stopped, the constructor returns after five times its timeout.
+        connecting = ThreadWork(
+            lambda: made.append(ProcessGroupGloo(store, setup.group.rank, setup.group.size, options)),
+            torch.empty(0),
+            setup.group,
+            self.name,
+            "the members have not connected",
+        )
+        connecting.wait(setup.timeout_s)
+        self._communicator = Communicator(made[0], (), setup.group.name)
 
     def _broadcast_options(self) -> BroadcastOptions:
         options = super()._broadcast_options()
