@@ -336,7 +336,8 @@ class Backend:
         Raises:
             ConfigError: the model has no scalar head.
         """
-        return self._step.values(samples, adapter, reference)
+        with self._freeing_memory_on_oom():
+            return self._step.values(samples, adapter, reference)
 
     def divergences(self, samples: Sequence[Sample], loss: Loss, adapter: str | None = None) -> list[torch.Tensor]:
         """Compute the divergence from the teacher of a loss, without gradients and with dropout off: fp32 [length] each.
@@ -358,7 +359,8 @@ class Backend:
             samples: this data parallel rank's samples; may be empty on some ranks, not on all. Targets and weights do not matter.
             adapter: the adapter of samples that do not name one; without either, the base model.
         """
-        return self._step.next_token_logits(samples, adapter)
+        with self._freeing_memory_on_oom():
+            return self._step.next_token_logits(samples, adapter)
 
     def frozen_engine(self, model: str | Path) -> Engine:
         """Build the engine of another model on the ranks and groups of this one, for forward passes. Collective.
