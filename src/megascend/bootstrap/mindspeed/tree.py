@@ -48,8 +48,8 @@ OLDER_BRANCHES = {
 """Descriptions of stated versions (major and minor) from which the branch's name does not follow."""
 
 HOW_MINDSPEED = (
-    "git clone -b {branch} MindSpeed from its repository (it is not on PyPI), pip install --no-deps -e it, or put the "
-    "checkout on PYTHONPATH; see docs/npu.md"
+    "git clone -b {branch} https://gitcode.com/Ascend/MindSpeed.git, and pip install --no-deps -e MindSpeed (it is not on PyPI), "
+    "or put the checkout on PYTHONPATH; see docs/npu.md"
 )
 
 # Hard imports that MindSpeed does not declare: (module, who needs it, what to do, in which stacks).
