@@ -156,7 +156,11 @@ def load_object(name: str, setting: str, usable: Callable[[Any], bool] = callabl
     module = _import_file(Path(source), setting) if source.endswith(".py") else _import_package(source, setting)
     value = getattr(module, attribute, None)
     if not usable(value):
-        names = [key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)]
+        names = [
+            key
+            for key, member in vars(module).items()
+            if (inspect.isfunction(member) or inspect.isclass(member)) and member.__module__ == module.__name__
+        ]
         raise ConfigError(
             f"{setting}: {source} has no function or class {attribute!r}; it has {', '.join(names) or 'none'}"
         )

@@ -158,7 +158,7 @@ RL = {
     "a run file of rl": command("train rl.yaml", says="rollout: for megascend rl only"),
     "no prompts": rl("rollout.prompts=nowhere.jsonl", says="no prompts at | nowhere.jsonl"),
     "prompts that are chats": rl("rollout.prompts=data.jsonl", says="data.jsonl:1 | messages | assistant's"),
-    "no function": rl("rollout.reward=rewards", says="reward | 'rewards' | package.module:function"),
+    "no function": rl("rollout.reward=rewards", says="reward | 'rewards' | package.module:name"),
     "no file of rewards": rl("rollout.reward=no.py:f", says="reward | no.py"),
     "another function": Bad(
         words("reward.py | 'sorted' | other"), ("rl", "rl.yaml", "--set", "rollout.reward=reward.py:sorted"), reward_file
