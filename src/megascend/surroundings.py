@@ -74,13 +74,13 @@ def process_start(pid: int) -> int | None:
     return None
 
 
-def process_lives(host: object, pid: object, since: object, began: object = None) -> bool | None:
+def process_lives(host: object, pid: object, since: object, start_ticks: object = None) -> bool | None:
     """Check whether process ``pid`` of ``host``, which ran at ``since`` (seconds since 1970), still runs; None: unknown here.
 
     A process that began later has been given the same number, and a zombie has ended.
 
     Args:
-        began: :func:`process_start` of the process, if it is known: the clock may have been set since.
+        start_ticks: :func:`process_start` of the process, if it is known: the clock may have been set since.
     """
     if host != socket.gethostname() or not isinstance(pid, int) or not isinstance(since, (int, float)):
         return None
@@ -90,8 +90,8 @@ def process_lives(host: object, pid: object, since: object, began: object = None
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
-        if isinstance(began, int):
-            return process_start(pid) == began
+        if isinstance(start_ticks, int):
+            return process_start(pid) == start_ticks
         # A second of tolerance: the two clocks are read by different means.
         return process.create_time() <= since + 1.0
     except psutil.NoSuchProcess:

@@ -133,14 +133,14 @@ def test_directory_of_a_running_run_is_refused(tmp_path: Path) -> None:
 def test_running_run_is_refused_after_the_clock_was_set(tmp_path: Path) -> None:
     output = add_run(tmp_path, 4)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        began = int(Path(f"/proc/{other.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])  # proc_pid_stat(5)
+        start_ticks = int(Path(f"/proc/{other.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])  # proc_pid_stat(5)
         # The clock was an hour behind when the run began.
         start = {"event": "start", "time": time.time() - 3600, "pid": other.pid, "host": socket.gethostname()}
-        (output / "events.jsonl").write_text(json.dumps(start | {"began": began}) + "\n")
+        (output / "events.jsonl").write_text(json.dumps(start | {"start_ticks": start_ticks}) + "\n")
         with pytest.raises(ConfigError, match=f"is being written by another run, process {other.pid}"):
             check_start(output, True, None, Launch())
         # The number belongs to a later process, as the clock was an hour ahead.
-        later = start | {"time": time.time() + 3600, "began": began - 1}
+        later = start | {"time": time.time() + 3600, "start_ticks": start_ticks - 1}
         (output / "events.jsonl").write_text(json.dumps(later) + "\n")
         check_start(output, True, None, Launch())
         other.kill()

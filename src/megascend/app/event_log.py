@@ -69,7 +69,7 @@ class EventLog:
         self.active = self.started = True
         self._pending = [] if hold else None
         launch = {"world_size": self._launch.world_size, "agent": self._agent, "command": command(self._launch)}
-        self.event("start", **launch, began=process_start(os.getpid()), directory=os.getcwd(), **values)
+        self.event("start", **launch, start_ticks=process_start(os.getpid()), directory=os.getcwd(), **values)
 
     def write_pending(self) -> None:
         """Write the lines held back since :meth:`start`. On every rank."""

@@ -143,11 +143,11 @@ def failed_in_step_1(output: Path) -> bool:
     starts = [event for event in read_lines(output / EVENTS)[0] if event.get("event") == "start"]
     if not starts:
         return False
-    host, pid, since, began = (starts[-1].get(name) for name in ("host", "pid", "time", "began"))
+    host, pid, since, start_ticks = (starts[-1].get(name) for name in ("host", "pid", "time", "start_ticks"))
     if not isinstance(since, (int, float)):
         return False
     # `is False`: None means a process on another host, whose run may be alive.
-    return error_since(output, since) or process_lives(host, pid, since, began) is False
+    return error_since(output, since) or process_lives(host, pid, since, start_ticks) is False
 
 
 def refuse_running(output: Path) -> None:
@@ -157,11 +157,11 @@ def refuse_running(output: Path) -> None:
     if not starts:
         return
     start, later = events[starts[-1]], events[starts[-1] + 1 :]
-    host, pid, since, began = (start.get(name) for name in ("host", "pid", "time", "began"))
+    host, pid, since, start_ticks = (start.get(name) for name in ("host", "pid", "time", "start_ticks"))
     # A run that ended by itself has logged that; for one that was killed, look for its process.
     if pid == os.getpid() or any(event.get("event") in ("finished", "stopped") for event in later):
         return
-    if process_lives(host, pid, since, began) and not error_since(output, since):
+    if process_lives(host, pid, since, start_ticks) and not error_since(output, since):
         raise ConfigError(
             f"output: {output} is being written by another run, process {pid} on {host}: stop it first, or choose another with "
             "--set output=PATH"

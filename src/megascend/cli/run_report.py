@@ -58,7 +58,7 @@ class Attempt:
         errors: the ranks' recorded errors, the cause first.
         silent: ranks that disappeared without an error.
         process: host and process id of rank 0.
-        began: when that process began, as :func:`megascend.surroundings.process_start` counts it.
+        start_ticks: :func:`megascend.surroundings.process_start` of that process.
     """
 
     number: int
@@ -76,7 +76,7 @@ class Attempt:
     platform: str | None = None
     command: tuple[str, ...] = ()
     directory: str | None = None
-    began: int | None = None
+    start_ticks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _attempt(part: Sequence[dict[str, Any]], errors: Sequence[RankError]) -> dic
         "platform": start.get("platform"),
         "command": tuple(map(str, command)) if isinstance(command, list) else (),
         "directory": start.get("directory"),
-        "began": start.get("began"),
+        "start_ticks": start.get("start_ticks"),
     }
 
 

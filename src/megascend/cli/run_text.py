@@ -315,7 +315,7 @@ def still_running(attempt: Attempt) -> bool:
     """Return True if rank 0's process is alive on this machine."""
     if attempt.outcome != "no end" or attempt.process is None:
         return False
-    return process_lives(*attempt.process, attempt.started or 0.0, attempt.began) is True
+    return process_lives(*attempt.process, attempt.started or 0.0, attempt.start_ticks) is True
 
 
 def _location(report: RunReport) -> str:

@@ -21,7 +21,7 @@ def explain(error: ValidationError, title: str, kind: type[BaseModel]) -> str:
         title: file or class that the values are for.
     """
     lines: dict[str, list[str]] = {}
-    for item in _of_settings(error.errors(), kind):
+    for item in _setting_errors(error.errors(), kind):
         key, line = ".".join(str(part) for part in item["loc"]), _line(item, title, kind)
         alternatives = lines.setdefault(key, [])
         if line not in alternatives:
@@ -29,7 +29,7 @@ def explain(error: ValidationError, title: str, kind: type[BaseModel]) -> str:
     return f"{title}: " + "; ".join("; or ".join(alternatives) for alternatives in lines.values())
 
 
-def _of_settings(errors: Sequence[Mapping[str, Any]], kind: type[BaseModel]) -> list[Mapping[str, Any]]:
+def _setting_errors(errors: Sequence[Mapping[str, Any]], kind: type[BaseModel]) -> list[Mapping[str, Any]]:
     """Return pydantic's errors with the keys of a run file.
 
     A value that no type of a union accepts has an error for each type, whose name is part of the key. If a type accepts the value
@@ -56,7 +56,7 @@ def _location(
         types = _types(annotation)
         if len(types) > 1:
             union = path
-            annotation = next((each for each in types if str(part).startswith(_name(each))), None)
+            annotation = next((member for member in types if str(part).startswith(_name(member))), None)
             continue
         path = (*path, part)
         container, arguments = types[0], get_args(types[0])
@@ -72,7 +72,8 @@ def _types(annotation: Any) -> list[Any]:
     if get_origin(annotation) is Annotated:
         return _types(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [each for argument in get_args(annotation) if argument is not type(None) for each in _types(argument)]
+        members = [argument for argument in get_args(annotation) if argument is not type(None)]
+        return [kind for member in members for kind in _types(member)]
     return [annotation]
 
 

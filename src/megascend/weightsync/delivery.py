@@ -390,10 +390,10 @@ class Delivery:
             log.info("version %d is planned anew: %s", update.version, unknown)
             return None
         if base is not None and failed:
-            others = {name: error for name, error in failed.items() if not isinstance(error, BaseError)}
-            if others:
+            faults = {name: error for name, error in failed.items() if not isinstance(error, BaseError)}
+            if faults:
                 # Would fail again, or hang for longer than the other ranks wait. It is the reason, not a missing base.
-                failed = others
+                failed = faults
             else:
                 log.info("version %d is sent completely: %s", update.version, next(iter(failed.values())))
                 self.drop(update)

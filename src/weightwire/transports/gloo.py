@@ -37,17 +37,17 @@ class GlooTransport(CommunicatorTransport):
             store = setup.group.store("transport", setup.timeout_s)
         except RuntimeError as error:
             raise TransportError(f"gloo: the members could not connect: {first_line(error)}") from error
-        made: list[ProcessGroupGloo] = []
+        groups: list[ProcessGroupGloo] = []
         # On a thread: with a member that is stopped, the constructor returns after five times its timeout.
         connecting = ThreadWork(
-            lambda: made.append(ProcessGroupGloo(store, setup.group.rank, setup.group.size, options)),
+            lambda: groups.append(ProcessGroupGloo(store, setup.group.rank, setup.group.size, options)),
             torch.empty(0),
             setup.group,
             self.name,
             "the members have not connected",
         )
         connecting.wait(setup.timeout_s)
-        self._communicator = Communicator(made[0], (), setup.group.name)
+        self._communicator = Communicator(groups[0], (), setup.group.name)
 
     def _broadcast_options(self) -> BroadcastOptions:
         options = super()._broadcast_options()

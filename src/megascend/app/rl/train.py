@@ -142,7 +142,7 @@ class ReinforcementLearning(Training[RlConfig]):
         self._servers: EngineServers | None = None
         self._teacher: Teacher | TrainerTeacher | None = None
         self.totals = Totals()
-        self._begun = False  # the engines have weights, and get prompts
+        self._engines_ready = False  # the engines have weights, and get prompts
         self._version = 0
         self._since = 0.0
         self._records: RolloutLog | None = None
@@ -288,7 +288,7 @@ class ReinforcementLearning(Training[RlConfig]):
         # After the push and the evaluation: no training prompt is sampled with other weights.
         steps, offset = backend.step_count, self._updates.offset
         self._rollouts.on_rank_0(lambda collector: collector.start(steps, offset))
-        self._begun = True
+        self._engines_ready = True
 
     def start_loop(self, log: RunLog) -> None:
         run = self._run
@@ -301,7 +301,7 @@ class ReinforcementLearning(Training[RlConfig]):
         self._since = time.perf_counter()
 
     def next_batch(self, number: int, stop: Callable[[], bool]) -> list[TrajectoryGroup] | None:
-        return self._rollouts.take(number - 1, stop) if self._begun else None
+        return self._rollouts.take(number - 1, stop) if self._engines_ready else None
 
     def step(self, number: int, batch: Sequence[TrajectoryGroup]) -> RlRecord:
         """Learn from groups, update the engines, evaluate."""
