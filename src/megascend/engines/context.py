@@ -83,9 +83,9 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         for name, kind in (("precision", Precision), ("mtp", Mtp), ("vision_tower", VisionTower)):
-            value = getattr(self, name)
+            value, (*first, last) = getattr(self, name), get_args(kind)
             if value not in get_args(kind):
-                raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}")
+                raise ConfigError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
 
     @classmethod
     def of(cls, model: str | Path, settings: Mapping[str, Any]) -> EngineSpec:
