@@ -31,7 +31,6 @@ def settings(folder: Path, steps: int = 4, **lora: Any) -> RunConfig:
     return RunConfig(
         model=folder / "model",
         output=folder / "run",
-        engine="single",
         data={"path": folder / "texts.jsonl", "global_batch_size": 2},
         steps=steps,
         platform="cpu",
