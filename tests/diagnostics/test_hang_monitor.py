@@ -602,8 +602,9 @@ def test_silent_rank_whose_process_runs_is_late_and_not_gone(runtime: Runtime) -
 
     message, end = run_distributed(work, 2, init=False, expect_lost={1})
     assert end == Lost(None)
+    # In start-up, if the GIL was taken before the heartbeat that would have said that it is over.
     assert re.search(
-        r"Rank 1 has not arrived: after start-up for .*; its process runs and has been silent for \d+ s", message
+        r"Rank 1 has not arrived: (after|in) start-up for .*; its process runs and has been silent for \d+ s", message
     )
 
 
