@@ -35,8 +35,12 @@ REFUSED = [
         *("no triton", "PlatformError", ["needs triton without declaring it", "pip install triton-ascend"]),
         marks=pytest.mark.skipif(not IS_0_16, reason="branch 0.15 imports triton where it is used"),
     ),
-    ("no mindspeed", "PlatformError", [f"git clone -b {BRANCH} MindSpeed", "PYTHONPATH"]),
-    ("no mindspeed, auto", "PlatformError", [f"git clone -b {BRANCH} MindSpeed"]),
+    (
+        "no mindspeed",
+        "PlatformError",
+        [f"git clone -b {BRANCH} https://", "/MindSpeed.git, and pip install --no-deps -e MindSpeed", "PYTHONPATH"],
+    ),
+    ("no mindspeed, auto", "PlatformError", [f"git clone -b {BRANCH} https://", "/MindSpeed.git"]),
     (
         "mindspeed of another branch",
         "VersionError",
