@@ -225,8 +225,8 @@ class Backend:
             lr: learning rate of this step only, in place of the schedule's; for programs that have a scheduler.
 
         Raises:
-            ConfigError: a named adapter does not exist, none has accumulated gradients, ``adam`` names an adapter without a
-                step, or both ``adam`` and ``lr`` are given.
+            ConfigError: the model, a named adapter or all adapters have no accumulated gradients, a named adapter does not
+                exist, ``adam`` names an adapter without a step, or both ``adam`` and ``lr`` are given.
             OutOfDeviceMemoryError: on every rank, if any rank has no memory for the adapters' moments; nothing has changed.
         """
         trainable = self.engine.trainable

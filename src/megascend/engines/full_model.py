@@ -106,15 +106,17 @@ class FullModel:
     def choose(self, names: str | Sequence[str] | None) -> list[str]:
         if names is not None:
             raise ConfigError("optimizer_step(adapters=...): this backend trains the model itself")
+        # A step without gradients would still decay the weights and age Adam's moments.
+        if not self._accumulated:
+            raise ConfigError("optimizer_step: the model has no gradients; call forward_backward first")
         return [""]
 
     def step(
         self, names: Sequence[str], adam: Mapping[str, Adam] | None = None, *, lr: float | None = None
     ) -> StepResult:
         assert not adam, "settings of a step are by adapter, and this model has none"
-        # Without a forward_backward since the last step nothing has been reduced.
-        reduced, self._accumulated = self._accumulated and self._reduces, False
-        result = self._optimizer.step(self.step_count, reduced, lr)
+        self._accumulated = False
+        result = self._optimizer.step(self.step_count, self._reduces, lr)
         self.step_count += 1
         return result
 

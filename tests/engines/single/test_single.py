@@ -237,6 +237,14 @@ def test_skipped_step_changes_nothing_and_unsupported_settings_raise(parity_fold
     assert all(words in message for words, message in refused.items()), refused
 
 
+def test_step_without_gradients_raises_and_changes_nothing(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
+    jobs = [("step_without_gradients", (str(checkpoint), engine), {}) for engine in ("single", "fsdp")]
+    for messages, unchanged in in_process(tmp_path, *jobs):
+        assert messages == 2 * ["optimizer_step: the model has no gradients; call forward_backward first"]
+        assert unchanged
+
+
 def test_more_than_one_process_is_refused(parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     launched = environment(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")

@@ -174,11 +174,38 @@ def overflow(checkpoint: str) -> tuple[Any, bool]:
     step = backend.optimizer_step()
     after = bits(backend)
     backend.forward_backward(samples)
-    backend.discard_gradients()
-    dropped = backend.optimizer_step(lr=0.25)  # in place of the schedule's
-    assert (dropped.grad_norm, dropped.lr) == (0.0, 0.25)
+    assert backend.optimizer_step(lr=0.25).lr == 0.25  # in place of the schedule's
     backend.close()
     return step, all(after[name] == value for name, value in before.items())
+
+
+def step_without_gradients(checkpoint: str, engine: str) -> tuple[list[str], bool]:
+    """Call optimizer_step after a step and after discarded gradients; return the messages, and whether nothing has changed."""
+    backend = getattr(megascend, f"{engine.capitalize()}Backend")(
+        checkpoint,
+        precision="fp32",
+        optimizer=megascend.Adam(lr=5e-3, weight_decay=0.1),
+        platform="cpu",
+        batching=megascend.Batching(micro_batch_tokens=200),
+    )
+    samples, messages = causal_samples(token_lists()), []
+    backend.forward_backward(samples)
+    backend.optimizer_step()
+    before = bits(backend)
+    for discarded in (False, True):
+        if discarded:
+            backend.forward_backward(samples)
+            backend.discard_gradients()
+        try:
+            backend.optimizer_step()
+        except megascend.ConfigError as error:
+            messages.append(str(error))
+    unchanged = bits(backend) == before
+    backend.forward_backward(samples)
+    backend.optimizer_step()
+    changed = bits(backend) != before
+    backend.close()
+    return messages, unchanged and changed and backend.step_count == 2
 
 
 def refused(checkpoint: str) -> dict[str, str]:
