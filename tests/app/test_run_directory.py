@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,11 @@ from typing import Any
 import pytest
 
 from megascend.app.resume import check_start
-from megascend.app.run_directory import RUN_FILES, clear_output, restore
+from megascend.app.run_directory import RUN_FILES, DirectoryLock, clear_output, restore
 from megascend.app.train import train
 from megascend.config import RunConfig
 from megascend.distributed.launch import Launch
-from megascend.errors import CheckpointError, NonFiniteError, PlatformError
+from megascend.errors import CheckpointError, ConfigError, NonFiniteError, PlatformError
 from megascend.testing import faults, run_distributed
 from support.run_directory import snapshot
 
@@ -50,6 +52,57 @@ def test_interrupted_clear_leaves_all_files_or_none(
     monkeypatch.setattr(os, "replace", replace)
     check_start(tmp_path, True, None, Launch())
     assert snapshot(tmp_path) == (before if moves < 5 else {"notes.txt": before["notes.txt"]})
+
+
+def test_directory_that_another_host_has_locked_is_refused(tmp_path: Path) -> None:
+    """The process is in a namespace with another host name, as in another container: its number says nothing here."""
+    program = (
+        "import pathlib, sys; from megascend.app.run_directory import DirectoryLock; "
+        "lock = DirectoryLock(pathlib.Path(sys.argv[1])); lock.acquire(); print('locked', flush=True); input()"
+    )
+    container = ["unshare", "--user", "--map-root-user", "--uts", "bash", "-c", 'hostname elsewhere; exec "$@"', "bash"]
+    if (tried := subprocess.run([*container, "true"], capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"this machine allows no namespaces: {tried.stderr.strip()}")
+    output = tmp_path / "run"
+    command = [*container, sys.executable, "-c", program, str(output)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        earlier(output)
+        before = snapshot(output)
+        for overwrite, resume in ((True, None), (False, "auto"), (False, None)):
+            with pytest.raises(ConfigError, match=f"by another run, process {holder.pid} on elsewhere: stop it first"):
+                check_start(output, overwrite, resume, Launch())
+        with pytest.raises(ConfigError, match=r"remove .*/run/\.lock"):
+            DirectoryLock(output).acquire()
+        assert snapshot(output) == before
+        holder.kill()
+    check_start(output, True, None, Launch())
+    lock = DirectoryLock(output)
+    lock.acquire()
+    lock.release()
+
+
+def test_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path)
+    lock.acquire()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reading, 1)  # until the test has ended
+        os._exit(0)
+    try:
+        lock.release()
+        program = (
+            "import pathlib, sys; from megascend.app.run_directory import DirectoryLock; "
+            "DirectoryLock(pathlib.Path(sys.argv[1])).acquire()"
+        )
+        subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
 
 
 def test_failed_clear_restores_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
