@@ -6,7 +6,7 @@ Collective where a backend is used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -28,13 +28,18 @@ if TYPE_CHECKING:
 
 
 class LearningObjective(ABC):
-    """Learning objective: turns samples into batches, and batches into a loss."""
+    """Learning objective: turns samples into batches, and batches into a loss.
+
+    Attributes:
+        before_batch: called on every rank before each batch that :meth:`measure` scores; may raise, on all of them.
+    """
 
     trial_loss: ClassVar[Loss] = BUILT_IN["cross_entropy"]
     """Loss of a trial step: it takes as much memory as the objective's, and accepts any samples."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
+        self.before_batch: Callable[[], None] = lambda: None
 
     @property
     def loss(self) -> Loss:
@@ -209,6 +214,7 @@ class TokenObjective(LearningObjective):
         """Return the weighted sum of :meth:`losses` and the sum of weights, or the number of samples."""
         total = weight = 0.0
         for start in range(0, len(samples), batch_size):
+            self.before_batch()
             shard = backend.shard(samples[start : start + batch_size])
             for sample, losses in zip(shard, self.losses(backend, shard, adapter), strict=True):
                 if self._loss.per == "sample":
@@ -321,6 +327,7 @@ class PreferenceObjective(LearningObjective):
         """Return the sums of the loss and its metrics over the pairs, and their number."""
         sums = MetricSums()
         for start in range(0, self.units(samples), batch_size):
+            self.before_batch()
             units = range(start, min(start + batch_size, self.units(samples)))
             # Pairs stay together and in order.
             shard = backend.shard(self._members(samples, units))
@@ -375,6 +382,7 @@ class ClassificationObjective(TokenObjective):
         """Return the sums of the loss and its metrics over the samples, their number, and the outcomes of each label."""
         sums = MetricSums()
         for start in range(0, len(samples), batch_size):
+            self.before_batch()
             shard = backend.shard(samples[start : start + batch_size])
             for sample, values in zip(shard, backend.values(shard, adapter), strict=True):
                 sums.add(*loss_values(self._loss, [sample], [values]))
@@ -441,6 +449,7 @@ class LabelledObjective(PreferenceObjective):
         labelled: list[tuple[Sample, torch.Tensor, torch.Tensor | None]] = []
         ratios: list[float] = []
         for start in range(0, self.units(samples), batch_size):
+            self.before_batch()
             members = self._members(samples, range(start, min(start + batch_size, self.units(samples))))
             for sample in members:
                 self._add_reference(samples, sample)

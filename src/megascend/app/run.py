@@ -123,7 +123,7 @@ def run(
             print(f"ready after {phases}", flush=True)
 
         saves, rows, step = train_steps(training, this_run, directory, inputs, signals, phases, kernel_compilation)
-        if step < config.steps and not training.finished:
+        if training.measurement_stopped or (step < config.steps and not training.finished):
             stopped = signals.received.name if signals.received is not None else "a signal on another rank"
             report_stop(directory, step, stopped, saves.problem)
             return RunResult(step, None, stopped)
@@ -232,7 +232,8 @@ def train_steps(
                     phases.end("first step")
                     kernel_compilation.close()
                     run.event_log.event("first_step", **phases.record())
-                if saves.after_step(number, signals.received is not None) or training.finished:
+                stopped = signals.received is not None or training.measurement_stopped
+                if saves.after_step(number, stopped) or training.finished:
                     break
         except Exception as error:
             # Save neither an incomplete step nor one that other ranks may still be in.

@@ -122,14 +122,14 @@ class RunLog:
             None  # None before the first record, whose class names the metrics
         )
         self.rows: list[dict[str, Any]] = []
-        self._earlier_bytes = 0  # of the metrics of steps before this process
+        self._earlier_bytes: list[int] = []  # of each row of steps before this process
 
     def __enter__(self) -> RunLog:
         if self._enabled:
             # Also for a run that is resumed at its last step and takes none: its plot shows these rows.
             if self._steps_done:
                 earlier = list(complete_rows(self._output / METRICS, self._steps_done))
-                self.rows, self._earlier_bytes = [row for row, _ in earlier], sum(size for _, size in earlier)
+                self.rows, self._earlier_bytes = [row for row, _ in earlier], [size for _, size in earlier]
             self._clock.start()
             self._display.start()
         return self
@@ -173,6 +173,13 @@ class RunLog:
         values = {name: getattr(record, name) for name in record.at_intervals}
         self._measured |= {name: (record.step, value) for name, value in values.items() if value is not None}
 
+    def complete_last(self, values: Mapping[str, Any]) -> None:
+        """Add to the last row of a resumed run what was measured after it only now. Before the first :meth:`write`."""
+        if self._enabled and self.rows:
+            self._earlier_bytes.pop()
+            self._unwritten.append(self.rows.pop() | {name: rounded(value) for name, value in values.items()})
+            self._write_rows()
+
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Show the model's answers after a step, by prompt, and pass them to the trackers."""
         if not self._enabled:
@@ -201,7 +208,7 @@ class RunLog:
 
     def _write_rows(self) -> None:
         if self._file is None:
-            self._file = AppendFile(self._output / METRICS, self._earlier_bytes)
+            self._file = AppendFile(self._output / METRICS, sum(self._earlier_bytes))
         for row in self._unwritten:
             self.rows.append(row)
             self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")

@@ -38,6 +38,10 @@ def stopping() -> tuple[signal.Signals, ...]:
     )
 
 
+class MeasurementStopped(Exception):
+    """A stop signal came during a measurement, on any rank; raised on all. A resumed run measures again."""
+
+
 class SignalRecorder(ABC):
     """Context manager that records :data:`STOPPING` signals instead of ending the process.
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SEQUENCES = 1024
 """Sequences that are sent to all ranks and scored at a time."""
+RESPONSE_SLICE = 64
+"""Tokens of each response that are sampled between two calls of ``before_batch``."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class TaskScorer:
         template: chat template for tasks that are rendered as conversations.
         adapter: name of the adapter that is measured; None: the model itself.
         show: show progress on stderr, on rank 0.
+        before_batch: called on every rank before it scores sequences or samples responses; may raise, on all of them.
     """
 
     def __init__(
@@ -99,9 +102,10 @@ class TaskScorer:
         adapter: str | None = None,
         *,
         show: bool = False,
+        before_batch: Callable[[], None] = lambda: None,
     ) -> None:
         self.backend, self.tokenizer, self.template = backend, tokenizer, template
-        self._stops, self._adapter, self._show = tuple(stops), adapter, show
+        self._stops, self._adapter, self._show, self._before_batch = tuple(stops), adapter, show, before_batch
         budget = backend.engine.batching.budget
         self.limit = min(backend.max_length, budget - budget % backend.engine.layout.padded_length(1))
         self._computing = False
@@ -117,6 +121,7 @@ class TaskScorer:
         template: ChatTemplate | None = None,
         *,
         show: bool = False,
+        before_batch: Callable[[], None] = lambda: None,
     ) -> TaskScorer:
         """Build a scorer for ``tasks``. Local.
 
@@ -129,11 +134,13 @@ class TaskScorer:
         """
         if not tasks.chat_template:
             # As in the harness: outside conversations, the end of a turn does not end the response.
-            return cls(backend, tokenizer, sorted(stop_tokens(tokenizer, model, None)), None, adapter, show=show)
+            stops = stop_tokens(tokenizer, model, None)
+            return cls(backend, tokenizer, sorted(stops), None, adapter, show=show, before_batch=before_batch)
         if not tokenizer.chat_template:
             raise ConfigError("chat_template: true of the tasks, and the model's tokenizer has no chat template")
         template = template or ChatTemplate(tokenizer)
-        return cls(backend, tokenizer, sorted(stop_tokens(tokenizer, model, template)), template, adapter, show=show)
+        stops = stop_tokens(tokenizer, model, template)
+        return cls(backend, tokenizer, sorted(stops), template, adapter, show=show, before_batch=before_batch)
 
     def measure(self, suite: Tasks | None, *, errors: bool = False) -> TaskScores:
         """Measure the tasks of ``suite``, which rank 0 has; the same metrics on every rank.
@@ -206,6 +213,7 @@ class TaskScorer:
     @torch.no_grad()
     def score(self, sequences: Sequence[tuple[list[int], int]], greedy: bool) -> list[tuple[float, bool]]:
         """Compute :meth:`scores` on all ranks, which share the sequences."""
+        self._before_batch()
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, (tokens, count) in enumerate(sequences):
             # Answers of one token to the same question take one pass; a negative number marks an unused position.
@@ -253,7 +261,8 @@ class TaskScorer:
         results: dict[int, list[int]] = {}
         show = self._show and self.backend.rank == 0
         with tqdm(total=len(requests), desc="responses", disable=not show) as bar:
-            for finished in sampler.in_slices(requests):
+            for finished in sampler.in_slices(requests, RESPONSE_SLICE):
+                self._before_batch()
                 for index, result in finished.items():
                     if result.error is not None:
                         raise EvaluationError(f"a task's prompt cannot be answered: {result.error}")

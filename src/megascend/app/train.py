@@ -17,9 +17,10 @@ from megascend.app.preflight import RunPlan
 from megascend.app.resume import saved_manifests, with_template_date
 from megascend.app.run import run
 from megascend.app.run_log import EMPTY, MetricsRecord, RunLog, rounded
+from megascend.app.stop_signals import MeasurementStopped
 from megascend.app.training import Run, RunContext, Training, model_line, too_many_skips
 from megascend.config import RunConfig
-from megascend.config.data import PREFERENCE_LOSSES
+from megascend.config.data import PREFERENCE_LOSSES, Validation
 from megascend.distributed.launch import Launch
 from megascend.errors import EvaluationError
 from megascend.io.paths import make_directory
@@ -126,6 +127,7 @@ class TrainCounts:
         stale: measurements since then.
         measure: digest of what the best value depends on, see :meth:`SupervisedTraining._metric_digest`; None without a metric,
             or in a checkpoint of an earlier version.
+        measurement_due: a signal stopped what was to be measured after the last step.
     """
 
     tokens: int = 0
@@ -137,6 +139,7 @@ class TrainCounts:
     best_step: int | None = None
     stale: int = 0
     measure: str | None = None
+    measurement_due: bool = False
 
     def add_measurement(self, value: float, *, step: int, min_delta: float, higher_is_better: bool = False) -> None:
         """Record a value of ``validation.metric``. One that is not finite is no improvement."""
@@ -239,6 +242,12 @@ class SupervisedTraining(Training[RunConfig]):
 
         config, self._run = run.config, run
         self._last_step = run.backend.step_count
+
+        def check_stop() -> None:
+            if run.backend.any_rank(stop())[0]:
+                raise MeasurementStopped
+
+        self.objective.before_batch = check_stop
         self._stream = self.samples.batches(config, self.objective)
         run.stack.callback(self._stream.close)
         if progress is not None:
@@ -257,7 +266,8 @@ class SupervisedTraining(Training[RunConfig]):
             tokenizer = self._tokenizer
             template = ChatTemplate(tokenizer, config.data.chat_template_options, config.template_date)
             self._task_scorer = TaskScorer.prepare(
-                run.backend, tokenizer, config.model, config.validation.tasks, run.adapter, template
+                *(run.backend, tokenizer, config.model, config.validation.tasks, run.adapter, template),
+                before_batch=check_stop,
             )
         self._budget = TokenBudget(config)
         self._budget.apply(
@@ -314,20 +324,37 @@ class SupervisedTraining(Training[RunConfig]):
 
     def start_loop(self, log: RunLog) -> None:
         self._log, self._run.backend.on_micro_batch = log, log.micro_batch
-        run = self._run
-        validation = run.config.validation
-        if validation is not None and validation.at_start and run.backend.step_count == 0:
-            if self.samples.held_out is not None:
-                loss, metrics = self._validation_figures()
-                run.event_log.event("validated", step=0, validation_loss=loss, **metrics)
-                if run.main_rank:
-                    print(f"validation loss before the first step: {loss:.4f}", flush=True)
-            if self._task_scorer is not None:
-                scores = self._measure_tasks(self._task_scorer, 0)
-                if validation.metric != "loss":
-                    scores.metric(validation.metric)  # raises for an unknown metric now, not after many steps
-                self._show_tasks("before the first step")
+        validation, number = self._run.config.validation, self._run.backend.step_count
+        try:
+            if self.counts.measurement_due:
+                self._validate_again(number)
+            elif validation is not None and validation.at_start and number == 0:
+                self._validate_at_start(validation)
+        except MeasurementStopped:
+            self.measurement_stopped = True
         self._step_start = time.perf_counter()
+
+    def _validate_again(self, number: int) -> None:
+        """Measure what a signal stopped after step ``number``, and add it to that step's line in metrics.jsonl."""
+        loss, metrics = self._validate(number)
+        self.counts.measurement_due = False
+        self._log.complete_last({"validation_loss": loss, **metrics})
+        if loss is not None and self._run.main_rank:
+            print(f"validation loss after step {number}: {loss:.4f}", flush=True)
+        self._show_tasks(f"after step {number}")
+
+    def _validate_at_start(self, validation: Validation) -> None:
+        """Measure the model before the first step; it does not count as the best one."""
+        if self.samples.held_out is not None:
+            loss, metrics = self._validation_figures()
+            self._run.event_log.event("validated", step=0, validation_loss=loss, **metrics)
+            if self._run.main_rank:
+                print(f"validation loss before the first step: {loss:.4f}", flush=True)
+        if self._task_scorer is not None:
+            scores = self._measure_tasks(self._task_scorer, 0)
+            if validation.metric != "loss":
+                scores.metric(validation.metric)  # raises for an unknown metric now, not after many steps
+            self._show_tasks("before the first step")
 
     @property
     def finished(self) -> bool:
@@ -339,7 +366,9 @@ class SupervisedTraining(Training[RunConfig]):
         validation = self._run.config.validation
         return self.counts.best_step if validation is not None and validation.keep_best else None
 
-    def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Sample]:
+    def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Sample] | None:
+        if self.measurement_stopped:  # before the first step
+            return None
         return self.samples.next_batch(self._stream, self.objective, self._run.backend)
 
     def step(self, number: int, batch: Sequence[Sample]) -> StepRecord:
@@ -364,7 +393,11 @@ class SupervisedTraining(Training[RunConfig]):
         counts.skipped += step.skipped
         counts.seconds += seconds
         counts.loss, self._last_step = result.loss, number
-        validation_loss, metrics = self._validate(number)
+        try:
+            validation_loss, metrics = self._validate(number)
+        except MeasurementStopped:
+            validation_loss, metrics = None, {}
+            self.measurement_stopped = counts.measurement_due = True
         tokens_per_s = result.total_tokens / seconds
         return StepRecord(
             step=number,
@@ -391,21 +424,23 @@ class SupervisedTraining(Training[RunConfig]):
         validation, last = config.validation, number == config.steps
         if validation is None:
             return None, {}
-        loss, metrics = None, {}
-        add_measurement = functools.partial(counts.add_measurement, step=number, min_delta=validation.min_delta)
+        loss, metrics, scores = None, {}, None
         if self.samples.held_out is not None and (number % validation.every == 0 or last):
             loss, metrics = self._validation_figures()
+        if self._task_scorer is not None and (number % validation.tasks_interval == 0 or last):
+            scores = self._measure_tasks(self._task_scorer, number)
+            metrics = metrics | {f"tasks/{name}": value for name, value in scores.values.items()}
+        # After all measurements: if a signal stops one of them, a resumed run repeats all.
+        add_measurement = functools.partial(counts.add_measurement, step=number, min_delta=validation.min_delta)
+        if loss is not None:
             counts.validation_loss = loss
             if validation.metric == "loss":
                 add_measurement(loss)
             elif validation.needs_labels:
                 add_measurement(metrics[f"validation_{validation.metric}"], higher_is_better=True)
-        if self._task_scorer is not None and (number % validation.tasks_interval == 0 or last):
-            scores = self._measure_tasks(self._task_scorer, number)
-            metrics |= {f"tasks/{name}": value for name, value in scores.values.items()}
-            if validation.metric != "loss":
-                value, higher = scores.metric(validation.metric)
-                add_measurement(value, higher_is_better=higher)
+        if scores is not None and validation.metric != "loss":
+            value, higher = scores.metric(validation.metric)
+            add_measurement(value, higher_is_better=higher)
         return loss, metrics
 
     def _validation_figures(self) -> tuple[float, dict[str, float]]:

@@ -68,12 +68,14 @@ class Training(ABC, Generic[AnyConfig]):
         shared_errors: errors that a step raises on every rank, so that all of them can save the last step.
         panels: panels of the run's plot.
         chat_template: template to export in place of the model's; None: the model's.
+        measurement_stopped: a signal has stopped what is measured after the last step (or before the first one).
     """
 
     progress_keys: ClassVar[tuple[str, ...]]
     shared_errors: ClassVar[tuple[type[Exception], ...]] = ()
     panels: ClassVar[Sequence[Panel]] = PANELS
     chat_template: str | None = None
+    measurement_stopped: bool = False
 
     def check(self, config: AnyConfig, launch: Launch) -> None:
         """Check settings that :func:`megascend.app.preflight.check_run` does not know. Called before torch is imported."""
@@ -97,8 +99,8 @@ class Training(ABC, Generic[AnyConfig]):
         """Resume from ``progress`` of a checkpoint, or begin at step 1; print a summary of the run. Collective.
 
         Args:
-            stop: returns True once this rank has received a signal. It ends a wait for other processes; :meth:`next_batch` then
-                returns None.
+            stop: returns True once this rank has received a signal. It ends measurements, and waits for other processes;
+                :meth:`next_batch` then returns None.
         """
 
     @abstractmethod

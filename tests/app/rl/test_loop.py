@@ -244,6 +244,36 @@ def test_sigterm_while_engines_are_awaited_saves_and_resumes(folder: Path, monke
     assert [row["step"] for row in rows(branch)] == [3, 4]
 
 
+@pytest.mark.parametrize("measured", [0, 1, 2], ids=["before step 1", "after step 2", "after the last step"])
+def test_sigterm_during_an_evaluation_saves_and_the_resumed_run_repeats_it(folder: Path, measured: int) -> None:
+    evaluation = {"prompts": folder / "prompts.jsonl", "every": 2, "temperature": 0.0}
+    changes = {"evaluation": evaluation, "steps": 4, "rollout": {"in_order": True, "max_lag": 0}}
+    config = settings(folder, f"evaluation-{measured}", **changes)
+    reference = settings(folder, f"evaluation-{measured}-reference", **changes)
+
+    class Interrupting(RecordedEngine):
+        evaluated = 0
+
+        async def generate(self, prompt: Any, sampling: Any, *arguments: Any) -> list[Completion]:
+            if sampling.temperature == 0:
+                self.evaluated += 1
+                if self.evaluated == 7 * measured + 3:  # of seven prompts
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    await asyncio.sleep(DEADLINE_S)
+            return await super().generate(prompt, sampling, *arguments)
+
+    stopped = in_a_fork(lambda: run(config, Interrupting))[0]
+    assert (stopped.steps, stopped.stopped) == (2 * measured, "SIGTERM")
+    assert measured == 0 or rows(config)[-1]["eval_reward"] is None
+    resumed = in_a_fork(lambda: run(config, RecordedEngine, resume="auto"))[0]
+    complete = in_a_fork(lambda: run(reference, RecordedEngine))[0]
+    assert (resumed.steps, resumed.stopped) == (4, None)
+    assert (resumed.reward_before, resumed.reward_after) == (complete.reward_before, complete.reward_after)
+    for key in ("step", "loss", "eval_reward"):
+        assert [row[key] for row in rows(config)] == [row[key] for row in rows(reference)]
+    assert [row["eval_reward"] is None for row in rows(config)] == [True, False, True, False]
+
+
 def test_errors_of_engines_and_rewards_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megascend.rollout.collector.BACKOFF_S", 0.01)
 

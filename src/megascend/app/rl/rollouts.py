@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megascend.app.stop_signals import MeasurementStopped
 from megascend.errors import DataError, EngineTimeoutError
 from megascend.rollout.buffer import Counts
 from megascend.rollout.group import TrajectoryGroup
@@ -82,10 +83,18 @@ class SharedRollouts:
                         f"step {step + 1}: {waiting_for} for {self._patience_s:g} s (rollout.timeout_s)"
                     )
 
-    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int, offset: int | None = None) -> float:
+    def evaluate(
+        self,
+        prompts: Sequence[Prompt],
+        temperature: float,
+        n: int,
+        offset: int | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> float:
         """Return the mean reward of ``n`` responses to each prompt; ``offset`` as for :meth:`RolloutCollector.start`.
 
         Raises:
+            MeasurementStopped: any rank received a stop signal.
             EngineError, DataError: an engine or the reward function failed, on every rank.
             EngineTimeoutError: nothing has been graded within the patience.
         """
@@ -119,6 +128,8 @@ class SharedRollouts:
         # Named for the hang monitor, which would otherwise report a collective that takes long.
         with self._backend.groups.monitor.phase("evaluation"):
             while (reward := self.on_rank_0(wait)) is None:
+                if self._backend.any_rank(stop())[0]:
+                    raise MeasurementStopped
                 self.recover()
         return reward
 

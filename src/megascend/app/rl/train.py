@@ -22,6 +22,7 @@ from megascend.app.rl.records import (
     reference_figures,
 )
 from megascend.app.run import run
+from megascend.app.stop_signals import MeasurementStopped
 from megascend.app.training import Run, RunContext, Training, model_line, too_many_skips
 from megascend.config.rl import BASE, TRAINER, RlConfig
 from megascend.distributed.launch import Launch
@@ -114,6 +115,7 @@ class Totals:
         waited_s: time of these waits.
         tokens: tokens that were learned from.
         reward_before, reward_after: mean reward in the first and in the last evaluation.
+        evaluation_due: a signal stopped the evaluation after the last step.
     """
 
     seconds: float = 0.0
@@ -121,6 +123,7 @@ class Totals:
     reward_after: float = math.nan
     waited_s: float = 0.0
     tokens: int = 0
+    evaluation_due: bool = False
 
 
 class ReinforcementLearning(Training[RlConfig]):
@@ -136,6 +139,7 @@ class ReinforcementLearning(Training[RlConfig]):
     _rollouts: SharedRollouts
     _updates: EngineUpdates
     _counts: Counts
+    _stop: Callable[[], bool]
 
     def __init__(self, engines: EngineFactory | None = None) -> None:
         self._make_engines = engines
@@ -143,6 +147,7 @@ class ReinforcementLearning(Training[RlConfig]):
         self._teacher: Teacher | TrainerTeacher | None = None
         self.totals = Totals()
         self._engines_ready = False  # the engines have weights, and get prompts
+        self._late_reward: float | None = None  # of the last step before this process, whose line is in metrics.jsonl
         self._version = 0
         self._since = 0.0
         self._records: RolloutLog | None = None
@@ -226,6 +231,7 @@ class ReinforcementLearning(Training[RlConfig]):
         from megascend.weightsync import WeightSync
 
         self._run, config, backend, settings = run, run.config, run.backend, run.config.sync
+        self._stop = stop
         if config.rollout.router_replay:
             check_router_replay(backend.engine)
         if progress is not None:
@@ -278,11 +284,8 @@ class ReinforcementLearning(Training[RlConfig]):
         if not self._updates.begin(stop):
             return
         self._rollouts.recover = self._updates.recover
-        # A run that was stopped while it waited for engines has a checkpoint of step 0, without an evaluation.
-        if config.evaluation is not None and backend.step_count == 0 and math.isnan(self.totals.reward_before):
-            reward = self._evaluate(0)
-            self.totals.reward_before = self.totals.reward_after = reward
-            run.event_log.event("evaluated", step=0, reward=reward)
+        if not self._evaluate_before_loop():
+            return
         # Before the first prompt: episodes that end while the loop is prepared count for the first step.
         self._counts = self._rollouts.counts()
         # After the push and the evaluation: no training prompt is sampled with other weights.
@@ -290,9 +293,31 @@ class ReinforcementLearning(Training[RlConfig]):
         self._rollouts.on_rank_0(lambda collector: collector.start(steps, offset))
         self._engines_ready = True
 
+    def _evaluate_before_loop(self) -> bool:
+        """Evaluate before the first step, or what a signal stopped after the last one; False if a signal stops it."""
+        run, totals, number = self._run, self.totals, self._run.backend.step_count
+        # A run that was stopped while it waited for engines has a checkpoint of step 0, without an evaluation.
+        first = number == 0 and math.isnan(totals.reward_before)
+        if run.config.evaluation is None or not (first or totals.evaluation_due):
+            return True
+        try:
+            totals.reward_after = reward = self._evaluate(number)
+        except MeasurementStopped:
+            self.measurement_stopped = True
+            return False
+        totals.evaluation_due = False
+        if first:
+            totals.reward_before = reward
+            run.event_log.event("evaluated", step=0, reward=reward)
+        else:
+            self._late_reward = reward
+        return True
+
     def start_loop(self, log: RunLog) -> None:
         run = self._run
         self._version = run.backend.step_count
+        if self._late_reward is not None:
+            log.complete_last({"eval_reward": self._late_reward})
         if run.main_rank:
             from megascend.app.rl.rollout_log import RolloutLog
 
@@ -334,7 +359,10 @@ class ReinforcementLearning(Training[RlConfig]):
             # Engines that were lost and are back get these weights, or later ones.
         synced, eval_reward = time.perf_counter(), None
         if config.evaluation is not None and (number % config.evaluation.every == 0 or number == config.steps):
-            eval_reward = self.totals.reward_after = self._evaluate(number)
+            try:
+                eval_reward = self.totals.reward_after = self._evaluate(number)
+            except MeasurementStopped:
+                self.measurement_stopped = self.totals.evaluation_due = True
         dropped = self._rollouts.take_dropped()
         if self._records is not None:
             self._records.write(number, batch, dropped, self._evaluated, learned.penalised)
@@ -398,7 +426,9 @@ class ReinforcementLearning(Training[RlConfig]):
         settings = self._run.config.evaluation
         assert settings is not None
         held_out = [prompt for _, prompt in self.prompts.held_out]
-        reward = self._rollouts.evaluate(held_out, settings.temperature, settings.samples, self._updates.offset)
+        reward = self._rollouts.evaluate(
+            held_out, settings.temperature, settings.samples, self._updates.offset, self._stop
+        )
         self._evaluated.append((step, self._rollouts.evaluated))
         return reward
 
