@@ -61,8 +61,8 @@ def test_directory_that_another_host_has_locked_is_refused(tmp_path: Path) -> No
         "lock = DirectoryLock(pathlib.Path(sys.argv[1])); lock.acquire(); print('locked', flush=True); input()"
     )
     container = ["unshare", "--user", "--map-root-user", "--uts", "bash", "-c", 'hostname elsewhere; exec "$@"', "bash"]
-    if (tried := subprocess.run([*container, "true"], capture_output=True, text=True, check=False)).returncode:
-        pytest.skip(f"this machine allows no namespaces: {tried.stderr.strip()}")
+    if (probe := subprocess.run([*container, "true"], capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"this machine allows no namespaces: {probe.stderr.strip()}")
     output = tmp_path / "run"
     command = [*container, sys.executable, "-c", program, str(output)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
