@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import queue
 import threading
@@ -21,6 +22,10 @@ from weightwire.engine import Completion, Sampling
 from weightwire.errors import UnsupportedCallError
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+SLOW_S = 300.0
+"""Seconds after which a call of the reward function that has not returned is reported; then after twice as many, and so on."""
 
 
 class ResponseSampler(Protocol):
@@ -117,9 +122,17 @@ class GradedResponses(Episodes):
                 for completion in completions
             ]
 
+        waiter = asyncio.wrap_future(self._graders.submit(prompt, graded))
+        wait_s = SLOW_S
         try:
-            return await asyncio.wrap_future(self._graders.submit(prompt, graded))
+            while not (await asyncio.wait({waiter}, timeout=wait_s))[0]:
+                wait_s *= 2
+                # Other prompts keep the run going, so that nothing else would report it.
+                if (seconds := self._graders.running_s(prompt)) is not None:
+                    log.warning("rollouts: %s; they continue without this prompt", self._describe(prompt, seconds))
+            return waiter.result()
         finally:
+            waiter.cancel()  # by the end of the run
             self.completed += 1
 
     def _graded(
@@ -150,7 +163,9 @@ class GradedResponses(Episodes):
         call = self._graders.oldest()
         if call is None:
             return None
-        prompt, seconds = call
+        return self._describe(*call)
+
+    def _describe(self, prompt: Prompt, seconds: float) -> str:
         source = self._locate(prompt)
         return f"{self.name} has not returned for {seconds:.0f} s{f' for the prompt at {source}' if source else ''}"
 
@@ -184,6 +199,12 @@ class Graders:
             return None
         start, prompt = min(running, key=lambda call: call[0])
         return prompt, time.monotonic() - start
+
+    def running_s(self, prompt: Prompt) -> float | None:
+        """Return how many seconds a prompt's call has been running; None if it waits for a thread."""
+        return next(
+            (time.monotonic() - start for start, other in list(self._running.values()) if other is prompt), None
+        )
 
     def close(self) -> None:
         """Cancel waiting calls, and end the threads after their current ones."""
