@@ -492,19 +492,24 @@ class RlConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
-    def _penalised_rewards(self) -> RlConfig:
+    def _replaced_rewards(self) -> RlConfig:
+        """Refuse settings of what is learned from rewards beside a teacher in place of rewards."""
+        if self.learns_from_rewards:
+            return self
         # Otherwise a run would report the penalty of each rollout and learn nothing from it.
         reference = self.reference
-        if (
-            reference is not None
-            and reference.penalty == "reward"
-            and reference.coefficient
-            and not self.learns_from_rewards
-        ):
+        if reference is not None and reference.penalty == "reward" and reference.coefficient:
             raise ValueError(
                 f"reference.penalty: reward (coefficient {reference.coefficient:g}) has no effect with a teacher in place of "
                 "rewards: set reference.penalty: loss, or teacher.rewards: true with teacher.loss: policy"
             )
+        for name in ("preset", "advantages", "divide_by_std", "overlong_share"):
+            value = getattr(self.objective, name)
+            if value != Objective.model_fields[name].default:
+                raise ValueError(
+                    f"objective.{name}: {value} is for rewards, which the teacher replaces: leave it out, or set teacher.rewards: "
+                    "true with teacher.loss: policy"
+                )
         return self
 
     @model_validator(mode="after")
