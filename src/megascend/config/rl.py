@@ -507,8 +507,8 @@ class RlConfig(TrainerConfig):
             value = getattr(self.objective, name)
             if value != Objective.model_fields[name].default:
                 raise ValueError(
-                    f"objective.{name}: {value} is for rewards, which the teacher replaces: leave it out, or set teacher.rewards: "
-                    "true with teacher.loss: policy"
+                    f"objective.{name}: {value} is for rewards, which the teacher replaces: leave it out, or set "
+                    "teacher.rewards: true with teacher.loss: policy"
                 )
         return self
 
