@@ -167,7 +167,7 @@ def _look_up(groups: dict[str, T], name: str, kind: str) -> T:
     if name not in groups:
         axes_of(name)  # raises for a name that does not exist
     if not groups:
-        raise ProcessGroupError(f"no {kind} {name!r}: these process groups were destroyed")
+        raise ProcessGroupError(f"no {kind} {name!r}: these process groups were destroyed, as by Backend.close()")
     if name not in groups:
         raise ProcessGroupError(f"group {name!r} has no {kind}; those that have: {', '.join(groups)}")
     return groups[name]
