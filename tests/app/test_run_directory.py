@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megascend.app.resume import check_start
-from megascend.app.run_directory import RUN_FILES, DirectoryLock, clear_output, restore
+from megascend.app.run_directory import RUN_FILES, clear_output, lock_output, restore
 from megascend.app.train import train
 from megascend.config import RunConfig
 from megascend.distributed.launch import Launch
@@ -57,8 +57,8 @@ def test_interrupted_clear_leaves_all_files_or_none(
 def test_directory_that_another_host_has_locked_is_refused(tmp_path: Path) -> None:
     """The process is in a namespace with another host name, as in another container: its number says nothing here."""
     program = (
-        "import pathlib, sys; from megascend.app.run_directory import DirectoryLock; "
-        "lock = DirectoryLock(pathlib.Path(sys.argv[1])); lock.acquire(); print('locked', flush=True); input()"
+        "import pathlib, sys; from contextlib import ExitStack; from megascend.app.run_directory import lock_output; "
+        "stack = ExitStack(); lock_output(pathlib.Path(sys.argv[1]), stack); print('locked', flush=True); input()"
     )
     container = ["unshare", "--user", "--map-root-user", "--uts", "bash", "-c", 'hostname elsewhere; exec "$@"', "bash"]
     if (probe := subprocess.run([*container, "true"], capture_output=True, text=True, check=False)).returncode:
@@ -73,36 +73,13 @@ def test_directory_that_another_host_has_locked_is_refused(tmp_path: Path) -> No
         for overwrite, resume in ((True, None), (False, "auto"), (False, None)):
             with pytest.raises(ConfigError, match=f"by another run, process {holder.pid} on elsewhere: stop it first"):
                 check_start(output, overwrite, resume, Launch())
-        with pytest.raises(ConfigError, match=r"remove .*/run/\.lock"):
-            DirectoryLock(output).acquire()
+        with pytest.raises(ConfigError, match=r"remove .*/run/\.lock"), contextlib.ExitStack() as stack:
+            lock_output(output, stack)
         assert snapshot(output) == before
         holder.kill()
     check_start(output, True, None, Launch())
-    lock = DirectoryLock(output)
-    lock.acquire()
-    lock.release()
-
-
-def test_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    lock = DirectoryLock(tmp_path)
-    lock.acquire()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.read(reading, 1)  # until the test has ended
-        os._exit(0)
-    try:
-        lock.release()
-        program = (
-            "import pathlib, sys; from megascend.app.run_directory import DirectoryLock; "
-            "DirectoryLock(pathlib.Path(sys.argv[1])).acquire()"
-        )
-        subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
-    finally:
-        os.write(writing, b"x")
-        os.waitpid(child, 0)
-        os.close(reading)
-        os.close(writing)
+    with contextlib.ExitStack() as stack:
+        lock_output(output, stack)
 
 
 def test_failed_clear_restores_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ from megascend.app.run_directory import (
     CHECKPOINTS,
     RESULTS,
     RUN_FILES,
-    DirectoryLock,
     OutputDirectory,
     check_shared,
     refuse_earlier_run,
+    refuse_locked,
     refuse_running,
     restore,
     run_files,
@@ -76,7 +76,7 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
     if launch.rank == 0:
         if problem := unwritable_reason(output):
             raise ConfigError(f"output: {output} cannot be written: {problem}; choose another with --set output=PATH")
-        DirectoryLock(output).refuse_locked()  # before restore(), which would undo what a run in progress is moving
+        refuse_locked(output)  # before restore(), which would undo what a run in progress is moving
         # A start that was killed may have left an earlier run's files moved away; decide() must see them.
         restore(output)
     # Rank 0 compares its launcher with that of the last run. Other ranks may have been started by another host's launcher: they

@@ -21,7 +21,7 @@ from megascend.app.profile import StepProfiler
 from megascend.app.push import push
 from megascend.app.resume import begin, check_start, may_write
 from megascend.app.run_backend import ADAPTER, bootstrap, make_backend
-from megascend.app.run_directory import DirectoryLock
+from megascend.app.run_directory import lock_output
 from megascend.app.run_inputs import INPUTS, RunInputs
 from megascend.app.run_log import RunLog
 from megascend.app.stop_signals import StopSignals
@@ -111,9 +111,7 @@ def run(
         # Before the first step: if only the export after the last step failed, the whole run would be lost.
         check_results(config, this_run.backend, overwrite)
         training.after_build(this_run)
-        lock = DirectoryLock(config.output)
-        stack.callback(lock.release)
-        this_run.backend.from_rank_0(lock.acquire)
+        this_run.backend.from_rank_0(lambda: lock_output(config.output, stack))
         directory, progress = begin(config, this_run.backend, event_log, overwrite, resume, training.progress_keys)
         inputs = RunInputs(this_run.backend, training.weights(config), training.code(config), training.packages(config))
         inputs.compare(None if progress is None else progress.get(INPUTS))

@@ -5,17 +5,16 @@ An earlier run's files are removed all together or not at all.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import os
 import secrets
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from megascend.app.event_log import ERRORS, EVENTS, read_lines
 from megascend.checkpoint.retention import LATEST, LEFT_OVER, NAME, Retention
@@ -23,6 +22,7 @@ from megascend.config import TrainerConfig
 from megascend.errors import ConfigError
 from megascend.io.atomic import NOT_RENAMED, entries, replacing
 from megascend.io.paths import is_kept, make_directory, remove
+from megascend.io.shared import hold
 from megascend.surroundings import process_lives
 
 if TYPE_CHECKING:
@@ -112,71 +112,44 @@ def write_config(config: TrainerConfig) -> None:
         logger.warning("%s cannot be written: %s", config.output / "config.yaml", error)
 
 
-class DirectoryLock:
-    """A lock on an output directory, which the system releases when the process ends.
+def lock_output(output: Path, stack: ExitStack) -> None:
+    """Lock an output directory until the stack is closed, which removes the lock's file, or this process ends.
 
-    Unlike the process id in the event log, it also shows runs in other containers and, on file systems that share locks (NFS,
-    Lustre with ``flock``), on other hosts. Forked children do not inherit it (``fcntl``). Its file is removed on release.
+    Unlike the process id in the event log, the lock also shows runs in other containers and, on file systems that share locks
+    (NFS, Lustre with ``flock``), on other hosts. A file system without locks is logged.
+
+    Raises:
+        ConfigError: another process has locked the directory.
     """
-
-    def __init__(self, output: Path) -> None:
-        self._path = output / LOCK
-        self._file: IO[bytes] | None = None
-
-    def acquire(self) -> None:
-        """Lock the directory until :meth:`release`.
-
-        Raises:
-            ConfigError: another process has locked it, or the lock cannot be opened.
-        """
-        while self._file is None:
-            try:
-                make_directory(self._path.parent)
-                file = self._path.open("ab+", buffering=0)
-            except OSError as error:
-                raise ConfigError(f"output: the lock {self._path} cannot be opened: {error.strerror}") from error
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                with file:
-                    self._refuse_or_warn(file, error)
-                return
-            # Between the two calls another process may have released its lock, and removed the file that is locked now.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
-                    self._file = file
-            if self._file is None:
-                file.close()
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without the name
-            self._file.truncate(0)
-            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-
-    def _refuse_or_warn(self, file: IO[bytes], error: OSError) -> None:
-        if isinstance(error, BlockingIOError | PermissionError):  # EAGAIN or EACCES, depending on the system: fcntl(2)
-            file.seek(0)
-            holder = file.read().decode().strip() or "a process that has not written its name"
-            raise ConfigError(
-                f"output: {self._path.parent} is being written by another run, {holder}: stop it first, or choose another with "
-                f"--set output=PATH; if that host has failed and its lock remains, remove {self._path}"
-            ) from None
+    path = output / LOCK
+    try:
+        make_directory(output)
+        stack.callback(hold(path).release)
+        # Before the release, so that no other run's lock is removed. A start that has just opened the removed file locks nothing
+        # that others see: for that moment there is refuse_running().
+        stack.callback(remove, path)
+    except TimeoutError:
+        holder = ""
+        with suppress(OSError):
+            holder = path.read_text(encoding="utf-8").strip()
+        raise ConfigError(
+            f"output: {output} is being written by another run, {holder or 'which has not written its name'}: stop it first, or "
+            f"choose another with --set output=PATH; if that host has failed and its lock remains, remove {path}"
+        ) from None
+    except OSError as error:
         logger.warning(
-            "output: %s is on a file system without locks (%s): a run there from another container or host is not noticed",
-            self._path.parent,
-            error.strerror,
+            "output: %s cannot be locked (%s): a run there from another container or host is not noticed", output, error
         )
+        return
+    with suppress(OSError):  # a full disk: the lock holds without the name
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
-    def release(self) -> None:
-        """Unlock the directory. Idempotent."""
-        if self._file is not None:
-            with self._file:
-                self._path.unlink(missing_ok=True)
-            self._file = None
 
-    def refuse_locked(self) -> None:
-        """Raise ConfigError if another process has locked the directory. Not while this process has: it would unlock it."""
-        if self._path.exists():
-            self.acquire()
-            self.release()
+def refuse_locked(output: Path) -> None:
+    """Raise ConfigError if another process has locked an output directory; not while this one has."""
+    if (output / LOCK).exists():
+        with ExitStack() as stack:
+            lock_output(output, stack)
 
 
 # --- files of an earlier run ---
