@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -208,6 +209,11 @@ class RolloutBuffer:
             return None
         self.counts.learned += self.batch
         return [self._ready.pop(number) for number in numbers]
+
+    def put_back(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Record that the trainer has not learned from groups of :meth:`take`: they are ready as before."""
+        self.counts.learned -= len(groups)
+        self._ready |= {group.number: group for group in groups}
 
     def take_dropped(self) -> list[tuple[str, TrajectoryGroup]]:
         """Return (``equal`` or ``stale``, group) of the groups dropped since the last call, and forget them.

@@ -303,6 +303,59 @@ def test_teacher_that_fails_ends_the_run_on_every_rank(
     run_distributed(run, 2, init=False, timeout_s=240)
 
 
+@pytest.mark.parametrize("ending", ["fails", "stopped"])
+def test_last_step_is_saved_if_the_teacher_fails_or_a_signal_comes_while_it_is_lost(
+    ending: str, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(teacher_module, "SLICE_S", 0.2)
+    answered = 1 + 2 * 16  # the check, and the trajectories of two steps
+
+    class Ending(LocalEngine):
+        requests = 0
+
+        async def logprobs(self, *arguments: Any, **options: Any) -> list[float]:
+            self.requests += 1
+            if self.requests > answered and ending == "fails":
+                raise EngineError("the teacher is out of order")
+            if self.requests > answered:
+                if self.requests == answered + 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                raise EngineLostError("http://host:1: connection refused")
+            return await super().logprobs(*arguments, **options)
+
+    def run(name: str, resume: str | None = None) -> Any:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        values = settings(models, folder, steps=4, checkpoint={"every": 0})
+        values["rollout"] |= {"in_order": True}
+        config = RlConfig(**values)
+        engines = lambda config: [RecordedEngine(config.model, name="engine", own_process=False)]  # noqa: E731
+        try:
+            return train_rl(config, engines=engines, resume=resume)
+        except EngineError as error:
+            return str(error)
+
+    def rows(name: str) -> list[tuple[float, ...]]:
+        lines = (tmp_path / name / "out" / "metrics.jsonl").read_text().splitlines()
+        return [tuple(json.loads(line)[key] for key in ("step", "loss", "grad_norm", "teacher_kl")) for line in lines]
+
+    def in_a_fork(*arguments: Any) -> Any:
+        return run_distributed(run, 1, *arguments, init=False, timeout_s=240)[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megascend.rollout.engines.local.LocalEngine", Ending)
+        outcome = in_a_fork("interrupted")
+    if ending == "fails":
+        assert "the teacher is out of order" in outcome
+    else:
+        assert (outcome.steps, outcome.stopped) == (2, "SIGTERM")
+    assert [path.name for path in (tmp_path / "interrupted/out/checkpoints").glob("step-*")] == ["step-00000002"]
+    assert in_a_fork("interrupted", "auto").steps == 4
+    in_a_fork("uninterrupted")
+    assert rows("interrupted") == rows("uninterrupted")
+
+
 @pytest.mark.nightly
 def test_killed_teacher_is_started_again_and_a_server_has_its_time_to_return(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -321,6 +374,7 @@ def test_killed_teacher_is_started_again_and_a_server_has_its_time_to_return(
     monkeypatch.setattr(teacher_module, "RETRY_S", 0.05)
     backend: Any = SimpleNamespace(
         from_rank_0=lambda make: make(),
+        any_rank=lambda *flags: list(flags),
         groups=SimpleNamespace(timeout_s=60.0, monitor=SimpleNamespace(phase=lambda name: nullcontext())),
     )
     engine = Unreachable(models[1], name="the teacher")

@@ -83,6 +83,11 @@ class SharedRollouts:
                         f"step {step + 1}: {waiting_for} for {self._patience_s:g} s (rollout.timeout_s)"
                     )
 
+    def put_back(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Record on rank 0 that the groups of the last :meth:`take` are not learned from. Not collective."""
+        if self._collector is not None:
+            self._collector.put_back(groups)
+
     def evaluate(
         self,
         prompts: Sequence[Prompt],

@@ -122,9 +122,6 @@ class TrainerTeacher:
         """Close the model."""
         self._model.close()
 
-    def check(self) -> None:
-        """Do nothing: the teacher has been built."""
-
     def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
         """Return the teacher's scores of all trajectories, and on each rank hidden states of its share."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -192,15 +189,22 @@ class Teacher:
         rows = [self._loop.submit(self._ask(all_tokens(trajectory))) for trajectory in group.trajectories]
         self._requests[group.number] = group, rows
 
-    def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
+    def scores(
+        self, groups: Sequence[TrajectoryGroup], stop: Callable[[], bool] = lambda: False
+    ) -> TeacherScores | None:
         """Return the teacher's scores of all trajectories, on every rank; those of :meth:`ask_ahead` are waited for.
+
+        Args:
+            stop: returns True once this rank has received a signal; None is returned if one stops any rank while they wait.
 
         Raises:
             EngineError: the teacher failed, was lost for too long, did not answer in time, or gave a sampled token the
                 probability 0.
         """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        rows = self._collect(lambda: self._futures(groups))
+        rows = self._collect(lambda: self._futures(groups), stop)
+        if rows is None:
+            return None
         logprobs = [_response(part, trajectory) for (part, _), trajectory in zip(rows, trajectories, strict=True)]
         check_possible(logprobs, trajectories, f"teacher.engine: {self._settings.engine}")
         candidates = None
@@ -231,11 +235,14 @@ class Teacher:
                     future.cancel()
         return futures
 
-    def _collect(self, ask: Callable[[], list[Future[Row]]]) -> list[Row]:
+    def _collect(
+        self, ask: Callable[[], list[Future[Row]]], stop: Callable[[], bool] = lambda: False
+    ) -> list[Row] | None:
         """Return on every rank the teacher's log-probabilities and candidates of all tokens but each sequence's first.
 
         Args:
             ask: returns the requests, on rank 0.
+            stop: as of :meth:`scores`.
         """
         pending: list[Future[Row]] = []
         rows: list[Row] = []
@@ -258,7 +265,8 @@ class Teacher:
 
         with self._backend.groups.monitor.phase("teacher"):
             while (answer := self._backend.from_rank_0(wait)) is None:
-                pass
+                if self._backend.any_rank(stop())[0]:
+                    return None
         return answer
 
     async def _ask(self, tokens: list[int]) -> Row:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.rl.servers import EngineServers
     from megascend.app.rl.set_up import PromptData
-    from megascend.app.rl.teacher import Teacher, TrainerTeacher
+    from megascend.app.rl.teacher import Teacher, TeacherScores, TrainerTeacher
     from megascend.app.rl.trial import EpisodeTrial
     from megascend.app.run_log import RunLog
     from megascend.rollout.buffer import Counts
@@ -126,6 +126,20 @@ class Totals:
     evaluation_due: bool = False
 
 
+@dataclass(frozen=True)
+class RlBatch:
+    """What a step learns from.
+
+    Attributes:
+        arrived: time at which the groups were there, of ``time.perf_counter``.
+        scores: those of a teacher that is served; None without one.
+    """
+
+    groups: Sequence[TrajectoryGroup]
+    arrived: float
+    scores: TeacherScores | None = None
+
+
 class ReinforcementLearning(Training[RlConfig]):
     """Learning from responses that inference engines sample and a reward function grades."""
 
@@ -144,7 +158,8 @@ class ReinforcementLearning(Training[RlConfig]):
     def __init__(self, engines: EngineFactory | None = None) -> None:
         self._make_engines = engines
         self._servers: EngineServers | None = None
-        self._teacher: Teacher | TrainerTeacher | None = None
+        self._teacher: Teacher | None = None
+        self._trainer_teacher: TrainerTeacher | None = None
         self.totals = Totals()
         self._engines_ready = False  # the engines have weights, and get prompts
         self._late_reward: float | None = None  # of the last step before this process, whose line is in metrics.jsonl
@@ -219,7 +234,8 @@ class ReinforcementLearning(Training[RlConfig]):
         teacher = run.config.teacher
         if teacher is not None and teacher.engine == TRAINER and teacher.model is not None:
             model = TeacherModel(run.backend, teacher.model, "teacher.model")
-            self._teacher = TrainerTeacher(run.backend, teacher, model)
+            self._trainer_teacher = TrainerTeacher(run.backend, teacher, model)
+            run.stack.callback(self._trainer_teacher.close)
 
     def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None, stop: Callable[[], bool]) -> None:
         """Begin or resume, and send the trainer's weights to the engines."""
@@ -255,11 +271,11 @@ class ReinforcementLearning(Training[RlConfig]):
             run.stack.callback(collector.close)
             if progress is not None:
                 collector.load_state_dict(progress["rollouts"])
-        if self._teacher is None:
-            self._teacher = teacher = make_teacher(config, backend, main_rank=run.main_rank)
-            if collector is not None and teacher is not None:
-                collector.on_finished = teacher.ask_ahead
+        if self._trainer_teacher is None:
+            self._teacher = make_teacher(config, backend, main_rank=run.main_rank)
         if self._teacher is not None:
+            if collector is not None:
+                collector.on_finished = self._teacher.ask_ahead
             run.stack.callback(self._teacher.close)
             self._teacher.check()
         environment = config.rollout.environment
@@ -325,23 +341,39 @@ class ReinforcementLearning(Training[RlConfig]):
             run.stack.callback(self._records.close)
         self._since = time.perf_counter()
 
-    def next_batch(self, number: int, stop: Callable[[], bool]) -> list[TrajectoryGroup] | None:
-        return self._rollouts.take(number - 1, stop) if self._engines_ready else None
+    def next_batch(self, number: int, stop: Callable[[], bool]) -> RlBatch | None:
+        if not self._engines_ready:
+            return None
+        groups = self._rollouts.take(number - 1, stop)
+        if groups is None:
+            return None
+        arrived, scores = time.perf_counter(), None
+        # Here, not in the step: if a teacher is lost, or a signal comes while it is awaited, the last step can be saved.
+        if self._teacher is not None:
+            try:
+                scores = self._teacher.scores(groups, stop)
+            finally:
+                if scores is None:
+                    self._rollouts.put_back(groups)
+            if scores is None:
+                return None
+        return RlBatch(groups, arrived, scores)
 
-    def step(self, number: int, batch: Sequence[TrajectoryGroup]) -> RlRecord:
+    def step(self, number: int, batch: RlBatch) -> RlRecord:
         """Learn from groups, update the engines, evaluate."""
         from megascend.app.rl.learn import learn
 
-        run, arrived = self._run, time.perf_counter()
+        run, groups, scores = self._run, batch.groups, batch.scores
         config, backend = run.config, run.backend
         interval = config.objective.measure_every
         # Measured before the step: afterwards the weights are not those that the log-probabilities belong to.
         measured = interval > 0 and number % interval == 0
         with self._engines_asleep():
-            scores = None if self._teacher is None else self._teacher.scores(batch)
+            if self._trainer_teacher is not None:
+                scores = self._trainer_teacher.scores(groups)
             learned = learn(
                 backend,
-                batch,
+                groups,
                 config.objective,
                 run.adapter,
                 measured=measured,
@@ -365,11 +397,11 @@ class ReinforcementLearning(Training[RlConfig]):
                 self.measurement_stopped = self.totals.evaluation_due = True
         dropped = self._rollouts.take_dropped()
         if self._records is not None:
-            self._records.write(number, batch, dropped, self._evaluated, learned.penalised)
+            self._records.write(number, groups, dropped, self._evaluated, learned.penalised)
         self._evaluated = []
         earlier, self._counts = self._counts, self._rollouts.counts()
         now = time.perf_counter()
-        seconds, waited = now - self._since, arrived - self._since
+        seconds, waited = now - self._since, batch.arrived - self._since
         self._since = now
         self.totals.seconds += seconds
         self.totals.waited_s += waited
@@ -383,7 +415,7 @@ class ReinforcementLearning(Training[RlConfig]):
             grad_norm=step.grad_norm,
             lr=step.lr,
             version=self._version,
-            teacher_kl=None if scores is None else scores.divergence(batch),
+            teacher_kl=None if scores is None else scores.divergence(groups),
             router_replay_changed=learned.result.metrics.get("router_replay_changed"),
             tokens=learned.result.tokens,
             tokens_per_s=learned.result.tokens / seconds,
@@ -392,7 +424,7 @@ class ReinforcementLearning(Training[RlConfig]):
             entropy=learned.entropy,
             sync_s=synced - stepped,
             **push_figures(pushed),
-            **group_figures(batch, number - 1),
+            **group_figures(groups, number - 1),
             **count_figures(earlier, self._counts),
             **mismatch_figures(learned.mismatch),
             **reference_figures(learned.divergence),
