@@ -309,17 +309,17 @@ def test_last_step_is_saved_if_the_teacher_fails_or_a_signal_comes_while_it_is_l
 ) -> None:
     monkeypatch.setattr(teacher_module, "RETRY_S", 0.05)
     monkeypatch.setattr(teacher_module, "SLICE_S", 0.2)
-    answered = 1 + 2 * 16  # the check, and the trajectories of two steps
+    limit = 1 + 2 * 16  # the check, and the trajectories of two steps
 
     class Ending(LocalEngine):
         requests = 0
 
         async def logprobs(self, *arguments: Any, **options: Any) -> list[float]:
             self.requests += 1
-            if self.requests > answered and ending == "fails":
+            if self.requests > limit and ending == "fails":
                 raise EngineError("the teacher is out of order")
-            if self.requests > answered:
-                if self.requests == answered + 1:
+            if self.requests > limit:
+                if self.requests == limit + 1:
                     os.kill(os.getpid(), signal.SIGTERM)
                 raise EngineLostError("http://host:1: connection refused")
             return await super().logprobs(*arguments, **options)

@@ -128,7 +128,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class RlBatch:
-    """What a step learns from.
+    """Groups of a step, with the scores of a served teacher.
 
     Attributes:
         arrived: time at which the groups were there, of ``time.perf_counter``.
