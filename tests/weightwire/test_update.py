@@ -13,7 +13,7 @@ import torch
 from in_process import ADAPTER, TIMEOUT_S, Engine, Trainer, manifest_of, same, tensors
 
 from support.forked_programs import run_forked
-from weightwire import group
+from weightwire import group, staging
 from weightwire.errors import (
     CommitError,
     DeadlineError,
@@ -30,6 +30,7 @@ from weightwire.offer import Seal
 from weightwire.receiver import Receiver
 from weightwire.reception import SWITCH_S, quick_switches
 from weightwire.sender import Buffers
+from weightwire.staging import StagingMemory
 
 OLD, NEW = tensors(1), tensors(2)
 
@@ -421,6 +422,19 @@ def test_memory_and_connections_serve_the_next_update(monkeypatch):
     assert update(4, smaller)[0] == first
     receiver.release()
     assert update(5, smaller)[1] == 512
+
+
+@pytest.mark.parametrize("base", [None, ("plan", 1)], ids=["no base", "base kept"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_new_memory_is_waited_for_before_transports_write_to_it(monkeypatch, base, adapter):
+    """Its last kernels may still run on the stream that allocates it, and transports use streams of their own."""
+    waits = []
+    monkeypatch.setattr(staging, "synchronise_stream", waits.append)
+    memory = StagingMemory(torch.device("meta"))
+    memory.base, memory.spare = base, None
+    assert memory.take(1000, adapter=adapter).numel() == 1000
+    assert waits == [torch.device("meta")]
+    assert memory.base == (base if adapter else None)
 
 
 def test_memory_of_an_incomplete_update_is_not_used_again(served):
