@@ -3,7 +3,7 @@
     python scripts/bench_fsdp_loading.py FOLDER [--layers 100] [--ranks 4]
 
 Creates a Qwen3 with that number of layers and hidden size 16 in FOLDER. Ranks are forks on the CPU over Gloo. Prints seconds of
-the slowest rank, medians of three: ``loading.load``, and torch's ``set_model_state_dict(broadcast_from_rank0=True)`` from rank
+the slowest rank, medians of three: ``shards.load``, and torch's ``set_model_state_dict(broadcast_from_rank0=True)`` from rank
 0.
 """
 
@@ -42,7 +42,7 @@ def make(folder: Path, layers: int) -> Path:
 
 
 def sharded(model_dir: Path) -> Any:
-    model = transformers_api.meta_model(model_dir)
+    model = transformers_api.meta_model(model_dir, tied=False)
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     shard(model, mesh, Fsdp(), torch.float32, page_locked=False)
     model.to_empty(device="cpu")
@@ -51,7 +51,7 @@ def sharded(model_dir: Path) -> Any:
 
 def by_rows(model_dir: Path) -> float:
     info, model = inspect_checkpoint(model_dir), sharded(model_dir)
-    sources = tensor_slices(model, False, info.tensors)
+    sources = tensor_slices(model, info.tensors)
     dist.barrier()
     start = time.perf_counter()
     load(list(shards(model)), sources, info.tensors)
@@ -64,7 +64,7 @@ def by_broadcast(model_dir: Path) -> float:
     model = sharded(model_dir)
     dist.barrier()
     start = time.perf_counter()
-    tensors = load_file(model_dir / "model.safetensors") if dist.get_rank() == 0 else {}
+    tensors: dict[str, Any] = load_file(model_dir / "model.safetensors") if dist.get_rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, tensors, options=options)
     return time.perf_counter() - start

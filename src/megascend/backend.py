@@ -316,6 +316,9 @@ class Backend:
             adapter: the adapter of samples that do not name one; without either, the base model.
             reference: use the base model for all samples, whatever adapter they name.
             candidates: also return the log-probabilities of the samples' candidates, which all must have.
+
+        Raises:
+            OutOfDeviceMemoryError, torch.OutOfMemoryError: as :meth:`forward_backward`.
         """
         with self._freeing_memory_on_oom():
             return self._step.forward(samples, entropy, logits, adapter, reference, candidates)
@@ -335,6 +338,7 @@ class Backend:
 
         Raises:
             ConfigError: the model has no scalar head.
+            OutOfDeviceMemoryError, torch.OutOfMemoryError: as :meth:`forward_backward`.
         """
         with self._freeing_memory_on_oom():
             return self._step.values(samples, adapter, reference)
@@ -358,6 +362,9 @@ class Backend:
         Args:
             samples: this data parallel rank's samples; may be empty on some ranks, not on all. Targets and weights do not matter.
             adapter: the adapter of samples that do not name one; without either, the base model.
+
+        Raises:
+            OutOfDeviceMemoryError, torch.OutOfMemoryError: as :meth:`forward_backward`.
         """
         with self._freeing_memory_on_oom():
             return self._step.next_token_logits(samples, adapter)

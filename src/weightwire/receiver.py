@@ -47,7 +47,7 @@ from weightwire.reception import (
     receive,
     side_stream,
 )
-from weightwire.sender import synchronise_stream
+from weightwire.sender import synchronise_stream, with_index
 from weightwire.staging import BucketLayout, ShardLayout, StagingMemory
 from weightwire.transports.base import EXIT_S, device_types, transports_for
 from weightwire.transports.choice import Location
@@ -85,7 +85,8 @@ class Receiver:
         self.name = name
         self.serving = True
         """False after a commit that could be neither completed nor undone: the engine must not answer."""
-        self._device = torch.device(device)
+        # Updates arrive on threads, which set their current device by its index.
+        self._device = with_index(torch.device(device))
         self._check, self._max_bytes = check, max_bytes
         self._versions: dict[str, int] = {} if version is None else {"model": version}
         self._update: IncomingUpdate | None = None

@@ -221,7 +221,7 @@ class Sender(MemberSender[Transport]):
             GroupError, TransportError: the name was used before; the transport cannot work here.
         """
         # The transport's preferred memory: NCCL reads the device's, Gloo the host's.
-        bucket_device = torch.device(device_types(transport)[0] if device is None else device)
+        bucket_device = with_index(torch.device(device_types(transport)[0] if device is None else device))
         group = join(listener.host, listener.port, name, 0, timeout_s)
         setup = Setup(group, manifest, bucket_device, timeout_s, options or {})
         medium = connect_transport(make_transport, transport, setup)
@@ -330,6 +330,13 @@ class Sender(MemberSender[Transport]):
         self.traffic.buckets += 1
         self.traffic.nbytes += buffer.numel()
         self._group.progress(self.traffic.buckets)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return a device with its index: the current one of this thread, if it has none. Others start on device 0."""
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def synchronise_stream(device: torch.device) -> None:

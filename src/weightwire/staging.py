@@ -47,14 +47,12 @@ class StagingMemory:
     def take(self, nbytes: int, *, adapter: bool) -> Tensor:
         """Return memory for an update: that of the last one, which it overwrites, so that it is no base any more."""
         if adapter and self.base is not None:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            return self._allocate(nbytes)
         self.base = None
         memory, self.spare = self.spare, None
         if memory is None or memory.numel() < nbytes:
             del memory  # first, or there would be two
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            # It may have been another tensor's, whose last kernels are still to run; transports use streams of their own.
-            synchronise_stream(self._device)
+            memory = self._allocate(nbytes)
         return memory[:nbytes]
 
     def keep(self, content: Tensor | None, *, adapter: bool) -> None:
@@ -66,6 +64,12 @@ class StagingMemory:
     def release(self) -> None:
         """Free the memory that is kept."""
         self.spare = self.base = None
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        # It may have been another tensor's, whose last kernels are still to run; transports use streams of their own.
+        synchronise_stream(self._device)
+        return memory
 
 
 class BucketLayout:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
 from megascend.distributed import channels, process_groups
+from megascend.distributed.engine_groups import PlainGroups
 from megascend.distributed.launch import Launch
 from megascend.distributed.objects import all_reduce_numbers, gather_objects
 from megascend.distributed.process_groups import (
@@ -343,18 +344,20 @@ def test_missing_ranks_are_named_within_the_timeout(runtime: Runtime) -> None:
         assert 3.9 < seconds < 60
 
 
+def gloo_as_device_backend(*arguments: Any) -> Any:
+    """Create Gloo in place of NCCL, for a backend of another name."""
+    store, rank, size, timeout = arguments
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
 def test_a_device_backend_carries_no_objects(runtime: Runtime) -> None:
     """Open extra Gloo groups for objects if the backend, here an alias of Gloo in place of NCCL, is not named gloo."""
 
     class DevicePlatform(type(runtime.platform)):
         backend = "pretend"
 
-    def create(*arguments: Any) -> Any:
-        store, rank, size, timeout = arguments
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
-
     def start() -> None:
-        dist.Backend.register_backend("pretend", create, devices=["cpu"])
+        dist.Backend.register_backend("pretend", gloo_as_device_backend, devices=["cpu"])
         groups = initialize(plan(Parallel(tensor=2), 2), DevicePlatform(), 30)
         assert dist.get_backend(groups.device_group("tp")) == "pretend"
         for name in OBJECT_GROUPS:
@@ -366,6 +369,29 @@ def test_a_device_backend_carries_no_objects(runtime: Runtime) -> None:
         groups.destroy()
 
     run_distributed(start, 2, init=False)
+
+
+def test_failed_start_restores_the_functions_for_objects(runtime: Runtime) -> None:
+    """Let a start on a device backend fail in its last step; object collectives of other groups then work as before it."""
+
+    device_platform: Any = type("DevicePlatform", (type(runtime.platform),), {"backend": "pretend"})
+
+    class Fails(PlainGroups):
+        def limit_timeouts(self, timeout_s: float) -> None:
+            raise ProcessGroupError("no timeouts, on purpose")
+
+    def start() -> list[Any]:
+        dist.Backend.register_backend("pretend", gloo_as_device_backend, devices=["cpu"])
+        function = dist.all_gather_object
+        with pytest.raises(ProcessGroupError, match="no timeouts"):
+            initialize(plan(Parallel(), 2), device_platform(), 30, factory=Fails())
+        assert dist.all_gather_object is function
+        groups, gathered = open_groups(runtime, 2), [None, None]
+        dist.all_gather_object(gathered, groups.rank)
+        groups.destroy()
+        return gathered
+
+    assert run_distributed(start, 2, init=False) == [[0, 1]] * 2
 
 
 def test_an_existing_group_on_another_backend_is_refused(runtime: Runtime) -> None:

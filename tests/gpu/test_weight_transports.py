@@ -1,6 +1,6 @@
-"""Weights between processes on GPUs by NCCL and CUDA IPC: all bytes arrive; lost peers raise in time.
+"""Weights between processes on GPUs by NCCL, CUDA IPC and shared memory: all bytes arrive; lost peers raise in time.
 
-python -m pytest tests/gpu/test_weight_transports.py        # two GPUs, or one (then CUDA IPC only)
+python -m pytest tests/gpu/test_weight_transports.py        # two GPUs, or one (then without NCCL)
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def messages(name: str, same_device: bool, group: Any) -> list[bool]:
     device = torch.device("cuda", 0 if same_device else group.rank % GPUS)
     torch.cuda.set_device(device)
     manifest = Manifest(1, (TensorSpec("a", "uint8", (max(SIZES),)),))
-    medium, checks = make_pairs(name, Setup(group, manifest, device, 30.0)), []
+    largest = dict.fromkeys(range(group.size), max(SIZES))
+    medium, checks = make_pairs(name, Setup(group, manifest, device, 30.0), largest), []
     for sender, receiver, number in product(range(group.size), range(group.size), [*range(len(SIZES))] * 2):
         if sender != receiver and group.rank == sender:
             buffer = content(number).to(device)
@@ -83,6 +84,8 @@ def messages(name: str, same_device: bool, group: Any) -> list[bool]:
         pytest.param("nccl", False, min(GPUS, 4), marks=TWO),
         pytest.param("cuda_ipc", False, min(GPUS, 4), marks=TWO),
         ("cuda_ipc", True, 3),
+        pytest.param("shared_memory", False, min(GPUS, 4), marks=TWO),
+        ("shared_memory", True, 3),
     ],
 )
 def test_messages_between_any_two_members(name, same_device, count):

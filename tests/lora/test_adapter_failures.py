@@ -6,7 +6,9 @@ One run per layout trains the same two tenants again and again: once in health, 
 
 import contextlib
 import math
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -230,6 +232,50 @@ def full_for(name, backend):
         yield
     finally:
         Adapter.make_room, Adapter.moments = room, moments
+
+
+PASSES = {
+    "forward_backward": lambda backend, samples: backend.forward_backward(samples, logprobs=True),
+    "forward": lambda backend, samples: backend.forward(samples, entropy=True),
+    "next_token_logits": lambda backend, samples: backend.next_token_logits(samples),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_pass_that_one_rank_has_no_memory_for_raises_on_all(dense, name):
+    """Free the memory of the pass before the cache is, and leave adapters and modules as they were before."""
+
+    def on_rank():
+        backend = make_backend(dense, batching=Batching(micro_batch_tokens=16))
+        for adapter, lora in LORAS.items():
+            backend.add_adapter(adapter, lora)
+        engine: Any = backend.engine
+
+        def run():
+            PASSES[name](backend, samples_of(backend))
+
+        layer = engine.bare_chunks[0].decoder.layers[1]
+        first, freed = backend.next_token_logits(samples_of(backend)), []
+        outputs = []
+
+        def fill(module, args, output):
+            outputs.append(weakref.ref(output[0]))
+            if len(outputs) == 2:
+                raise torch.OutOfMemoryError("out of memory")
+
+        backend.platform.free_cached_memory = lambda: freed.append([output() is None for output in outputs])
+        hook = layer.register_forward_hook(fill) if backend.rank == 1 else None
+        with pytest.raises(OutOfDeviceMemoryError, match=r"no room for this request \(rank 1\)"):
+            run()
+        if hook is not None:
+            hook.remove()
+        assert freed == [[True] * 2 if backend.rank == 1 else []]
+        assert engine.adapters.layers.stacked is None
+        assert all(module.training for module in engine.bare_chunks[0].modules())
+        run()
+        return all(map(torch.equal, backend.next_token_logits(samples_of(backend)), first))
+
+    assert run_distributed(on_rank, 2, init=False, timeout_s=120) == [True] * 2
 
 
 def test_a_step_finds_its_moments_and_allocates_nothing_for_good(dense):

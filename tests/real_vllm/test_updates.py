@@ -285,6 +285,7 @@ def test_failed_restore_stops_serving_until_a_commit_succeeds(server, weights, r
             server.fault.unlink()
         (ended,) = await asyncio.gather(running, return_exceptions=True)
         if not isinstance(ended, NotServingError):  # the response ended before the update
+            assert not isinstance(ended, BaseException), ended
             sequence = [*TOKENS[:7], *ended[0].tokens]
             assert far(ended[0].logprobs, reference.logprobs(weights, sequence, begin=7)) < BOUND
         with pytest.raises(NotServingError):

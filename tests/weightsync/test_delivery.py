@@ -35,7 +35,7 @@ class Refusing(InferenceEngine):
     def __init__(self, name: str, *locations: Location) -> None:
         self.name, self._locations, self.has_begun = name, locations, False
 
-    async def locations(self) -> list[Location]:
+    async def locations(self) -> list[Location | None]:
         return list(self._locations)
 
     async def receivers(self) -> int:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +221,18 @@ def test_receiver_without_the_transport_raises(monkeypatch):
     monkeypatch.setitem(base.BUILT_IN, "gone", ("weightwire.transports.gone", "Gone", ("cpu",)))
     with pytest.raises((DeadlineError, PeerLostError, ImportError)):
         Trainer([receiver], "gone").send(manifest_of(NEW, 1), NEW.items())
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, IndexError])
+def test_error_of_a_library_on_its_thread_is_raised_by_the_wait(kind):
+    def fails():
+        raise kind("no such interface")
+
+    group = SimpleNamespace(check=lambda: None)
+    work = base.ThreadWork(fails, torch.zeros(1), group, "library")  # type: ignore[reportArgumentType]
+    with pytest.raises(TransportError, match="library: no such interface") as caught:
+        work.wait(5.0)
+    assert type(caught.value.__cause__) is kind
 
 
 def test_a_process_ends_after_the_calls_of_a_library():

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from in_process import ADAPTER, TIMEOUT_S, Engine, Trainer, manifest_of, same, tensors
+from torch.cuda._utils import _get_device_index
 
 from support.forked_programs import run_forked
-from weightwire import group
+from weightwire import group, staging
 from weightwire.errors import (
     CommitError,
     DeadlineError,
@@ -29,7 +33,8 @@ from weightwire.manifest import Manifest
 from weightwire.offer import Seal
 from weightwire.receiver import Receiver
 from weightwire.reception import SWITCH_S, quick_switches
-from weightwire.sender import Buffers
+from weightwire.sender import Buffers, with_index
+from weightwire.staging import StagingMemory
 
 OLD, NEW = tensors(1), tensors(2)
 
@@ -421,6 +426,40 @@ def test_memory_and_connections_serve_the_next_update(monkeypatch):
     assert update(4, smaller)[0] == first
     receiver.release()
     assert update(5, smaller)[1] == 512
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 3), ("cuda:1", 1)])
+def test_receiving_thread_selects_the_device_of_the_receiver(monkeypatch, device, index):
+    """A new thread starts on device 0; without an index the device is the current one of the thread that made the receiver."""
+    selected = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: selected.append(_get_device_index(device)))
+    monkeypatch.setattr("weightwire.receiver.side_stream", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("weightwire.receiver.receive", lambda update, note_arrival: None)
+    events = {name: threading.Event() for name in ("arrived", "left")}
+    update: Any = SimpleNamespace(**events, is_open=False, offer=SimpleNamespace(lease_s=1.0))
+    Receiver("engine", device=device)._run(update)
+    assert selected == [index]
+
+
+def test_device_without_an_index_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert with_index(torch.device("cuda")) == torch.device("cuda", 3)
+    for device in (torch.device("cpu"), torch.device("meta"), torch.device("cuda", 1)):
+        assert with_index(device) == device
+
+
+@pytest.mark.parametrize("base", [None, ("plan", 1)], ids=["no base", "base kept"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_new_memory_is_waited_for_before_transports_write_to_it(monkeypatch, base, adapter):
+    """Its last kernels may still run on the stream that allocates it, and transports use streams of their own."""
+    waits = []
+    monkeypatch.setattr(staging, "synchronise_stream", waits.append)
+    memory = StagingMemory(torch.device("meta"))
+    memory.base, memory.spare = base, None
+    assert memory.take(1000, adapter=adapter).numel() == 1000
+    assert waits == [torch.device("meta")]
+    assert memory.base == (base if adapter else None)
 
 
 def test_memory_of_an_incomplete_update_is_not_used_again(served):

@@ -107,6 +107,11 @@ class ProcessGroups:
         """Call ``undo`` before the groups are destroyed."""
         self._undo.append(undo)
 
+    def undo(self) -> None:
+        """Call the functions of :meth:`on_destroy`, the last one first; each once."""
+        while self._undo:
+            self._undo.pop()()
+
     def add_channel(self, name: str) -> None:
         """Add a channel of all ranks, under ``name``, for object collectives on another thread. Collective.
 
@@ -135,8 +140,7 @@ class ProcessGroups:
         if not self._device_groups:
             return
         # Before the groups are cleared: the redirected functions of torch.distributed look up channels here.
-        while self._undo:
-            self._undo.pop()()
+        self.undo()
         self._device_groups.clear()
         self._channels.clear()
         if limit_s is None:

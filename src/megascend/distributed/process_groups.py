@@ -131,6 +131,7 @@ def initialize(
     # KeyboardInterrupt too: a default group left behind would be adopted by the next initialize() of this process.
     except BaseException:
         monitor.close()
+        groups.undo()
         factory.forget(destroy=not owns_default)
         if owns_default and dist.is_initialized():
             dist.destroy_process_group()

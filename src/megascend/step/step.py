@@ -311,12 +311,16 @@ class Step:
             call = f"next_token_logits(){trainable.describe()}"
             plan, adapter_names, agreed = self._plan(call, samples, None, adapter)
             order = list(agreed.counts)
-            batches = self._build(samples, plan, adapter_names, order, None)
-            for batch in batches:
-                if not batch.dummy:
-                    on_batch(batch)
-            with engine.evaluating(), trainable.applying(order):
-                stored = engine.run(batches, scores, forward_only=True)
+
+            def run_batches() -> list[Tensor]:
+                batches = self._build(samples, plan, adapter_names, order, None)
+                for batch in batches:
+                    if not batch.dummy:
+                        on_batch(batch)
+                with engine.evaluating(), trainable.applying(order):
+                    return engine.run(batches, scores, forward_only=True)
+
+            stored = self._run_or_raise_oom(run_batches, call)
             values = [list(self._sum_over_context(logits)) for logits in stored]
             ordered = self._restore_order(values, plan, len(samples)) if stored else []
             if everywhere and self._topology.pipeline > 1:

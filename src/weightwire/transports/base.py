@@ -308,7 +308,7 @@ class ThreadWork:
         failure: str = "a message has not travelled",
     ) -> None:
         self._buffer, self._group, self._name, self._failure = buffer, group, name, failure
-        self._problem: RuntimeError | None = None
+        self._problem: Exception | None = None
         self._ended = threading.Event()
         # A daemon: the exit of the process must not wait for long for a peer that is silent.
         thread = threading.Thread(target=self._run, args=(wait,), name=f"weightwire-{name}", daemon=True)
@@ -318,7 +318,7 @@ class ThreadWork:
     def _run(self, wait: Callable[[], object]) -> None:
         try:
             wait()
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  wait() raises it; a thread that ended without would look like a silent peer
             self._problem = error
         self._ended.set()
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from megascend.errors import CheckpointError, EngineError, EngineLostError, EngineTimeoutError
 from megascend.rollout.engines.local import LocalEngine
+from megascend.rollout.engines.local_model import LocalModel
 from megascend.testing import write_tiny_checkpoint
 from weightwire.engine import Sampling
 
@@ -52,6 +56,29 @@ def test_separate_process_gives_equal_answers_and_its_death_raises(tmp_path: Pat
             await far.close()
 
     asyncio.run(compare())
+
+
+def test_model_computes_with_its_device_as_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling and scoring run on threads, which start on device 0."""
+    current, devices = [torch.device("cuda", 0)], []
+
+    @contextlib.contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    async def ask() -> None:
+        model = LocalModel(write_tiny_checkpoint(tmp_path / "qwen3", "qwen3"))
+        model._model.register_forward_hook(lambda *_: devices.append(current[-1]))
+        monkeypatch.setattr(torch.cuda, "device", on_device)
+        model._device = torch.device("cuda", 1)
+        await model.generate([5, 6, 7], SAMPLING)
+        await model.logprobs([5, 6, 7])
+        await model.close()
+
+    asyncio.run(ask())
+    assert devices == [torch.device("cuda", 1)] * 7
 
 
 def test_unloadable_model_raises_checkpoint_error(tmp_path: Path) -> None:

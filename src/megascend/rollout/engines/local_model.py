@@ -27,7 +27,7 @@ from weightwire.errors import ManifestError, UnsupportedCallError
 from weightwire.manifest import Manifest
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
-from weightwire.sender import spec_of
+from weightwire.sender import spec_of, with_index
 from weightwire.transports.choice import Location
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -56,7 +56,7 @@ class LocalModel(InferenceEngine):
         Raises:
             CheckpointError: transformers cannot load it.
         """
-        self._device = torch.device(device)
+        self._device = with_index(torch.device(device))
         self._model = load(model, DTYPES[precision], self._device)
         self.name = name
         self._receiver = Receiver("local engine", device=self._device, check=self._check)
@@ -101,7 +101,7 @@ class LocalModel(InferenceEngine):
         self._require_no_adapter(adapter)
 
         def compute() -> TopLogprobs:
-            with self._weights:
+            with self._weights, self._on_device():
                 return sequence_logprobs(self._model, tokens, count)
 
         return await asyncio.to_thread(compute)
@@ -138,8 +138,15 @@ class LocalModel(InferenceEngine):
             # A loop: the pause may be renewed while this waits.
             while (remaining := self._paused_until - time.monotonic()) > 0:
                 self._resumed.wait(remaining)
-        with self._weights:
+        with self._weights, self._on_device():
             yield self._version()
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the model's device the current one, on which kernels of other libraries run; each thread has its own."""
+        if self._device.type == "cpu":
+            return contextlib.nullcontext()
+        module: Any = torch.get_device_module(self._device)
+        return module.device(self._device)
 
     # --- updates and pauses ---
 
