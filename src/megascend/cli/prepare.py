@@ -54,7 +54,7 @@ def prepare_command(
     samples = RunSamples.prepare(settings, plan.tokenizer, plan.limits)
     for line in samples.remarks:
         print(f"data: {line}")
-    for name, part in (("learned", samples.learned), ("held out", samples.held_out)):
+    for name, part in (("learned", samples.train), ("held out", samples.held_out)):
         if part is not None:
             figures = SampleStatistics.of(part)
             print(f"{name}: {figures.samples // figures.members:,} {figures.unit}, {figures.tokens:,} tokens")
