@@ -169,9 +169,6 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
     """Check what can be known of a run of ``rl`` in one process; see :func:`prepare`.
 
     One episode runs with a canned response, and engines are asked for their versions; nothing about them changes.
-
-    Raises:
-        DataError: the reward function or the environment failed.
     """
     from megascend.app.rl.train import ReinforcementLearning
 

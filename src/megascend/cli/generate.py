@@ -308,11 +308,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 def inference_settings(
     model: Path, adapters: list[str] | None, base: Path | None, engine: str, platform: str, precision: str, tensor: int
 ) -> InferenceSettings:
-    """Find the model, its adapters and its tokenizer; adapters without a name are called by their directory's.
-
-    Raises:
-        CheckpointError, ConfigError: a directory holds no model or adapter, or the base model of an adapter is unknown.
-    """
+    """Find the model, its adapters and its tokenizer; adapters without a name are called by their directory's."""
     from megascend.app.inference import InferenceSettings
     from megascend.config.plugins import ENGINES, check_registered
     from megascend.errors import CheckpointError, ConfigError

@@ -97,11 +97,7 @@ def rollouts_command(
 
 
 def sorted_by_part(rows: list[dict[str, Any]], part: str, ascending: bool) -> list[dict[str, Any]]:
-    """Return the rows that have a part of the reward, sorted by it.
-
-    Raises:
-        ConfigError: none has it.
-    """
+    """Return the rows that have a part of the reward, sorted by it."""
     from megascend.errors import ConfigError
 
     graded = [row for row in rows if part in row["rewards"]]
@@ -114,11 +110,7 @@ def sorted_by_part(rows: list[dict[str, Any]], part: str, ascending: bool) -> li
 
 
 def read_rollouts(run: Path) -> Iterator[dict[str, Any]]:
-    """Read the rows of a run's records, the older file first.
-
-    Raises:
-        ConfigError: the run has none.
-    """
+    """Read the rows of a run's records, the older file first."""
     from megascend.app.rl.rollout_log import EARLIER, ROLLOUTS
     from megascend.errors import ConfigError
 

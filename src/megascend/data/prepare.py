@@ -139,9 +139,6 @@ def write_prepared(
 
     Args:
         paths: the data's, by the same settings.
-
-    Raises:
-        DataError: the folder cannot be written.
     """
 
     def make(fresh: Path) -> None:

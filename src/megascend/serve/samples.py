@@ -164,11 +164,7 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
 
 
 def _weights_beside_images(datum: Datum, weights: np.ndarray) -> np.ndarray:
-    """Return weights that are 0 where the target is an image's token, which is input only; by default 1 elsewhere.
-
-    Raises:
-        DataError: the client's weights, or without weights its advantages, are not 0 there.
-    """
+    """Return weights that are 0 where the target is an image's token, which is input only; by default 1 elsewhere."""
     before = np.append(datum.model_input.is_image()[1:], False)
     name = "weights" if "weights" in datum.inputs else "advantages"
     if name in datum.inputs and np.any(datum.inputs[name][before] != 0):
