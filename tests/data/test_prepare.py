@@ -368,7 +368,7 @@ def test_candidates_are_stored_with_their_samples(folder: Path) -> None:
     ]
     write(folder / "data.jsonl", *records)
     store = samples_of(folder, on_too_long="truncate")
-    assert (store.has_candidates, store.all_candidates, store.lengths.tolist()) == (True, True, [2, 40])
+    assert (store.has_candidates, store.partial, store.lengths.tolist()) == (True, (), [2, 40])
     first, second = store[0].candidates, store[1].candidates
     assert first is not None and second is not None  # noqa: PT018
     assert (first.ids.tolist(), first.logprobs.tolist()) == ([[9, 2], [7, -1]], [[-0.5, -1.5], [-0.25, 0.0]])

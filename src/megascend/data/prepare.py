@@ -120,16 +120,15 @@ def check_store(store: SampleStore, path: Path) -> None:
     if not len(store):
         remarks = "".join(f"; {line}" for line in store.remarks)
         raise DataError(f"no training samples: {path} holds no token to predict{remarks}")
-    if store.has_pairs and not store.all_pairs:
-        raise DataError(f"{path} holds preference pairs and other documents: they cannot be trained together")
-    if store.has_labels and not store.all_labels:
-        raise DataError(f"{path} holds completions with 'label' and other documents: they cannot be trained together")
-    if store.has_margins and not store.all_margins:
-        raise DataError(f"{path} holds pairs with 'margin' and others without: give each pair one, 0 for example")
-    if store.has_candidates and not store.all_candidates:
-        raise DataError(
-            f"{path} holds documents with a teacher's distributions (top_ids) and others without: they cannot be trained together"
-        )
+    problems = {
+        "pairs": "preference pairs and other documents: they cannot be trained together",
+        "labels": "completions with 'label' and other documents: they cannot be trained together",
+        "margins": "pairs with 'margin' and others without: give each pair one, 0 for example",
+        "candidates": "documents with a teacher's distributions (top_ids) and others without: they cannot be trained together",
+    }
+    for name, problem in problems.items():
+        if name in store.partial:
+            raise DataError(f"{path} holds {problem}")
 
 
 def write_prepared(
