@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-
-class RolloutOutcome(str, Enum):
-    """Use of a trajectory's group: learned from, dropped for a reason, or of an evaluation."""
-
-    learned = "learned"
-    equal = "equal"
-    stale = "stale"
-    evaluated = "evaluated"
-
-
+RolloutOutcome = Literal["learned", "equal", "stale", "evaluated"]
+"""Use of a trajectory's group: learned from, dropped for a reason, or of an evaluation."""
 FIGURES = {
     "step": "step",
     "reward": "reward",
@@ -68,7 +59,7 @@ def rollouts_command(
         return (
             (step is None or row["step"] == step)
             and (prompt is None or row["prompt_number"] == prompt)
-            and (outcome is None or row["outcome"] == outcome.value)
+            and (outcome is None or row["outcome"] == outcome)
             and (min_reward is None or row["reward"] >= min_reward)
             and (max_reward is None or row["reward"] <= max_reward)
             and (contains is None or contains in row["prompt"] or contains in row["response"])
