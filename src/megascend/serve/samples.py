@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megascend.batch.loss import Loss, LossInputs
+from megascend.app.measurement import loss_values
+from megascend.batch.loss import Loss
 from megascend.batch.losses import BUILT_IN
 from megascend.batch.policy_losses import POLICY
 from megascend.batch.sample import Sample
@@ -104,9 +105,9 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
     """
     supported = ("cross_entropy", *(policy.__name__ for policy in POLICY))
     if name not in supported:
-        reason = {
-            "custom": "; the client computes custom losses itself with this server (forward_backward_custom)",
-        }.get(name, "")
+        reason = ""
+        if name == "custom":
+            reason = "; the client computes custom losses itself with this server (forward_backward_custom)"
         raise ConfigError(f"loss_fn {str(name)[:60]!r} is not supported{reason}; supported: {', '.join(supported)}")
     numbers: dict[str, float] = {}
     for key, value in settings.items():
@@ -192,29 +193,7 @@ def arrange_as_targets(data: Sequence[Datum], logprobs: Sequence[Tensor]) -> lis
 
 def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> float:
     """Sum a loss over samples, given their log-probabilities."""
-    return float(values_of(loss, samples, logprobs).double().sum())
-
-
-def values_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> Tensor:
-    """Compute each token's contribution to the sum, [n], sample after sample."""
-
-    def joined(name: str) -> Tensor | None:
-        return None if getattr(samples[0], name) is None else torch.cat([getattr(sample, name) for sample in samples])
-
-    owner = torch.cat([torch.full((len(sample),), index) for index, sample in enumerate(samples)])
+    values, _ = loss_values(loss, samples, logprobs)
     weights = torch.cat([sample.weights for sample in samples])
-    inputs = LossInputs(
-        targets=torch.cat([sample.target_ids for sample in samples]),
-        weights=weights,
-        sample=owner,
-        sample_count=len(samples),
-        pairs=torch.zeros(0, 2, dtype=torch.int64),
-        reduce_context=lambda values: values,
-        advantages=joined("advantages"),
-        old_logprobs=joined("old_logprobs"),
-        extra={},
-    )
-    values = loss(torch.cat(list(logprobs)), inputs)
-    values = values[0] if isinstance(values, tuple) else values
     # Not values * weights alone: a loss that is infinite at a token of weight 0 would make the sum NaN.
-    return torch.where(weights != 0, values * weights, 0.0)
+    return float(torch.where(weights != 0, values * weights, 0.0).sum())
