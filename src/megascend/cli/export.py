@@ -37,15 +37,10 @@ def export_command(
     Converts the precision, merges an adapter, and shows that the engine can take the checkpoint. A run directory stands for the
     model that its training exported (RUN/hf).
     """
-    from megascend.errors import ConfigError
-    from megascend.io.atomic import vacant
-    from megascend.io.paths import unwritable_reason
+    from megascend.io.atomic import require_vacant
 
     # Checked before the model is loaded, which may take minutes.
-    if not vacant(out):
-        raise ConfigError(f"{out} exists and is not an empty directory; choose another one")
-    if problem := unwritable_reason(out):
-        raise ConfigError(f"{out} cannot be written: {problem}")
+    require_vacant(out)
     source = find_checkpoint(model)
     settings: dict[str, Any] = {"model": source, "precision": dtype}
     if (stored := stored_head(source)) is not None:

@@ -35,8 +35,7 @@ def prepare_command(
     from megascend.data.preview import SampleStatistics
     from megascend.errors import ConfigError
     from megascend.huggingface.hub import with_snapshots
-    from megascend.io.atomic import vacant
-    from megascend.io.paths import unwritable_reason
+    from megascend.io.atomic import require_vacant
 
     show_messages()
     settings = with_snapshots(load_config(config, overrides))
@@ -44,10 +43,8 @@ def prepare_command(
         if getattr(settings.data, name):
             raise ConfigError(f"data.{name} is set, and there is nothing to prepare for such a run: leave it out")
     # Before the data, which may take hours.
-    if output is not None and not vacant(output):
-        raise ConfigError(f"--output: {output} exists and is not an empty directory; choose another one")
-    if output is not None and (problem := unwritable_reason(output)):
-        raise ConfigError(f"--output: {output} cannot be written: {problem}")
+    if output is not None:
+        require_vacant(output, "--output: ")
     import_plugins(settings.plugins)
     plan = check_run(settings, smallest_world(settings.parallel), False, plugins_pending=False)
     check_data(settings, plan)
