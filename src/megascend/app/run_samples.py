@@ -169,11 +169,7 @@ class RunSamples:
         stores, problems = [], []
         for source in sources:
             try:
-                stores.append(
-                    prepare_samples(
-                        source.path, source.data, tokenizer, limits, config.model, source.setting, config.template_date
-                    )
-                )
+                stores.append(prepare_samples(source, tokenizer, limits, config.model, config.template_date))
             except DataError as error:
                 # Problems of all sources at once: a user fixes them in one go.
                 problems.append(error)
@@ -384,10 +380,7 @@ class StreamedSamples(RunSamples):
                 f"the first batch cannot be written to {tempfile.gettempdir()}: {error}; set TMPDIR to a folder with room"
             ) from error
         stores = [
-            prepare_samples(
-                source.path, source.data, tokenizer, limits, config.model, source.setting, config.template_date
-            )
-            for source in validation
+            prepare_samples(source, tokenizer, limits, config.model, config.template_date) for source in validation
         ]
         check_one_kind([*sources[:1], *validation], [train, *stores])
         held_out = None if not stores else all_samples(stores[0] if len(stores) == 1 else JoinedStores(stores))

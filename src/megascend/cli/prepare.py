@@ -60,15 +60,7 @@ def prepare_command(
     # From the cache, which has just been filled.
     sources = settings.data_sources()
     stores = {
-        source.setting: prepare_samples(
-            source.path,
-            source.data,
-            plan.tokenizer,
-            plan.limits,
-            settings.model,
-            source.setting,
-            settings.template_date,
-        )
+        source.setting: prepare_samples(source, plan.tokenizer, plan.limits, settings.model, settings.template_date)
         for source in sources
     }
     write_prepared(output, stores, plan.limits, {source.setting: source.path for source in sources})

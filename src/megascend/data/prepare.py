@@ -18,6 +18,7 @@ import xxhash
 
 from megascend.batch.sample import Sample
 from megascend.config import Data
+from megascend.config.data import DataSource
 from megascend.data.chat import check_template, writes_date
 from megascend.data.document import Document
 from megascend.data.files import iterate_documents, read_template
@@ -63,21 +64,20 @@ def set_template(data: Data, tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def prepare_samples(
-    path: Path,
-    data: Data,
+    source: DataSource,
     tokenizer: PreTrainedTokenizerBase,
     limits: SampleLimits,
     model: Path,
-    setting: str = "data.path",
     template_date: date | None = None,
 ) -> SampleStore:
-    """Return the samples of the data at ``path``, tokenised once on this machine and kept in the cache folder.
+    """Return the samples of a source, tokenised once on this machine and kept in the cache folder.
 
     One rank of a machine writes, the others wait for it, without a process group. ``model``: directory of the tokenizer;
-    ``setting``: the one that ``path`` is of; ``template_date``: date for the chat template, by default today.
+    ``template_date``: date for the chat template, by default today.
     """
+    path, data, setting = source.path, source.data, source.setting
     if data.prepared is not None:
-        return prepared_store(path, data, tokenizer, limits, model, setting, template_date)
+        return prepared_store(source, tokenizer, limits, model, template_date)
     # Also reports problems of the folder before anything is tokenised.
     files_read = files_of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
@@ -160,19 +160,17 @@ def write_prepared(
 
 
 def prepared_store(
-    path: Path,
-    data: Data,
+    source: DataSource,
     tokenizer: PreTrainedTokenizerBase,
     limits: SampleLimits,
     model: Path,
-    setting: str,
     template_date: date | None,
 ) -> SampleStore:
     """Return the samples that :func:`write_prepared` has written, after comparing what they were made from.
 
     The data themselves are compared if they are there.
     """
-    folder = data.prepared
+    path, data, setting, folder = source.path, source.data, source.setting, source.data.prepared
     assert folder is not None
     try:
         entries = {entry["setting"]: entry for entry in json.loads((folder / PREPARED).read_bytes())["data"]}
