@@ -193,7 +193,12 @@ def arrange_as_targets(data: Sequence[Datum], logprobs: Sequence[Tensor]) -> lis
 
 def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> float:
     """Sum a loss over samples, given their log-probabilities."""
+    return float(values_of(loss, samples, logprobs).sum())
+
+
+def values_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> Tensor:
+    """Compute each token's contribution to the sum, [n] in float64, sample after sample."""
     values, _ = loss_values(loss, samples, logprobs)
     weights = torch.cat([sample.weights for sample in samples])
     # Not values * weights alone: a loss that is infinite at a token of weight 0 would make the sum NaN.
-    return float(torch.where(weights != 0, values * weights, 0.0).sum())
+    return torch.where(weights != 0, values * weights, 0.0)
