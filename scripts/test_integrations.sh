@@ -19,7 +19,7 @@ source scripts/_venv.sh
 
 # megascend's requirements except torch: installed separately, so that they do not override a part's pins.
 MEGASCEND_REQUIRES=(megatron-core==0.16.1 mcore-bridge==1.6.5 datasets pillow safetensors filelock httpx xxhash packaging psutil
-  "pydantic>=2.7" pyyaml "typer>=0.12" "rich>=13")
+  "pydantic>=2.7" pyyaml "typer>=0.19" "rich>=13")
 TWINKLE=(twinkle-kit==0.5.1 peft==0.19.0 "numpy<2.3")
 BRIDGES=(transformers "peft==0.19.*")
 # megatron-bridge requires Transformer Engine and other packages that need CUDA to build: installed with these requirements only.

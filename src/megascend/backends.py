@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from megascend.selfcheck.process import Worker
     from megascend.topology.topology import Topology
 
+SPEC_SETTINGS = tuple(field.name for field in fields(EngineSpec) if field.name != "model")
+"""Settings of a built-in engine's backend that its :class:`EngineSpec` holds."""
+
 
 def register_engine(
     name: str,
@@ -123,9 +126,8 @@ def check_backend(
     backend = _backend_of(engine)
     if _is_built_in(backend):
         # Class methods instead of the constructor, because a dry run has no process groups.
-        names = {field.name for field in fields(EngineSpec)}
         # Settings that the spec does not have, such as save_timeout_s, belong to the backend only.
-        spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in names})
+        spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in SPEC_SETTINGS})
         backend._check_spec(spec, runtime, topology)
         check_model_settings(spec, info)
         if spec.adapters is not None:
@@ -233,28 +235,9 @@ class EngineBackend(Backend, ABC):
             ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError,
             CollectiveTimeoutError, SelfCheckError: before any training, on every rank.
         """
-        settings = {
-            "parallel": parallel,
-            "precision": precision,
-            "tf32": tf32,
-            "optimizer": optimizer,
-            "schedule": schedule,
-            "recompute": recompute,
-            "moe": moe,
-            "batching": batching,
-            "adapters": adapters,
-            "provider_options": provider_options,
-            "platform": platform,
-            "seed": seed,
-            "timeout_s": timeout_s,
-            "self_check": self_check,
-            "provider": provider,
-            "head": head,
-            "fsdp": fsdp,
-            "mtp": mtp,
-            "mtp_loss_weight": mtp_loss_weight,
-            "vision_tower": vision_tower,
-        }
+        # The first statement, so that the locals are the arguments.
+        arguments = locals()
+        settings = {name: arguments[name] for name in SPEC_SETTINGS}
         # None means default: EngineSpec.of leaves it out.
         _refuse_unknown(self.engine_name, {name: value for name, value in settings.items() if value is not None})
         spec = EngineSpec.of(model, settings)

@@ -87,6 +87,14 @@ class LoopThread:
             future.cancel()
             raise
 
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a plain function on the thread, between two steps of coroutines, and return its result."""
+
+        async def work() -> T:
+            return function(*arguments)
+
+        return self.run(work())
+
     def close(self) -> None:
         """Cancel running coroutines and end the thread. May be called twice."""
         if self._thread.is_alive():

@@ -43,11 +43,7 @@ class BlockFormat:
     power_of_two: bool = False
 
     def specs(self, weight: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
-        """Return the specs of a weight's values and scales.
-
-        Raises:
-            ManifestError: it is no matrix.
-        """
+        """Return the specs of a weight's values and scales."""
         if len(weight.shape) < 2:
             raise ManifestError(f"{weight.name} has shape {list(weight.shape)}, and blocks are of matrices")
         return (
@@ -113,9 +109,6 @@ def stored_specs(specs: Iterable[TensorSpec], formats: Mapping[str, BlockFormat]
 
     Args:
         formats: may have weights that are not sent, such as those of prediction heads that the trainer keeps.
-
-    Raises:
-        ManifestError: a quantised weight is no matrix.
     """
     stored: list[TensorSpec] = []
     for spec in specs:
@@ -210,9 +203,6 @@ def merged_formats(formats: Mapping[str, Mapping[str, BlockFormat]]) -> Mapping[
 
     Args:
         formats: of each engine, by its name.
-
-    Raises:
-        ManifestError: the engines differ.
     """
     (first, expected), *remaining = formats.items()
     for name, other in remaining:

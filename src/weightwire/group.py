@@ -244,7 +244,7 @@ class Group:
         """
         peers, prefix = self._peers, f"{self.member(self.rank)}, {activity}"
         deadline, before = time.monotonic() + EXPLAIN_S, peers.beats()
-        while time.monotonic() < deadline and not peers.halted():
+        while time.monotonic() < deadline and not peers.halted_members():
             peers.poll()
             if peers.lost is not None and peers.at_fault:
                 return PeerLostError(f"{prefix}: {peers.lost}")
@@ -253,7 +253,7 @@ class Group:
             if before and all(peers.has_left(rank) or beats[rank] > before[rank] + 1 for rank in before):
                 break
             peers.ended.wait(0.05)
-        beats, halted, state = peers.beats(), peers.halted(), peers.report()
+        beats, halted, state = peers.beats(), peers.halted_members(), peers.report()
         silent = {rank for rank in before if beats[rank] == before[rank] and not peers.has_left(rank)}
         if halted or silent:
             phrases = {"ended": "is gone: its process has ended", "stopped": "is stopped"}

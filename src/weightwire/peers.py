@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 """Interval of a member's heartbeats, in seconds."""
-HALTED = ("stopped", "ended")
+HALTED_STATES = ("stopped", "ended")
 """States of a process that does nothing."""
 SILENCE_S = 30.0
 """A member without a heartbeat for this long counts as gone, in seconds."""
@@ -122,7 +122,7 @@ class Peers:
         self.lost: PeerLostError | None = None
         self.at_fault = True
         self.ended = threading.Event()
-        self.watched = range(1, len(names)) if rank == 0 else range(1)
+        self.watched_ranks = range(1, len(names)) if rank == 0 else range(1)
         self._records, self._group, self._address = records, group, (host, port)
         self._observer = HeartbeatObserver[Heartbeat]()
         self._beat, self._left, self._unanswered = 0, False, 0.0
@@ -226,7 +226,7 @@ class Peers:
         if self.lost is not None:
             return
         # Processes first: the store is in the sender's process, and does not answer once that has ended.
-        for rank, state in self.halted().items():
+        for rank, state in self.halted_members().items():
             # Only an end is final: a stopped process is lost below, once its heartbeats are overdue.
             if state == "ended":
                 # Its last record may say that it has left; a store that does not answer cannot tell.
@@ -238,15 +238,15 @@ class Peers:
                 return
         try:
             self.lost = self.failure()
-            self._read_heartbeats(self.watched)
+            self._read_heartbeats(self.watched_ranks)
             self._unanswered = 0.0
         except RuntimeError as error:
             self._note_silent_store(error)
             return
-        for rank in self.watched:
+        for rank in self.watched_ranks:
             if self.lost is None and not self.has_left(rank) and self._observer.silent_s(rank) > SILENCE_S:
                 state = self.identities[rank].state()
-                symptom = f"is {state}" if state in HALTED else "sends no heartbeats"
+                symptom = f"is {state}" if state in HALTED_STATES else "sends no heartbeats"
                 self.lost = PeerLostError(
                     f"{self.describe(rank)} {symptom}, for {SILENCE_S:g} s{self._progress_note(rank)}"
                 )
@@ -266,7 +266,7 @@ class Peers:
     def beats(self) -> dict[int, int]:
         """Return the counters of the watched members' last heartbeats."""
         records = self._observer.records
-        return {rank: records[rank].heartbeat for rank in self.watched if rank in records}
+        return {rank: records[rank].heartbeat for rank in self.watched_ranks if rank in records}
 
     def progress_of(self, rank: int) -> int:
         """Return the number of buckets that a watched member had finished at its last heartbeat."""
@@ -276,17 +276,17 @@ class Peers:
         """Check whether a member has closed the group, so that the end of its process means nothing."""
         return self._observer.records.get(rank, Heartbeat()).left
 
-    def halted(self) -> dict[int, str]:
+    def halted_members(self) -> dict[int, str]:
         """Return the state of members on this machine whose processes are stopped, or ended without leaving."""
         # Processes of other machines have no state here, and are left out.
         peers = ((rank, identity) for rank, identity in self.identities.items() if rank != self.rank)
         states = {rank: identity.state() for rank, identity in peers if not self.has_left(rank)}
-        return {rank: state for rank, state in states.items() if state in HALTED}
+        return {rank: state for rank, state in states.items() if state in HALTED_STATES}
 
     def report(self) -> str:
         """Describe the progress of the watched members, and the age of their heartbeats."""
         parts, since_poll = [], time.monotonic() - self._observer.polled
-        for rank in self.watched:
+        for rank in self.watched_ranks:
             last = self._observer.records.get(rank)
             if last is None:
                 parts.append(f"{self.describe(rank)} has sent no heartbeat")

@@ -153,11 +153,7 @@ class Share:
 
     @classmethod
     def from_json(cls, data: Any, tensors: Sequence[TensorSpec]) -> Share:
-        """Parse the untrusted output of :meth:`to_json`; every piece lies within its tensor.
-
-        Raises:
-            ManifestError: it is malformed.
-        """
+        """Parse the untrusted output of :meth:`to_json`; every piece lies within its tensor."""
         fields = exactly(data, ("plan", "chunks", "operations"), "plan")
         if not isinstance(fields["plan"], str) or not 0 < len(fields["plan"]) <= 256:
             raise ManifestError(f"plan: {fields['plan']!r:.80} is not the name of a plan")

@@ -35,7 +35,7 @@ def samples_of(folder: Path, *, pairs: bool = False) -> RunSamples:
 def make_plan(samples: RunSamples, budget: int, batch: int = 4, world: int = 2, **layout) -> StepPlan:
     config = RunConfig(model="m", output="o", data={"path": "d", "global_batch_size": batch, "shuffle": False}, steps=3)
     objective = (
-        PreferenceObjective(resolve("dpo")) if samples.learned.has_pairs else TokenObjective(resolve("cross_entropy"))
+        PreferenceObjective(resolve("dpo")) if samples.train.has_pairs else TokenObjective(resolve("cross_entropy"))
     )
     return plan_steps(config, samples, objective, SequenceLayout(**layout), plan(Parallel(), world), budget)
 

@@ -148,7 +148,7 @@ def test_data_table_counts_pairs_of_preferences(members: int, line: list[str]) -
         members=members,
         unit=line[0],
     )
-    dry: Any = SimpleNamespace(learned=part, held_out=part, epochs=1.0)
+    dry: Any = SimpleNamespace(train=part, held_out=part, epochs=1.0)
     header, *rows = [row.split() for row in data_table(dry)]
     assert header[1] == line[0]
     assert [row[-9] for row in rows] == [line[1]] * 2  # learned, held out

@@ -72,7 +72,7 @@ def test_prepared_samples_are_read_without_the_data(prepared: Path, elsewhere: P
     run_samples = samples(elsewhere)
     tokenizer = load_tokenizer(elsewhere / "model")
     documents = [*read_documents(prepared / "a.jsonl"), *read_documents(prepared / "b.jsonl")]
-    assert fingerprint_of(list(run_samples.learned)) == fingerprint_of(build_samples(documents, tokenizer, 64))
+    assert fingerprint_of(list(run_samples.train)) == fingerprint_of(build_samples(documents, tokenizer, 64))
     assert run_samples.held_out is not None
     assert len(run_samples.held_out) == 2
     assert not (elsewhere / "cache").exists(), "nothing is tokenised"

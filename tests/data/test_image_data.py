@@ -21,6 +21,7 @@ from PIL import Image
 from megascend.batch.images import SampleImages, decode_together
 from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.config import Data, DataImages
+from megascend.config.data import DataSource
 from megascend.data.files import read_documents
 from megascend.data.findings import Findings
 from megascend.data.images import ImageProcessor, decode
@@ -73,7 +74,7 @@ def write(path: Path, *records: Any) -> Path:
 
 def samples_of(path: Path, model: Path, limits: SampleLimits = LIMITS, **settings: Any) -> SampleStore:
     data = Data(path=path, **settings)
-    return prepare_samples(path, data, byte_tokenizer(2048, IMAGES), limits, model)
+    return prepare_samples(DataSource(path, data, "data.path"), byte_tokenizer(2048, IMAGES), limits, model)
 
 
 def expected_images(model: Path, *files: Path) -> SampleImages:
@@ -499,7 +500,7 @@ def test_model_of_text_takes_no_images(folder: Path, tmp_path: Path) -> None:
     path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
     data = Data(path=path)
     with pytest.raises(DataError, match="the conversation has 1 image, and this model takes none"):
-        prepare_samples(path, data, byte_tokenizer(2048), LIMITS, tmp_path / "qwen3")
+        prepare_samples(DataSource(path, data, "data.path"), byte_tokenizer(2048), LIMITS, tmp_path / "qwen3")
 
 
 def test_model_without_its_processor_is_refused(folder: Path, model: Path, tmp_path: Path) -> None:

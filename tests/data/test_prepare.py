@@ -14,6 +14,7 @@ import torch
 
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data
+from megascend.config.data import DataSource
 from megascend.data import prepare
 from megascend.data.files import read_documents
 from megascend.data.labels import LabelSet
@@ -44,7 +45,7 @@ def write(path: Path, *lines: Any) -> Path:
 
 def samples_of(folder: Path, limits: SampleLimits = LIMITS, **settings: Any) -> SampleStore:
     data = Data(path=folder / "data.jsonl", **settings)
-    return prepare_samples(data.path, data, byte_tokenizer(256), limits, folder / "model")
+    return prepare_samples(DataSource(data.path, data, "data.path"), byte_tokenizer(256), limits, folder / "model")
 
 
 def stores(folder: Path) -> list[str]:
@@ -152,7 +153,7 @@ def test_prepared_samples_of_other_data_are_refused_where_the_data_are_missing(f
 
     def read(path: Path, setting: str, **settings: Any) -> SampleStore:
         data = Data(path=path, **settings)
-        return prepare_samples(path, data, byte_tokenizer(256), LIMITS, folder / "model", setting)
+        return prepare_samples(DataSource(path, data, setting), byte_tokenizer(256), LIMITS, folder / "model")
 
     read_stores = {setting: read(path, setting) for setting, path in paths.items()}
     write_prepared(folder / "prepared", read_stores, LIMITS, paths)
@@ -228,7 +229,7 @@ def test_files_outside_of_the_folder_are_part_of_the_key(folder: Path, absolute:
 
     def prepared() -> SampleStore:
         data = Data(path=folder / "data")
-        return prepare_samples(data.path, data, byte_tokenizer(256), LIMITS, folder / "model")
+        return prepare_samples(DataSource(data.path, data, "data.path"), byte_tokenizer(256), LIMITS, folder / "model")
 
     assert text_of(prepared()) == "first"
     write(outside, {"text": "second"})
@@ -244,7 +245,7 @@ def test_files_outside_of_the_folder_are_part_of_the_key(folder: Path, absolute:
 def test_stored_samples_name_the_setting_of_their_reader(folder: Path) -> None:
     data = Data(path=folder / "data.jsonl")
     for setting in ("data.path", "validation.path"):
-        store = prepare_samples(data.path, data, byte_tokenizer(256), LIMITS, folder / "model", setting)
+        store = prepare_samples(DataSource(data.path, data, setting), byte_tokenizer(256), LIMITS, folder / "model")
         assert [name for name in store.sources if name.startswith("data (")] == [f"data ({setting})"]
     assert len(stores(folder)) == 1
 
@@ -286,7 +287,12 @@ def test_data_without_samples_raises_data_error(folder: Path) -> None:
         samples_of(folder, on_too_long="skip")
     shutil.rmtree(folder / "model")
     with pytest.raises(DataError, match=r"missing.jsonl \(data.path\): neither a file nor a folder"):
-        prepare_samples(folder / "missing.jsonl", Data(path="x"), byte_tokenizer(256), LIMITS, folder / "model")
+        prepare_samples(
+            DataSource(folder / "missing.jsonl", Data(path="x"), "data.path"),
+            byte_tokenizer(256),
+            LIMITS,
+            folder / "model",
+        )
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "cannot be read: No such file"), (b"\xff\xfe", "not UTF-8")])
@@ -307,7 +313,9 @@ def dated(folder: Path, day: date | None = None, *, model_template: Any = None) 
     tokenizer = byte_tokenizer(256)
     data = Data(path=folder / "data.jsonl", chat_template=None if model_template else folder / "dated.jinja")
     tokenizer.chat_template = model_template or tokenizer.chat_template
-    return prepare_samples(data.path, data, tokenizer, SampleLimits(100), folder / "model", template_date=day)
+    return prepare_samples(
+        DataSource(data.path, data, "data.path"), tokenizer, SampleLimits(100), folder / "model", template_date=day
+    )
 
 
 def text_of(store: SampleStore) -> str:
@@ -336,7 +344,9 @@ def test_samples_with_a_date_are_cached_by_day(folder: Path) -> None:
 def test_the_date_is_not_in_the_key_of_other_samples(folder: Path) -> None:
     for day in (date(2024, 2, 29), date(2024, 3, 1)):
         data = Data(path=folder / "data.jsonl")
-        store = prepare_samples(data.path, data, byte_tokenizer(256), LIMITS, folder / "model", template_date=day)
+        store = prepare_samples(
+            DataSource(data.path, data, "data.path"), byte_tokenizer(256), LIMITS, folder / "model", template_date=day
+        )
         assert "date in the chat template" not in store.sources
     assert len(stores(folder)) == 1
 
@@ -368,7 +378,7 @@ def test_candidates_are_stored_with_their_samples(folder: Path) -> None:
     ]
     write(folder / "data.jsonl", *records)
     store = samples_of(folder, on_too_long="truncate")
-    assert (store.has_candidates, store.all_candidates, store.lengths.tolist()) == (True, True, [2, 40])
+    assert (store.has_candidates, store.partial, store.lengths.tolist()) == (True, (), [2, 40])
     first, second = store[0].candidates, store[1].candidates
     assert first is not None and second is not None  # noqa: PT018
     assert (first.ids.tolist(), first.logprobs.tolist()) == ([[9, 2], [7, -1]], [[-0.5, -1.5], [-0.25, 0.0]])

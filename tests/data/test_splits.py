@@ -248,7 +248,7 @@ def held_out(folder: Path, data: dict[str, object], validation: dict[str, object
     run = RunConfig(model=folder, output=folder / "o", data={"path": folder, **data}, validation=validation, steps=1)
     samples = RunSamples.prepare(run, byte_tokenizer(256), SampleLimits(60))
     assert samples.held_out is not None
-    return len(samples.learned), len(samples.held_out)
+    return len(samples.train), len(samples.held_out)
 
 
 @pytest.mark.parametrize("make", [lambda folder: {"path": folder}, lambda folder: {"split": "validation"}])

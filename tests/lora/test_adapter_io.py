@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megascend import Adam, Adapters, Batching, CheckpointError, ConfigError, Lora, Parallel, Schedule
-from megascend.lora.adapter_io import OPTIMIZER, STATE, SavedAdapter, read, write
+from megascend.lora.adapter_io import OPTIMIZER, STATE, SavedAdapter, read, read_tensor, write
 from megascend.lora.factors import Factors
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
@@ -470,3 +470,12 @@ def test_an_adapter_is_written_where_a_link_leads_and_others_may_read_it(tmp_pat
         assert read(disk, optimizer=True).values[name].a.unique().tolist() == [value]
         assert {file.name: file.stat().st_mode & 0o777 for file in disk.iterdir()} == dict.fromkeys(FILES, 0o644)
         assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(["link", "disk", "adapter", *FILES])
+
+
+def test_a_tensor_in_two_files_is_that_of_the_last_as_in_transformers(tmp_path):
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for value, name in enumerate(names, 1):
+        save_file({"score.weight": torch.full((2, 3), float(value)), f"other.{value}": torch.zeros(1)}, tmp_path / name)
+    weight_map = {"score.weight": names[1], "other.1": names[0], "other.2": names[1]}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert read_tensor(tmp_path, "score.weight").tolist() == [[2.0] * 3] * 2

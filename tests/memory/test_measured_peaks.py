@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megascend import Adapters, Lora, Parallel, Sample
+from megascend import Adapters, Lora, Parallel
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.activations import CHUNK, LayerKind, linear_attention_bytes, norm_bytes
 from megascend.memory.parameters import stages
@@ -27,6 +27,7 @@ from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoin
 from megascend.testing.parity import Case, case_backend, case_checkpoint
 from megascend.topology.topology import plan
 from support.covering import first_stack_required
+from support.model_checks import saved_bytes
 from support.prediction_head import add_prediction_head
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_memory.py"
@@ -147,32 +148,15 @@ def test_linear_attention_saves_the_counted_bytes(
     checkpoint = case_checkpoint(parity_folder, "qwen3_5_text", **sizes)
     case = Case("saved", arch="qwen3_5_text", precision=precision, micro_batch_tokens=4096)
 
-    def saved_bytes() -> int:
+    def on_rank() -> int:
         adapters = Adapters(max_count=1, max_rank=1) if frozen else None
         with case_backend(case, checkpoint, adapters=adapters) as backend:
             if frozen:
                 backend.add_adapter("adapter", Lora(rank=1))
-            chunk = backend.engine.bare_chunks[0]
-            weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
-            attention, saved = chunk.decoder.layers[0].self_attention, {}
-            forward = attention.forward
+            adapter = "adapter" if frozen else None
+            return saved_bytes(backend, lambda chunk: chunk.decoder.layers[0].self_attention, lengths, adapter)
 
-            def pack(tensor: torch.Tensor) -> torch.Tensor:
-                # Kept, so that no later tensor has its address.
-                saved[tensor.untyped_storage().data_ptr()] = tensor
-                return tensor
-
-            def watched(hidden: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    return forward(hidden.detach().requires_grad_(), *arguments, **options)
-
-            attention.forward = watched
-            generator = torch.Generator().manual_seed(0)
-            ids = [torch.randint(0, 300, (length + 1,), generator=generator) for length in lengths]
-            backend.forward_backward([Sample.causal(row) for row in ids], adapter="adapter" if frozen else None)
-            return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in weights)
-
-    (measured,) = run_distributed(saved_bytes, 1, init=False)
+    (measured,) = run_distributed(on_rank, 1, init=False)
     linear = LinearAttention.from_config(tiny_config("qwen3_5_text", **sizes))
     assert linear is not None
     width = {"bf16": 2, "fp32": 4}[precision]

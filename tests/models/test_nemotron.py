@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
@@ -30,7 +29,6 @@ from megascend.testing.parity import (
     bounds,
     case_backend,
     case_checkpoint,
-    causal_samples,
     differences,
     hf_reference,
     token_lists,
@@ -39,6 +37,7 @@ from megascend.testing.parity import (
 from megascend.testing.tiny_models import tiny_config
 from support.forked_programs import run_forked
 from support.lora_parity import adapter_differences, case_adapter, peft_reference, train_adapter
+from support.model_checks import assert_packed_samples_are_apart, assert_sampled_without_cache, saved_bytes
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -230,16 +229,7 @@ def test_steps_have_no_limit_without_megatron(
 
 @needs_stack
 def test_packed_samples_do_not_see_each_other(parity_folder: Path) -> None:
-    checkpoint, tokens = case_checkpoint(parity_folder, "nemotron_h"), token_lists()
-    changed = [*tokens[:1], [token % 299 + 1 for token in tokens[1]], *tokens[2:]]
-
-    def on_rank() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        with case_backend(Case("one row", micro_batch_tokens=4096), checkpoint) as backend:
-            return tuple(backend.forward(causal_samples(ids), logits=True).logits for ids in (tokens, changed))  # type: ignore[return-value]
-
-    ((before, after),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
-    assert not torch.equal(before[1], after[1])
-    assert all(torch.equal(before[index], after[index]) for index in range(len(tokens)) if index != 1)
+    assert_packed_samples_are_apart(case_checkpoint(parity_folder, "nemotron_h"))
 
 
 @needs_stack
@@ -263,30 +253,8 @@ def test_adapter_of_a_layout_equals_peft(case: Case, parity_folder: Path, tmp_pa
 
 @needs_stack
 def test_sampler_recomputes_the_sequence_and_reports_the_reason(parity_folder: Path) -> None:
-    checkpoint, prompt = case_checkpoint(parity_folder, "nemotron_h"), list(range(11, 31))
-
-    def on_rank() -> tuple[list[int], str | None]:
-        from megascend.sampling.request import SampleRequest, SamplingParams
-        from megascend.sampling.sampler import Sampler
-
-        with case_backend(Case("single"), checkpoint) as backend:
-            sampler = Sampler(backend)
-            (result,) = sampler.generate([SampleRequest(prompt, SamplingParams(6, temperature=0.0))])
-            return list(result.samples[0].tokens), sampler.cache_unsupported_reason
-
-    def in_transformers(tokens: list[int]) -> torch.Tensor:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        with torch.no_grad():
-            return model(torch.tensor([tokens]), use_cache=False).logits[0]
-
-    ((tokens, reason),) = run_distributed(on_rank, 1, init=False, timeout_s=60)
-    assert reason == "a layer whose attention is MambaLayer"
-    (logits,) = run_distributed(in_transformers, 1, [*prompt, *tokens], init=False, timeout_s=60)
-    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+    checkpoint = case_checkpoint(parity_folder, "nemotron_h")
+    assert_sampled_without_cache(checkpoint, "a layer whose attention is MambaLayer")
 
 
 @needs_stack
@@ -296,28 +264,11 @@ def test_state_space_saves_the_counted_bytes(parity_folder: Path, precision: Lit
     checkpoint = case_checkpoint(parity_folder, "nemotron_h")
     case = Case("saved", precision=precision, micro_batch_tokens=4096)
 
-    def saved_bytes() -> int:
+    def on_rank() -> int:
         with case_backend(case, checkpoint) as backend:
-            chunk = backend.engine.bare_chunks[0]  # type: ignore[reportAttributeAccessIssue]
-            weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
-            module, saved = chunk.decoder.layers[0].mixer, {}
-            forward = module.forward
+            return saved_bytes(backend, lambda chunk: chunk.decoder.layers[0].mixer, lengths)
 
-            def pack(tensor: torch.Tensor) -> torch.Tensor:
-                saved[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no later tensor has its address
-                return tensor
-
-            def watched(hidden: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    return forward(hidden.detach().requires_grad_(), *arguments, **options)
-
-            module.forward = watched
-            generator = torch.Generator().manual_seed(0)
-            ids = [torch.randint(0, 300, (length + 1,), generator=generator).tolist() for length in lengths]
-            backend.forward_backward(causal_samples(ids))
-            return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in weights)
-
-    (measured,) = run_distributed(saved_bytes, 1, init=False, timeout_s=60)
+    (measured,) = run_distributed(on_rank, 1, init=False, timeout_s=60)
     space = StateSpace.from_config(normalised(layers_block_type=config()["layers_block_type"]))
     assert space is not None
     width = {"bf16": 2, "fp32": 4}[precision]

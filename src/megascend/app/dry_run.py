@@ -58,7 +58,7 @@ class DryRun:
     Attributes:
         config: the run's settings, with ``epochs`` converted to steps.
         platform: the one that the run would use.
-        learned, held_out: statistics of the samples; the latter None without a validation set.
+        train, held_out: statistics of the samples; the latter None without a validation set.
         sources: figures of each source of training data; none of streams.
         remarks: descriptions of data that was left out, cut or not read.
         epochs: passes over the data in all steps; None of a stream, whose statistics are those of the first batch.
@@ -75,7 +75,7 @@ class DryRun:
     platform: str
     topology: Topology
     info: ModelInfo
-    learned: SampleStatistics
+    train: SampleStatistics
     held_out: SampleStatistics | None
     sources: list[SourceStatistics]
     remarks: tuple[str, ...]
@@ -169,9 +169,6 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
     """Check what can be known of a run of ``rl`` in one process; see :func:`prepare`.
 
     One episode runs with a canned response, and engines are asked for their versions; nothing about them changes.
-
-    Raises:
-        DataError: the reward function or the environment failed.
     """
     from megascend.app.rl.train import ReinforcementLearning
 
@@ -197,7 +194,7 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
         platform=runtime.platform.name,
         topology=topology,
         info=info,
-        prompts=len(training.prompts.learned),
+        prompts=len(training.prompts.train),
         held_out=len(training.prompts.held_out),
         prompt_lengths=(lengths[0], lengths[len(lengths) // 2], lengths[-1]),
         trial=training.try_episode(config),
@@ -275,30 +272,30 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
         return str(plan.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def example(index: int, pair: int | None) -> ShownSample:
-        sample = samples.learned[index]
-        name = f"sample {index // samples.learned.members + 1}"
+        sample = samples.train[index]
+        name = f"sample {index // samples.train.members + 1}"
         if plan.limits.labels is not None:
             name = f"{name}, {plan.limits.labels.describe(sample.label)}"
         elif sample.label is not None:
             name = f"{name}, {'desirable' if sample.label else 'undesirable'}"
         if pair is not None:
             name = f"pair {pair + 1}, {'chosen' if sample.chosen else 'rejected'}"
-        return ShownSample(name, len(sample), pieces(sample, decode, scored=samples.learned.scored))
+        return ShownSample(name, len(sample), pieces(sample, decode, scored=samples.train.scored))
 
     return DryRun(
         config=config,
         platform=runtime.platform.name,
         topology=topology,
         info=info,
-        learned=SampleStatistics.of(samples.learned),
+        train=SampleStatistics.of(samples.train),
         held_out=None if samples.held_out is None else SampleStatistics.of(samples.held_out),
         sources=samples.source_statistics(config),
         remarks=(*samples.remarks, *mixture),
         epochs=None
         if config.data.streaming
-        else config.steps * config.data.global_batch_size / objective.units(samples.learned),
+        else config.steps * config.data.global_batch_size / objective.units(samples.train),
         steps=steps,
-        examples=[example(index, pair) for index, pair in first[: EXAMPLES * (2 if samples.learned.has_pairs else 1)]],
+        examples=[example(index, pair) for index, pair in first[: EXAMPLES * (2 if samples.train.has_pairs else 1)]],
         free_disk=free_bytes(config.output),
         disk_warning=disk_warning(config, info),
         memory=memory(config),
@@ -367,7 +364,7 @@ def plan_steps(
     Args:
         budget: most tokens of a micro batch.
     """
-    lengths = samples.learned.lengths.tolist()
+    lengths = samples.train.lengths.tolist()
     steps = min(config.steps, PLANNED)
     micro_batches = largest = largest_samples = peak_tokens = longest = total = padded = 0
     idle = packed = False

@@ -67,9 +67,6 @@ class TaskSuite:
 
     Args:
         setting: where the tasks are named, for messages.
-
-    Raises:
-        EvaluationError: a task does not exist, or cannot be loaded from this machine.
     """
 
     def __init__(self, settings: ValidationTasks, setting: str) -> None:
@@ -356,11 +353,7 @@ class HarnessModel(TemplateLM):
 
 
 def sampling_params(options: Mapping[str, Any], length: int, stops: tuple[str, ...], seed: int) -> SamplingParams:
-    """Return the sampler's settings for a task's ``generation_kwargs``, without ``until`` and the length.
-
-    Raises:
-        EvaluationError: a setting is not one of the sampler's, and has an effect.
-    """
+    """Return the sampler's settings for a task's ``generation_kwargs``, without ``until`` and the length."""
     for name, value in options.items():
         if name not in SAMPLED and value != NEUTRAL.get(name):
             raise EvaluationError(

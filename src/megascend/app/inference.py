@@ -177,11 +177,7 @@ def bootstrap_model(settings: InferenceSettings) -> None:
 
 @contextmanager
 def loaded_model(settings: InferenceSettings) -> Iterator[ResponseModel]:
-    """Load a model and its adapters on this rank, as one of all; unload it at the end.
-
-    Raises:
-        ConfigError, CheckpointError, TopologyError: as the backend's constructor and ``load_adapter``.
-    """
+    """Load a model and its adapters on this rank, as one of all; unload it at the end."""
     from megascend import backends
     from megascend.lora import peft_format
 

@@ -62,11 +62,7 @@ class LayoutPlan:
 
 @contextlib.contextmanager
 def model_checkpoint(model: Path) -> Iterator[Path]:
-    """Yield a checkpoint directory for a model that may be only its ``config.json``: tensors are then named, and have no data.
-
-    Raises:
-        ConfigError: there is no ``config.json``, it is not valid JSON, or transformers refuses its values.
-    """
+    """Yield a checkpoint directory for a model that may be only its ``config.json``: tensors are then named, and have no data."""
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
         raise ConfigError(
@@ -134,11 +130,7 @@ def plan_layouts(
 
 
 def plan_split(checkpoint: Path, config: RunConfig, cards: int, length: int, hardware: Hardware) -> list[Split]:
-    """Divide devices between inference engines and the trainer, the fastest division first.
-
-    Raises:
-        ConfigError: no division leaves room for both.
-    """
+    """Divide devices between inference engines and the trainer, the fastest division first."""
     info = inspect_checkpoint(checkpoint, config.head, config.mtp)
     check_lora(config, info)
     request = PlanRequest(cards, length, config.data.global_batch_size, config)

@@ -111,8 +111,9 @@ def loss_values(
         return torch.cat([part.double().cpu() for part in parts])
 
     fields: dict[str, Any] = {}
-    if all(sample.ref_logprobs is not None for sample in samples):
-        fields["ref_logprobs"] = joined([sample.ref_logprobs for sample in samples])
+    for name in ("ref_logprobs", "old_logprobs", "advantages"):
+        if all(getattr(sample, name) is not None for sample in samples):
+            fields[name] = joined([getattr(sample, name) for sample in samples])
     if candidates is not None:
         teacher = [sample.candidates for sample in samples if sample.candidates is not None]
         fields["candidate_ids"] = torch.cat([entry.ids for entry in teacher])

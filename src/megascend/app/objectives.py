@@ -85,11 +85,7 @@ class LearningObjective(ABC):
 
 
 def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjective:
-    """Build the objective that the settings select.
-
-    Raises:
-        ConfigError: the loss does not fit the data, or cannot be imported.
-    """
+    """Build the objective that the settings select."""
     settings = config.distillation
     if settings is not None and settings.teacher is not None:
         _check_kind(config, samples, "token", "distillation")

@@ -98,10 +98,10 @@ def check_one_kind(sources: Sequence[DataSource], stores: Sequence[SampleStore |
                 raise DataError(f"of {sources[0].path} and {source.path} {difference}")
 
 
-def copies(learned: SampleStore | JoinedStores, held_out: SampleStore | JoinedStores) -> tuple[str, ...]:
+def copies(train: SampleStore | JoinedStores, held_out: SampleStore | JoinedStores) -> tuple[str, ...]:
     """Return a remark on held-out documents that are among the training data, if any."""
     contents = document_digests(held_out)[1]
-    shared = int(np.isin(contents, document_digests(learned)[1]).sum())
+    shared = int(np.isin(contents, document_digests(train)[1]).sum())
     if not shared:
         return ()
     return (
@@ -152,7 +152,7 @@ class RunSamples:
         kinds: number of documents of each kind, of each training source; empty of streams.
     """
 
-    learned: SampleSubset
+    train: SampleSubset
     held_out: SampleSubset | None
     longest: int
     remarks: tuple[str, ...]
@@ -169,11 +169,7 @@ class RunSamples:
         stores, problems = [], []
         for source in sources:
             try:
-                stores.append(
-                    prepare_samples(
-                        source.path, source.data, tokenizer, limits, config.model, source.setting, config.template_date
-                    )
-                )
+                stores.append(prepare_samples(source, tokenizer, limits, config.model, config.template_date))
             except DataError as error:
                 # Problems of all sources at once: a user fixes them in one go.
                 problems.append(error)
@@ -183,20 +179,20 @@ class RunSamples:
         remarks = tuple(line for store in stores for line in store.remarks) + padding_remark(tokenizer, limits)
         longest = max(int(store.lengths.max()) for store in stores)
         kinds = tuple(store.kinds for store in stores[: len(training)])
-        learned, *held_out = [
+        train, *held_out = [
             part[0] if len(part) == 1 else JoinedStores(part)
             for part in (stores[: len(training)], stores[len(training) :])
             if part
         ]
         if config.validation is None or not config.validation.holds_out:
-            parts = all_samples(learned), None
+            parts = all_samples(train), None
         elif held_out:
-            remarks += copies(learned, held_out[0])
-            parts = all_samples(learned), all_samples(held_out[0])
+            remarks += copies(train, held_out[0])
+            parts = all_samples(train), all_samples(held_out[0])
         else:
-            parts = hold_out(learned, config.validation.fraction, config.seed)
+            parts = hold_out(train, config.validation.fraction, config.seed)
         if limits.labels is not None:
-            remarks += ambiguous_texts([learned, *held_out], limits.labels)
+            remarks += ambiguous_texts([train, *held_out], limits.labels)
         for part, subject in zip(parts, ("training samples", "held-out samples"), strict=True):
             if limits.labels is not None and part is not None:
                 remarks += tuple(limits.labels.remarks(part.classes, subject))
@@ -204,7 +200,7 @@ class RunSamples:
 
     def longest_unit(self, layout: SequenceLayout) -> int:
         """Return the tokens of the longest sample, or pair, with its padding."""
-        return layout.padded_length(self.longest) * (2 if self.learned.has_pairs else 1)
+        return layout.padded_length(self.longest) * (2 if self.train.has_pairs else 1)
 
     def check_lengths(self, backend: Backend) -> None:
         """Refuse samples above the engine's limit, which may be lower than the run's."""
@@ -223,19 +219,17 @@ class RunSamples:
     ) -> list[Sample]:
         """Return the samples of the next batch of the training stream. Collective."""
         assert isinstance(stream, Batches)
-        return objective.batch(self.learned, next(stream))
+        return objective.batch(self.train, next(stream))
 
     def unit_batches(self, config: RunConfig, objective: LearningObjective) -> Batches[int]:
         """Return the stream of global batches, as indices of samples or pairs."""
-        units = range(objective.units(self.learned))
-        data, learned = config.data, self.learned
+        units = range(objective.units(self.train))
+        data, train = config.data, self.train
         sources = data.training_sources()
         mixture: list[tuple[Sequence[int], float | None]] = []
-        if learned.has_sources:
+        if train.has_sources:
             # Samples of a source, and so its units, are neighbours.
-            ends = np.cumsum(
-                [0, *np.bincount(learned.source_numbers, minlength=len(sources)) // learned.members]
-            ).tolist()
+            ends = np.cumsum([0, *np.bincount(train.source_numbers, minlength=len(sources)) // train.members]).tolist()
             for source, first, end in zip(sources, ends, ends[1:], strict=False):
                 if first == end:
                     raise DataError(
@@ -248,9 +242,9 @@ class RunSamples:
             data.global_batch_size,
             config.seed,
             data.shuffle,
-            learned.fingerprint,
+            train.fingerprint,
             mixture=mixture,
-            sources=learned.sources,
+            sources=train.sources,
             on_changed=data.on_changed,
         )
 
@@ -258,7 +252,7 @@ class RunSamples:
         """Return figures of each training source; none of streams."""
         names = source_names(config.data.training_sources())
         return [
-            SourceStatistics.measure(name, kinds, self.learned.source_samples(number))
+            SourceStatistics.measure(name, kinds, self.train.source_samples(number))
             for number, (name, kinds) in enumerate(zip(names, self.kinds, strict=False))
         ]
 
@@ -277,7 +271,7 @@ class RunSamples:
         assert isinstance(stream, Batches)
         sources, draws = config.data.training_sources(), config.steps * config.data.global_batch_size
         return [
-            f"{source.path}: {share:.2%} of the {self.learned.unit}, {size:,} read {share * draws / size:.3g} times in "
+            f"{source.path}: {share:.2%} of the {self.train.unit}, {size:,} read {share * draws / size:.3g} times in "
             f"{config.steps} steps"
             for source, share, size in zip(sources, stream.shares, stream.sizes, strict=True)
             if len(sources) > 1
@@ -288,8 +282,8 @@ class RunSamples:
         from megascend.distributed.objects import gather_objects
 
         # Fingerprints are compared, not samples.
-        prints = [part.fingerprint for part in (self.learned, self.held_out) if part is not None]
-        local = (socket.gethostname(), prints, self.learned.sources)
+        prints = [part.fingerprint for part in (self.train, self.held_out) if part is not None]
+        local = (socket.gethostname(), prints, self.train.sources)
         ranks = gather_objects(local, "world", backend.groups, "check_same_on_all_ranks()")
         host, first, sources = ranks[0]
         for rank, (other_host, other, other_sources) in enumerate(ranks):
@@ -323,16 +317,16 @@ class RunSamples:
 
     def describe(self) -> str:
         """Return the number of samples, or of pairs."""
-        members, unit = self.learned.members, self.learned.unit
+        members, unit = self.train.members, self.train.unit
         suffix = "" if self.held_out is None else f" and {len(self.held_out) // members} held out"
-        return f"{len(self.learned) // members} {unit}{suffix}"
+        return f"{len(self.train) // members} {unit}{suffix}"
 
 
 @dataclass(frozen=True)
 class StreamedSamples(RunSamples):
     """Samples of a run that are read and tokenised as steps need them.
 
-    ``learned`` are those of the first batch, which decide what kind of data a run learns from; ``longest`` is the limit, as the
+    ``train`` are those of the first batch, which decide what kind of data a run learns from; ``longest`` is the limit, as the
     longest sample is not known.
 
     Attributes:
@@ -380,22 +374,19 @@ class StreamedSamples(RunSamples):
             with tempfile.TemporaryDirectory(prefix="megascend-stream-") as folder:
                 path = Path(folder) / "first"
                 write_store(path, enumerate(_documents(first)), Findings(), inputs, scored=limits.scored)
-                learned = all_samples(SampleStore(path, image_processor))
+                train = all_samples(SampleStore(path, image_processor))
         except OSError as error:
             raise DataError(
                 f"the first batch cannot be written to {tempfile.gettempdir()}: {error}; set TMPDIR to a folder with room"
             ) from error
         stores = [
-            prepare_samples(
-                source.path, source.data, tokenizer, limits, config.model, source.setting, config.template_date
-            )
-            for source in validation
+            prepare_samples(source, tokenizer, limits, config.model, config.template_date) for source in validation
         ]
-        check_one_kind([*sources[:1], *validation], [learned, *stores])
+        check_one_kind([*sources[:1], *validation], [train, *stores])
         held_out = None if not stores else all_samples(stores[0] if len(stores) == 1 else JoinedStores(stores))
         remarks = tuple(line for part in (*files, *stores) for line in part.remarks) + padding_remark(tokenizer, limits)
         all_files = tuple(file for part in files for file in part.files)
-        return cls(learned, held_out, limits.length, remarks, open_stream, stream.kind, all_files)
+        return cls(train, held_out, limits.length, remarks, open_stream, stream.kind, all_files)
 
     def batches(self, config: RunConfig, objective: LearningObjective) -> PrefetchedBatches:
         """Return the stream of global batches of samples, from its beginning."""
@@ -451,7 +442,7 @@ class StreamedSamples(RunSamples):
         """Return a line for each of several sources: its share of the samples."""
         sources = config.data.training_sources()
         return [
-            f"{source.path}: {share:.2%} of the {self.learned.unit}"
+            f"{source.path}: {share:.2%} of the {self.train.unit}"
             for source, share in zip(sources, stream.shares, strict=True)
             if len(sources) > 1
         ]
@@ -464,14 +455,14 @@ class StreamedSamples(RunSamples):
 
     def first_batch(self) -> RunSamples:
         """Return the samples of the first batch as if they were all, for a dry run."""
-        return RunSamples(self.learned, self.held_out, self.longest, self.remarks)
+        return RunSamples(self.train, self.held_out, self.longest, self.remarks)
 
     def describe(self) -> str:
         """Return from how many files samples are streamed, and how many are held out."""
         size = sum(file.stat().st_size for file in self.files if file.is_file())
-        suffix = "" if self.held_out is None else f" and {len(self.held_out) // self.learned.members} held out"
+        suffix = "" if self.held_out is None else f" and {len(self.held_out) // self.train.members} held out"
         count = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
-        return f"{self.learned.unit} streamed from {count}{f' ({format_bytes(size)})' if size else ''}{suffix}"
+        return f"{self.train.unit} streamed from {count}{f' ({format_bytes(size)})' if size else ''}{suffix}"
 
 
 def _documents(batch: Sequence[Sample]) -> Iterator[list[Sample]]:

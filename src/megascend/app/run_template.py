@@ -237,9 +237,6 @@ def run_files(name: str, request: RunFileRequest, path: Path) -> RunFiles:
 
     Args:
         path: path of the run file.
-
-    Raises:
-        ConfigError: the task or a setting is unknown, the model is not there, or no layout fits.
     """
     if name not in TASKS:
         raise ConfigError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
@@ -316,11 +313,7 @@ def _layout(
     overrides: Sequence[str],
     remarks: list[str],
 ) -> tuple[dict[str, Any], Prediction]:
-    """Return the settings of the fastest layout, and its figures; add remarks on it.
-
-    Raises:
-        ConfigError: none fits, or engines would have to be started on several hosts.
-    """
+    """Return the settings of the fastest layout, and its figures; add remarks on it."""
     assert request.hardware is not None, "cards are of some kind"
     cards, hardware = request.cards, request.hardware
     rollout = values.get("rollout")

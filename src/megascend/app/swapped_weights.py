@@ -46,9 +46,6 @@ class SwappedWeights:
 
     Args:
         setting: section of the run file, for messages.
-
-    Raises:
-        ConfigError: the engine does not show its weights.
     """
 
     def __init__(self, backend: Backend, setting: str) -> None:
@@ -105,9 +102,6 @@ def read_weights(
         slices: Hugging Face slices that an engine's tensors consist of.
         headers: tensors of the checkpoint.
         dtype: precision of the model.
-
-    Raises:
-        CheckpointError: a tensor is missing, incomplete, damaged, or beyond the range of ``dtype``.
     """
     files: dict[Path, Any] = {}
     for name, tensor in weights.items():
@@ -136,9 +130,6 @@ def difference_of_models(directory: Path, model: Path, info: ModelInfo, mtp: Mtp
 
     Args:
         model: the policy's checkpoint, which ``info`` describes.
-
-    Raises:
-        ConfigError, CheckpointError: the directory cannot be read.
     """
     shapes, expected = (
         {name: tuple(header.shape) for name, header in tensors.items()}

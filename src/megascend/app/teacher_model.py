@@ -156,9 +156,6 @@ def check_teacher_model(
     Args:
         setting: name of the setting with ``directory``.
         info: description of the student's checkpoint.
-
-    Raises:
-        ConfigError, CheckpointError: they do not, or it cannot.
     """
     check_vocabulary(directory, setting, tokenizer)
     size, expected = ModelShape.from_hf_config(read_config(directory)).vocab_size, info.shape.vocab_size

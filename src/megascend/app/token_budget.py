@@ -129,7 +129,7 @@ def measure_budget(
     proposal: int | None = search.first(FIRST_BUDGET)
     while proposal is not None:
         # All ranks try the same budget, and agree on whether it fits.
-        peak = trial_peak(backend, samples.learned, objective, proposal, adapter)
+        peak = trial_peak(backend, samples.train, objective, proposal, adapter)
         fits = not backend.any_rank(peak > search.limit)[0]
         search.add(proposal, peak, fits)
         tokens = search.next()
@@ -153,8 +153,8 @@ def measure_budget(
 
 def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayout, topology: Topology) -> int:
     """Return the tokens of a data parallel rank's largest useful micro batch: a whole step's, or fewer to keep stages busy."""
-    lengths = np.sort(samples.learned.lengths)[::-1]
-    sides = 2 if samples.learned.has_pairs else 1
+    lengths = np.sort(samples.train.lengths)[::-1]
+    sides = 2 if samples.train.has_pairs else 1
     # More would change nothing: a micro batch never holds more than a data parallel rank has in a step.
     samples_of_step = -(-config.data.global_batch_size * sides // topology.data)
     tokens = sum(layout.padded_length(int(length)) for length in lengths[:samples_of_step])

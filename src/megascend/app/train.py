@@ -207,13 +207,13 @@ class SupervisedTraining(Training[RunConfig]):
             self._task_suite = TaskSuite(config.validation.tasks, "validation.tasks")
             if config.validation.metric != "loss":
                 self._task_suite.check_metric(config.validation.metric)
-        self.objective = make_objective(config, self.samples.learned)
+        self.objective = make_objective(config, self.samples.train)
         distillation = config.distillation
         if distillation is not None and distillation.teacher is not None:
             check_teacher_model(config, distillation.teacher, "distillation.teacher", plan.info, tokenizer)
             check_context(distillation.teacher, "distillation.teacher", limits)
         self._longest_unit = self.samples.longest_unit(plan.layout)
-        return config.for_samples(self.objective.units(self.samples.learned))
+        return config.for_samples(self.objective.units(self.samples.train))
 
     def model_config(self, config: RunConfig) -> RunConfig:
         from megascend.app.token_budget import with_first_budget
@@ -231,7 +231,7 @@ class SupervisedTraining(Training[RunConfig]):
             # With another batch size or changed data, a resumed run draws other samples than a run from the beginning.
             resume, launch = self._resume, backend.groups.launch
             saved = backend.from_rank_0(lambda: saved_positions(config.output, resume, launch))
-        objective.prepare(backend, samples.learned, samples.drawn_units(config, objective, saved), size)
+        objective.prepare(backend, samples.train, samples.drawn_units(config, objective, saved), size)
         # The validation set needs a reference model's scores, too: before the first step changes the model, which is the
         # reference.
         if samples.held_out is not None:
@@ -514,7 +514,7 @@ class SupervisedTraining(Training[RunConfig]):
         config, backend = run.config, run.backend
         ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''} on {backend.platform.name}"
         lora = f"LoRA of rank {config.lora.rank}, " if config.lora is not None else ""
-        units = f" {self.samples.learned.unit}" if self.samples.learned.members > 1 else ""
+        units = f" {self.samples.train.unit}" if self.samples.train.members > 1 else ""
         steps = f"{config.steps} steps of {config.data.global_batch_size}{units}"
         precision = config.precision + (" with TF32 products" if config.tf32 else "")
         return f"{lora}{self.samples.describe()}, {steps}; {precision}; {ranks}"

@@ -79,11 +79,7 @@ class Candidates:
 
 
 def id_rows(values: Any, name: str) -> Tensor:
-    """Convert rows of token ids to int32 [length, K] on the CPU.
-
-    Raises:
-        DataError: they are not integers [length, K >= 1] of at least -1, or an id appears twice in a row.
-    """
+    """Convert rows of token ids to int32 [length, K] on the CPU."""
     try:
         ids = torch.as_tensor(values, device="cpu").detach()
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:

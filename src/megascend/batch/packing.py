@@ -76,9 +76,6 @@ def plan_micro_batches(
         pairs: samples with equal entries stay together; None: unpaired.
         packing: samples of a micro batch are concatenated; otherwise they are padded to the longest.
         kinds: adapter of every sample; without packing, a micro batch holds samples of one.
-
-    Raises:
-        DataError: a sample (with its pair) exceeds the budget.
     """
     bin_kinds = kinds if kinds is not None and not packing else [None] * len(lengths)
     longest = [(max(lengths[index] for index in unit), unit) for unit in units(pairs)]

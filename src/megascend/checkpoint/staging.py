@@ -25,56 +25,56 @@ class Staging:
     def __init__(self, *, page_locked: bool) -> None:
         self._page_locked = page_locked
         self._blocks: list[Tensor] = []
-        self._preparing: threading.Thread | None = None
+        self._allocation: threading.Thread | None = None
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Allocate the memory that ``state`` will need, in the background."""
         # Two threads must not allocate blocks at once.
-        self._prepared()
+        self._wait_for_allocation()
         sizes = [_bytes(values) for values in _values(state)]
-        self._preparing = threading.Thread(target=self._carve, args=(sizes,), name="megascend-staging", daemon=True)
-        self._preparing.start()
+        self._allocation = threading.Thread(target=self._carve, args=(sizes,), name="megascend-staging", daemon=True)
+        self._allocation.start()
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return ``state`` with its tensors in host memory, which are valid until the next call."""
-        self._prepared()
+        self._wait_for_allocation()
         blocks = iter(self._carve([_bytes(values) for values in _values(state)]))
-        copied: dict[str, Any] = {}
+        host_state: dict[str, Any] = {}
         devices = set()
         for name, tensor in state.items():
             if not isinstance(tensor, TensorSlices):
-                copied[name] = tensor
+                host_state[name] = tensor
                 continue
-            copied[name] = TensorSlices(tensor.shape, tensor.dtype, tensor.may_differ)
+            host_state[name] = TensorSlices(tensor.shape, tensor.dtype, tensor.may_differ)
             for offsets, values in tensor.slices:
                 target = next(blocks).view(values.dtype).view(values.shape)
                 target.copy_(values.detach(), non_blocking=self._page_locked)
                 devices.add(values.device)
-                copied[name].add(offsets, target)
+                host_state[name].add(offsets, target)
         # Only now are the asynchronous copies complete.
         for device in devices:
             if self._page_locked and device.type != "cpu":
                 torch.cuda.synchronize(device)
-        return copied
+        return host_state
 
-    def _prepared(self) -> None:
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
+    def _wait_for_allocation(self) -> None:
+        if self._allocation is not None:
+            self._allocation.join()
+            self._allocation = None
 
     def _carve(self, sizes: list[int]) -> list[Tensor]:
         """Return a uint8 tensor of each size; allocates further blocks if needed, no larger than the remaining sizes."""
-        tensors, block, used = [], 0, 0
-        left = sum(map(_aligned, sizes))
+        tensors, block, offset = [], 0, 0
+        remaining = sum(map(_aligned, sizes))
         for size in sizes:
-            while block < len(self._blocks) and used + size > len(self._blocks[block]):
-                block, used = block + 1, 0
+            while block < len(self._blocks) and offset + size > len(self._blocks[block]):
+                block, offset = block + 1, 0
             if block == len(self._blocks):
-                self._blocks.append(self._allocate(max(size, min(BLOCK, left))))
-                used = 0
-            tensors.append(_tensor_at(self._blocks[block], used, size))
-            used += _aligned(size)
-            left -= _aligned(size)
+                self._blocks.append(self._allocate(max(size, min(BLOCK, remaining))))
+                offset = 0
+            tensors.append(_tensor_at(self._blocks[block], offset, size))
+            offset += _aligned(size)
+            remaining -= _aligned(size)
         return tensors
 
     def _allocate(self, size: int) -> Tensor:

@@ -182,7 +182,7 @@ def count(number: int) -> str:
 
 def _length(dry: DryRun) -> str:
     config, plan = dry.config, dry.steps
-    unit = dry.learned.unit
+    unit = dry.train.unit
     budget = f"{plan.budget} (auto, by the estimate)" if config.batching.micro_batch_tokens == "auto" else plan.budget
     count = f"up to {plan.micro_batches} micro batches" if plan.micro_batches > 1 else "one micro batch"
     epochs = "streamed; of the first batch" if dry.epochs is None else f"= {dry.epochs:.3g} epochs"
@@ -257,10 +257,10 @@ def size(bytes_: int) -> str:
 
 def data_table(dry: DryRun) -> Iterator[str]:
     """Yield statistics, a line for each part of the data."""
-    figures = (dry.learned.unit, "tokens", "supervised", "", "shortest", "median", "mean", "95 %", "longest")
+    figures = (dry.train.unit, "tokens", "supervised", "", "shortest", "median", "mean", "95 %", "longest")
     table = Table("data", *(Column(name, justify="right") for name in figures), **LAYOUT)
     for name, part in (
-        ("learned" if dry.epochs is not None else "first batch", dry.learned),
+        ("learned" if dry.epochs is not None else "first batch", dry.train),
         ("held out", dry.held_out),
     ):
         if part is not None:

@@ -6,7 +6,6 @@ An export passes the checkpoint through an engine's model: in another precision,
 from __future__ import annotations
 
 import json
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,18 +15,13 @@ if TYPE_CHECKING:
     from megascend.config import Classification, Lora
 
 
-class ExportType(str, Enum):
-    """Type of the exported weights."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
+WeightType = Literal["fp32", "fp16", "bf16"]
 
 
 def export_command(
     model: Annotated[Path, typer.Argument(help="Hugging Face checkpoint, or run directory of `megascend train`.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; must not exist or be empty.")],
-    dtype: Annotated[ExportType, typer.Option("--dtype", help="Type of the exported weights.")] = ExportType.bf16,
+    dtype: Annotated[WeightType, typer.Option("--dtype", help="Type of the exported weights.")] = "bf16",
     adapter: Annotated[
         Path | None,
         typer.Option(
@@ -43,17 +37,12 @@ def export_command(
     Converts the precision, merges an adapter, and shows that the engine can take the checkpoint. A run directory stands for the
     model that its training exported (RUN/hf).
     """
-    from megascend.errors import ConfigError
-    from megascend.io.atomic import vacant
-    from megascend.io.paths import unwritable_reason
+    from megascend.io.atomic import require_vacant
 
     # Checked before the model is loaded, which may take minutes.
-    if not vacant(out):
-        raise ConfigError(f"{out} exists and is not an empty directory; choose another one")
-    if problem := unwritable_reason(out):
-        raise ConfigError(f"{out} cannot be written: {problem}")
+    require_vacant(out)
     source = find_checkpoint(model)
-    settings: dict[str, Any] = {"model": source, "precision": dtype.value}
+    settings: dict[str, Any] = {"model": source, "precision": dtype}
     if (stored := stored_head(source)) is not None:
         settings["head"] = stored
     merged = ""
@@ -87,7 +76,7 @@ def export_command(
         backend.export_hf(out, adapter=None if adapter is None else "default")
     finally:
         backend.close()
-    typer.echo(f"{source}{merged} -> {out} ({dtype.value})")
+    typer.echo(f"{source}{merged} -> {out} ({dtype})")
 
 
 def find_adapter(path: Path) -> Path:

@@ -7,26 +7,17 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megascend.cli.export import find_adapter, find_checkpoint, other_base
+from megascend.cli.export import WeightType, find_adapter, find_checkpoint, other_base
 
 if TYPE_CHECKING:
     from megascend.app.inference import InferenceSettings, ResponseModel
     from megascend.config import ValidationTasks
     from megascend.sampling.request import SamplingParams
-
-
-class ComputePrecision(str, Enum):
-    """Type of weights and compute."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
 
 
 Model = Annotated[Path, typer.Argument(help="Hugging Face checkpoint, adapter, or run directory of `megascend train`.")]
@@ -40,7 +31,7 @@ Base = Annotated[
 ]
 Engine = Annotated[str, typer.Option("--engine", help="What loads the model: single (transformers), fsdp or megatron.")]
 Platform = Annotated[str, typer.Option("--platform", help="auto, cpu, cuda or npu.")]
-Dtype = Annotated[ComputePrecision, typer.Option("--dtype", help="Type of weights and compute.")]
+Dtype = Annotated[WeightType, typer.Option("--dtype", help="Type of weights and compute.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest response, in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total probability.")]
@@ -64,7 +55,7 @@ def generate_command(
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Start this many processes.")] = 1,
     tensor: Annotated[int, typer.Option("--tensor", min=1, help="Tensor parallel size (engine megatron).")] = 1,
     platform: Platform = "auto",
-    dtype: Dtype = ComputePrecision.bf16,
+    dtype: Dtype = "bf16",
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -80,7 +71,7 @@ def generate_command(
 
     if output is not None and output.exists():
         raise ConfigError(f"--output {output} exists; choose another file, or remove it")
-    settings = inference_settings(model, adapters, base, engine, platform, dtype.value, tensor)
+    settings = inference_settings(model, adapters, base, engine, platform, dtype, tensor)
     sampling = SamplingParams(max_tokens, temperature, top_p, seed=seed)
     if sampling.problem is not None:
         raise ConfigError(sampling.problem)
@@ -145,7 +136,7 @@ def chat_command(
     system: Annotated[str | None, typer.Option("--system", help="System message of every conversation.")] = None,
     engine: Engine = "single",
     platform: Platform = "auto",
-    dtype: Dtype = ComputePrecision.bf16,
+    dtype: Dtype = "bf16",
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
@@ -157,7 +148,7 @@ def chat_command(
     from megascend.errors import ConfigError
     from megascend.sampling.request import SamplingParams
 
-    settings = inference_settings(model, adapters, base, engine, platform, dtype.value, 1)
+    settings = inference_settings(model, adapters, base, engine, platform, dtype, 1)
     if len(settings.adapters) > 1:
         raise ConfigError(
             f"chat answers with one adapter, and {len(settings.adapters)} are given: {', '.join(settings.adapters)}"
@@ -200,7 +191,7 @@ def eval_command(
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Start this many processes.")] = 1,
     tensor: Annotated[int, typer.Option("--tensor", min=1, help="Tensor parallel size (engine megatron).")] = 1,
     platform: Platform = "auto",
-    dtype: Dtype = ComputePrecision.bf16,
+    dtype: Dtype = "bf16",
 ) -> None:
     """Measure tasks of lm-eval-harness on a model, or on each of its adapters; nothing is downloaded."""
     from megascend.app.preflight import require_harness
@@ -211,7 +202,7 @@ def eval_command(
     require_harness("megascend eval")
     if output is not None and output.exists():
         raise ConfigError(f"--output {output} exists; choose another file, or remove it")
-    settings = inference_settings(model, adapters, base, engine, platform, dtype.value, tensor)
+    settings = inference_settings(model, adapters, base, engine, platform, dtype, tensor)
     chosen = ValidationTasks(names=tuple(tasks), fewshot=fewshot, limit=limit, chat_template=chat_template)
     arguments = (settings, chosen, output)
     eval_rank(*arguments) if under_torchrun() else start_ranks(eval_rank, *arguments, nproc=nproc)
@@ -308,11 +299,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 def inference_settings(
     model: Path, adapters: list[str] | None, base: Path | None, engine: str, platform: str, precision: str, tensor: int
 ) -> InferenceSettings:
-    """Find the model, its adapters and its tokenizer; adapters without a name are called by their directory's.
-
-    Raises:
-        CheckpointError, ConfigError: a directory holds no model or adapter, or the base model of an adapter is unknown.
-    """
+    """Find the model, its adapters and its tokenizer; adapters without a name are called by their directory's."""
     from megascend.app.inference import InferenceSettings
     from megascend.config.plugins import ENGINES, check_registered
     from megascend.errors import CheckpointError, ConfigError

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megascend.cli.train import Overrides
 from megascend.errors import ConfigError
 
 
@@ -20,10 +21,7 @@ def plan_command(
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Samples of a step, over all devices.")] = 256,
     lora: Annotated[int | None, typer.Option(min=1, help="Train an adapter of this rank, not the model.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change one setting of the run; may be repeated."),
-    ] = None,
+    overrides: Overrides = None,
     rl: Annotated[
         bool, typer.Option("--rl", help="Divide the devices between inference engines and the trainer.")
     ] = False,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from megascend.app.layout_plan import LayoutPlan, run_file
-from megascend.cli.dry_run_text import GIB, LAYOUT
+from megascend.cli.dry_run_text import GIB, LAYOUT, plain
 from megascend.config import RunConfig
 from megascend.io.paths import format_bytes
 from megascend.planning.hardware import Hardware
@@ -93,7 +91,7 @@ def report_split(splits: list[Split], config: RunConfig, hardware: Hardware, len
             f"{split.idle:.0%}",
             split.trainer.describe(),
         )
-    yield from _lines(table)
+    yield from plain(table)
 
 
 def _nothing_fits(plan: LayoutPlan) -> Iterator[str]:
@@ -127,13 +125,7 @@ def _table(candidates: list[Candidate]) -> Iterator[str]:
             f"{candidate.memory.total / GIB:.1f}",
             f"{candidate.time.bubble / seconds:.0%}",
         )
-    yield from _lines(table)
-
-
-def _lines(table: Table) -> Iterator[str]:
-    output = io.StringIO()
-    Console(file=output, width=200, highlight=False, color_system=None).print(table)
-    yield from (line.rstrip() for line in output.getvalue().splitlines())
+    yield from plain(table)
 
 
 def _reasons(best: Candidate, other: Candidate) -> str:
@@ -161,7 +153,7 @@ def _parts(candidate: Candidate) -> Iterator[str]:
             row = [name, f"{1000 * part:,.1f} ms", f"{part / seconds:.1%}"]
         row += [memory[index][0], format_bytes(memory[index][1])] if index < len(memory) else ["", ""]
         table.add_row(*row)
-    yield from _lines(table)
+    yield from plain(table)
 
 
 def draw(candidate: Candidate, width: int = WIDTH) -> Iterator[str]:

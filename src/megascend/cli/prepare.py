@@ -35,8 +35,7 @@ def prepare_command(
     from megascend.data.preview import SampleStatistics
     from megascend.errors import ConfigError
     from megascend.huggingface.hub import with_snapshots
-    from megascend.io.atomic import vacant
-    from megascend.io.paths import unwritable_reason
+    from megascend.io.atomic import require_vacant
 
     show_messages()
     settings = with_snapshots(load_config(config, overrides))
@@ -44,17 +43,15 @@ def prepare_command(
         if getattr(settings.data, name):
             raise ConfigError(f"data.{name} is set, and there is nothing to prepare for such a run: leave it out")
     # Before the data, which may take hours.
-    if output is not None and not vacant(output):
-        raise ConfigError(f"--output: {output} exists and is not an empty directory; choose another one")
-    if output is not None and (problem := unwritable_reason(output)):
-        raise ConfigError(f"--output: {output} cannot be written: {problem}")
+    if output is not None:
+        require_vacant(output, "--output: ")
     import_plugins(settings.plugins)
     plan = check_run(settings, smallest_world(settings.parallel), False, plugins_pending=False)
     check_data(settings, plan)
     samples = RunSamples.prepare(settings, plan.tokenizer, plan.limits)
     for line in samples.remarks:
         print(f"data: {line}")
-    for name, part in (("learned", samples.learned), ("held out", samples.held_out)):
+    for name, part in (("learned", samples.train), ("held out", samples.held_out)):
         if part is not None:
             figures = SampleStatistics.of(part)
             print(f"{name}: {figures.samples // figures.members:,} {figures.unit}, {figures.tokens:,} tokens")
@@ -63,15 +60,7 @@ def prepare_command(
     # From the cache, which has just been filled.
     sources = settings.data_sources()
     stores = {
-        source.setting: prepare_samples(
-            source.path,
-            source.data,
-            plan.tokenizer,
-            plan.limits,
-            settings.model,
-            source.setting,
-            settings.template_date,
-        )
+        source.setting: prepare_samples(source, plan.tokenizer, plan.limits, settings.model, settings.template_date)
         for source in sources
     }
     write_prepared(output, stores, plan.limits, {source.setting: source.path for source in sources})

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import ConfigError
-from megascend.io.atomic import replacing_directory, vacant
-from megascend.io.paths import unwritable_reason
+from megascend.io.atomic import replacing_directory, require_vacant
 from megascend.models.base import EXPERT_COUNTS, LINEAR, Images, LatentAttention, expert_count
 from megascend.models.registry import BUILT_IN
 
@@ -234,10 +233,7 @@ def byte_characters() -> list[str]:
 
 def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
     """Create the model and write it to ``out``, all of it or nothing; returns the number of parameters."""
-    if not vacant(out):
-        raise ConfigError(f"{out} exists and is not an empty directory; choose another one or remove it")
-    if problem := unwritable_reason(out):
-        raise ConfigError(f"{out} cannot be written: {problem}")
+    require_vacant(out)
 
     import torch
     from safetensors import SafetensorError

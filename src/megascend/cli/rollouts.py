@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-
-class RolloutOutcome(str, Enum):
-    """Use of a trajectory's group: learned from, dropped for a reason, or of an evaluation."""
-
-    learned = "learned"
-    equal = "equal"
-    stale = "stale"
-    evaluated = "evaluated"
-
-
+RolloutOutcome = Literal["learned", "equal", "stale", "evaluated"]
+"""Use of a trajectory's group: learned from, dropped for a reason, or of an evaluation."""
 FIGURES = {
     "step": "step",
     "reward": "reward",
@@ -68,7 +59,7 @@ def rollouts_command(
         return (
             (step is None or row["step"] == step)
             and (prompt is None or row["prompt_number"] == prompt)
-            and (outcome is None or row["outcome"] == outcome.value)
+            and (outcome is None or row["outcome"] == outcome)
             and (min_reward is None or row["reward"] >= min_reward)
             and (max_reward is None or row["reward"] <= max_reward)
             and (contains is None or contains in row["prompt"] or contains in row["response"])
@@ -97,11 +88,7 @@ def rollouts_command(
 
 
 def sorted_by_part(rows: list[dict[str, Any]], part: str, ascending: bool) -> list[dict[str, Any]]:
-    """Return the rows that have a part of the reward, sorted by it.
-
-    Raises:
-        ConfigError: none has it.
-    """
+    """Return the rows that have a part of the reward, sorted by it."""
     from megascend.errors import ConfigError
 
     graded = [row for row in rows if part in row["rewards"]]
@@ -114,11 +101,7 @@ def sorted_by_part(rows: list[dict[str, Any]], part: str, ascending: bool) -> li
 
 
 def read_rollouts(run: Path) -> Iterator[dict[str, Any]]:
-    """Read the rows of a run's records, the older file first.
-
-    Raises:
-        ConfigError: the run has none.
-    """
+    """Read the rows of a run's records, the older file first."""
     from megascend.app.rl.rollout_log import EARLIER, ROLLOUTS
     from megascend.errors import ConfigError
 

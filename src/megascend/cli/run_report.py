@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ class RankError:
     host: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Attempt:
     """One start of the run.
 
@@ -61,18 +61,18 @@ class Attempt:
         start_ticks: :func:`megascend.surroundings.process_start` of that process.
     """
 
-    number: int
+    number: int = 0
     restart: int
-    started: float | None
+    started: float | None = None
     world_size: int | None
-    resumed_after: int
+    resumed_after: int = 0
     ended: float | None
     outcome: Outcome
     step: int | None
-    signal: str | None
+    signal: str | None = None
     errors: tuple[RankError, ...]
     silent: tuple[int, ...]
-    process: tuple[str, int] | None
+    process: tuple[str, int] | None = None
     platform: str | None = None
     command: tuple[str, ...] = ()
     directory: str | None = None
@@ -205,10 +205,10 @@ def attempts_of(events: Sequence[dict[str, Any]], errors: Sequence[dict[str, Any
             early.setdefault((*launch, repeats), []).append(record)
         else:
             attempt_errors[index].append(_rank_error(record))
-    drafts = [_attempt(part, part_errors) for part, part_errors in zip(parts, attempt_errors, strict=True)]
-    drafts += [_never_started(records) for records in early.values()]
-    drafts.sort(key=lambda values: values["started"] or values["ended"] or 0.0)
-    return [Attempt(number=number, **values) for number, values in enumerate(drafts, 1)]
+    attempts = [_attempt(part, part_errors) for part, part_errors in zip(parts, attempt_errors, strict=True)]
+    attempts += [_never_started(records) for records in early.values()]
+    attempts.sort(key=lambda attempt: attempt.started or attempt.ended or 0.0)
+    return [replace(attempt, number=number) for number, attempt in enumerate(attempts, 1)]
 
 
 def _attempt_of(record: dict[str, Any], starts: Sequence[dict[str, Any]]) -> int | None:
@@ -224,7 +224,7 @@ def _attempt_of(record: dict[str, Any], starts: Sequence[dict[str, Any]]) -> int
     return fitting[-1] if fitting else None
 
 
-def _attempt(part: Sequence[dict[str, Any]], errors: Sequence[RankError]) -> dict[str, Any]:
+def _attempt(part: Sequence[dict[str, Any]], errors: Sequence[RankError]) -> Attempt:
     start = part[0]
     last = {event.get("event"): event for event in part}
     end = last.get("finished") or last.get("stopped")
@@ -237,42 +237,38 @@ def _attempt(part: Sequence[dict[str, Any]], errors: Sequence[RankError]) -> dic
         step, ended = _number(end.get("step")), _seconds(end.get("time"))
     host, pid = start.get("host"), start.get("pid")
     command = start.get("command")
-    return {
-        "restart": _number(start.get("attempt")),
-        "started": _seconds(start.get("time")),
-        "world_size": world_size,
-        "resumed_after": _number(last.get("resumed", {}).get("step")),
-        "ended": ended,
-        "outcome": outcome,
-        "step": step,
-        "signal": str(end.get("signal")) if end is not None and outcome == "stopped" else None,
-        "errors": ordered,
-        "silent": silent,
-        "process": (host, pid) if isinstance(host, str) and isinstance(pid, int) else None,
-        "platform": start.get("platform"),
-        "command": tuple(map(str, command)) if isinstance(command, list) else (),
-        "directory": start.get("directory"),
-        "start_ticks": start.get("start_ticks"),
-    }
+    return Attempt(
+        restart=_number(start.get("attempt")),
+        started=_seconds(start.get("time")),
+        world_size=world_size,
+        resumed_after=_number(last.get("resumed", {}).get("step")),
+        ended=ended,
+        outcome=outcome,
+        step=step,
+        signal=str(end.get("signal")) if end is not None and outcome == "stopped" else None,
+        errors=ordered,
+        silent=silent,
+        process=(host, pid) if isinstance(host, str) and isinstance(pid, int) else None,
+        platform=start.get("platform"),
+        command=tuple(map(str, command)) if isinstance(command, list) else (),
+        directory=start.get("directory"),
+        start_ticks=start.get("start_ticks"),
+    )
 
 
-def _never_started(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _never_started(records: Sequence[dict[str, Any]]) -> Attempt:
     world_size = _number(records[0].get("world_size")) or None
     errors = [_rank_error(record) for record in records]
     outcome, ordered, silent = blame(errors, world_size)
-    return {
-        "restart": _number(records[0].get("attempt")),
-        "started": None,
-        "world_size": world_size,
-        "resumed_after": 0,
-        "ended": max(error.time for error in errors),
-        "outcome": outcome,
-        "step": 0,
-        "signal": None,
-        "errors": ordered,
-        "silent": silent,
-        "process": None,
-    }
+    return Attempt(
+        restart=_number(records[0].get("attempt")),
+        world_size=world_size,
+        ended=max(error.time for error in errors),
+        outcome=outcome,
+        step=0,
+        errors=ordered,
+        silent=silent,
+    )
 
 
 def blame(

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from megascend.config.rl import RlConfig
 
 Settings = TypeVar("Settings", bound="TrainerConfig")
+SettingsCommand = Literal["train", "rl", "serve"]
+"""Commands that read a settings file."""
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
 ]
@@ -114,14 +115,6 @@ def profiled(settings: Settings) -> Settings:
     return settings if settings.profile is not None else settings.model_copy(update={"profile": Profile()})
 
 
-class SettingsCommand(str, Enum):
-    """Commands that read a settings file."""
-
-    train = "train"
-    rl = "rl"
-    serve = "serve"
-
-
 def show_config_command(
     config: Annotated[Path | None, typer.Argument(help="YAML file with the run's settings.")] = None,
     overrides: Overrides = None,
@@ -156,7 +149,7 @@ def show_config_command(
         raise ConfigError("show-config takes one of CONFIG, --defaults COMMAND and --schema COMMAND")
     command = defaults or schema
     if command is not None:
-        kind, title = settings_class(command), f"Settings of megascend {command.value}"
+        kind, title = settings_class(command), f"Settings of megascend {command}"
         if overrides or nproc:
             raise ConfigError(f"--set and --nproc need CONFIG: --{'defaults' if defaults else 'schema'} reads no file")
         if defaults is not None:
@@ -186,11 +179,11 @@ def show_config_command(
 
 def settings_class(command: SettingsCommand) -> type[Section]:
     """Return the class of a command's settings."""
-    if command is SettingsCommand.rl:
+    if command == "rl":
         from megascend.config.rl import RlConfig
 
         return RlConfig
-    if command is SettingsCommand.serve:
+    if command == "serve":
         from megascend.config.serve import ServeConfig
 
         return ServeConfig

@@ -48,9 +48,6 @@ def check_names(settings: BaseModel) -> None:
 
     Args:
         settings: settings of a run or of the service, whose plug-ins have been imported.
-
-    Raises:
-        ConfigError: a name is unknown; the message has those that are known.
     """
     engine, provider = getattr(settings, "engine", None), getattr(settings, "provider", None)
     objective, sync = getattr(settings, "objective", None), getattr(settings, "sync", None)
@@ -130,11 +127,7 @@ def import_plugins(modules: Sequence[str]) -> None:
 
 
 def check_name(name: str, setting: str) -> tuple[str, str]:
-    """Split ``name`` into module (or file) and function, without importing anything.
-
-    Raises:
-        ConfigError: the name is malformed, or the file does not exist; it begins with ``setting``.
-    """
+    """Split ``name`` into module (or file) and function, without importing anything."""
     module, separator, attribute = name.rpartition(":")
     if not separator or not module or not attribute:
         raise ConfigError(
@@ -147,11 +140,7 @@ def check_name(name: str, setting: str) -> tuple[str, str]:
 
 
 def load_object(name: str, setting: str, usable: Callable[[Any], bool] = callable) -> Any:
-    """Import ``package.module:name`` or ``path/to/file.py:name``.
-
-    Raises:
-        ConfigError: the module, the file or the name in it does not exist, or cannot be imported; it begins with ``setting``.
-    """
+    """Import ``package.module:name`` or ``path/to/file.py:name``."""
     source, attribute = check_name(name, setting)
     module = _import_file(Path(source), setting) if source.endswith(".py") else _import_package(source, setting)
     value = getattr(module, attribute, None)

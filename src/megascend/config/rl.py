@@ -602,8 +602,5 @@ def load_rl_config(path: str | Path, overrides: list[str] | None = None) -> RlCo
     """Read a YAML run file of ``megascend rl`` and apply ``a.b=value`` overrides (values are YAML too).
 
     Relative paths are taken from the directory the command runs in.
-
-    Raises:
-        ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
     """
     return parsed(RlConfig, read_settings(path, overrides, RlConfig), path)

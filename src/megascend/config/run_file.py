@@ -47,9 +47,6 @@ def full_names(overrides: Sequence[str], values: Mapping[str, Any], kind: type[B
 
     Args:
         values: settings of the run file.
-
-    Raises:
-        ConfigError: several settings end in a name; the message lists them.
     """
     split = [_split(override) for override in overrides]
     sections = {key.rpartition(".")[0] for key, _ in split}

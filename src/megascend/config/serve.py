@@ -137,11 +137,7 @@ class ServeConfig(Section):
 
 
 def load_serve_config(path: Path | None, values: dict[str, Any], overrides: list[str] | None = None) -> ServeConfig:
-    """Read settings from a YAML file, if any; ``a.b=value`` overrides and then ``values`` of the command's options win.
-
-    Raises:
-        ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
-    """
+    """Read settings from a YAML file, if any; ``a.b=value`` overrides and then ``values`` of the command's options win."""
     settings = read_settings(path, overrides, ServeConfig)
     # Merged key by key: --tensor alone must not reset the file's other parallel sizes.
     parallel = {**(settings.get("parallel") or {}), **values.get("parallel", {})}

@@ -203,9 +203,6 @@ def encoded(source: ImageSource, limits: ImageLimits, folder: Path | None = None
 
     Args:
         folder: that a path is relative to.
-
-    Raises:
-        DataError: it cannot be read, is empty, or is larger than the limit.
     """
     if source.data is not None:
         content, size = source.data, len(source.data)

@@ -18,6 +18,7 @@ import xxhash
 
 from megascend.batch.sample import Sample
 from megascend.config import Data
+from megascend.config.data import DataSource
 from megascend.data.chat import check_template, writes_date
 from megascend.data.document import Document
 from megascend.data.files import iterate_documents, read_template
@@ -63,21 +64,20 @@ def set_template(data: Data, tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def prepare_samples(
-    path: Path,
-    data: Data,
+    source: DataSource,
     tokenizer: PreTrainedTokenizerBase,
     limits: SampleLimits,
     model: Path,
-    setting: str = "data.path",
     template_date: date | None = None,
 ) -> SampleStore:
-    """Return the samples of the data at ``path``, tokenised once on this machine and kept in the cache folder.
+    """Return the samples of a source, tokenised once on this machine and kept in the cache folder.
 
     One rank of a machine writes, the others wait for it, without a process group. ``model``: directory of the tokenizer;
-    ``setting``: the one that ``path`` is of; ``template_date``: date for the chat template, by default today.
+    ``template_date``: date for the chat template, by default today.
     """
+    path, data, setting = source.path, source.data, source.setting
     if data.prepared is not None:
-        return prepared_store(path, data, tokenizer, limits, model, setting, template_date)
+        return prepared_store(source, tokenizer, limits, model, template_date)
     # Also reports problems of the folder before anything is tokenised.
     files_read = files_of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
@@ -120,16 +120,15 @@ def check_store(store: SampleStore, path: Path) -> None:
     if not len(store):
         remarks = "".join(f"; {line}" for line in store.remarks)
         raise DataError(f"no training samples: {path} holds no token to predict{remarks}")
-    if store.has_pairs and not store.all_pairs:
-        raise DataError(f"{path} holds preference pairs and other documents: they cannot be trained together")
-    if store.has_labels and not store.all_labels:
-        raise DataError(f"{path} holds completions with 'label' and other documents: they cannot be trained together")
-    if store.has_margins and not store.all_margins:
-        raise DataError(f"{path} holds pairs with 'margin' and others without: give each pair one, 0 for example")
-    if store.has_candidates and not store.all_candidates:
-        raise DataError(
-            f"{path} holds documents with a teacher's distributions (top_ids) and others without: they cannot be trained together"
-        )
+    problems = {
+        "pairs": "preference pairs and other documents: they cannot be trained together",
+        "labels": "completions with 'label' and other documents: they cannot be trained together",
+        "margins": "pairs with 'margin' and others without: give each pair one, 0 for example",
+        "candidates": "documents with a teacher's distributions (top_ids) and others without: they cannot be trained together",
+    }
+    for name, problem in problems.items():
+        if name in store.partial:
+            raise DataError(f"{path} holds {problem}")
 
 
 def write_prepared(
@@ -139,9 +138,6 @@ def write_prepared(
 
     Args:
         paths: the data's, by the same settings.
-
-    Raises:
-        DataError: the folder cannot be written.
     """
 
     def make(fresh: Path) -> None:
@@ -164,19 +160,17 @@ def write_prepared(
 
 
 def prepared_store(
-    path: Path,
-    data: Data,
+    source: DataSource,
     tokenizer: PreTrainedTokenizerBase,
     limits: SampleLimits,
     model: Path,
-    setting: str,
     template_date: date | None,
 ) -> SampleStore:
     """Return the samples that :func:`write_prepared` has written, after comparing what they were made from.
 
     The data themselves are compared if they are there.
     """
-    folder = data.prepared
+    path, data, setting, folder = source.path, source.data, source.setting, source.data.prepared
     assert folder is not None
     try:
         entries = {entry["setting"]: entry for entry in json.loads((folder / PREPARED).read_bytes())["data"]}

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,7 +41,47 @@ BLOCK = 1024
 """Samples that are read at once in passes over all of them."""
 
 
-class SampleStore(Sequence[Sample]):
+class Samples(Sequence[Sample]):
+    """Samples that are read on access, with what is known of all of them without reading.
+
+    Attributes:
+        fingerprint: digest that distinguishes these samples from others.
+        sources: inputs of the samples: name for messages, to a digest or the value.
+        scored: the samples are for a scalar head (:meth:`Sample.scored`).
+        has_pairs, has_margins, has_labels, has_candidates: some samples are of preference pairs, have a margin, are of labelled
+            documents, have a teacher's candidates.
+    """
+
+    fingerprint: str
+    sources: dict[str, str]
+    scored: bool
+    has_pairs: bool
+    has_margins: bool
+    has_labels: bool
+    has_candidates: bool
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self._sample(number) for number in range(*index.indices(len(self)))]
+        return self._sample(index)
+
+    @abstractmethod
+    def _sample(self, index: int) -> Sample:
+        """Read one sample."""
+
+    def _take_kind(self, store: Samples) -> None:
+        """Set what is known of all samples to that of ``store``."""
+        self.has_pairs, self.has_labels, self.has_candidates = store.has_pairs, store.has_labels, store.has_candidates
+        self.has_margins, self.scored = store.has_margins, store.scored
+
+
+class SampleStore(Samples):
     """Samples in a directory of :func:`write_store`, each read on access.
 
     Args:
@@ -51,19 +92,18 @@ class SampleStore(Sequence[Sample]):
         fingerprint: digest of all samples, see :func:`megascend.data.order.fingerprint_of`.
         remarks: remarks of the tokenisation.
         kinds: number of documents of each kind.
-        sources: inputs of the samples: name for messages, to a digest or the value.
-        scored: the samples are for a scalar head (:meth:`Sample.scored`).
+        partial: what only some samples have, of pairs, margins, labels and candidates.
         classes: float32 [samples, 1], ids of a classifier's labels, or [samples, labels], a number for each; empty without.
     """
 
     def __init__(self, path: Path, processor: ImageProcessor | None = None) -> None:
         self.path = path
         about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
-        self.fingerprint: str = about["fingerprint"]
+        self.fingerprint = about["fingerprint"]
         self.remarks: list[str] = about["remarks"]
         self.kinds: dict[str, int] = about["kinds"]
-        self.sources: dict[str, str] = about["sources"]
-        self.scored: bool = about["scored"]
+        self.sources = about["sources"]
+        self.scored = about["scored"]
         # One row per sample: start of its tokens, their number, number of the document, NO_PAIR or a kind of those
         # above, first image, number of images, first number in the candidates' files, candidates of a target, the
         # bits of the margin in float64, which is NaN without one, a digest of all that was written of the sample, and one of
@@ -80,6 +120,17 @@ class SampleStore(Sequence[Sample]):
         self._candidate_logprobs = _mapped(path / CANDIDATE_LOGPROBS, np.float32)
         self._has_ids: bool = about["label_ids"]
         self.classes = _mapped(path / LABELS, np.float32).reshape(-1, max(1, about["label_width"]))
+        kind = self._index[:, 3]
+        features = {
+            "pairs": np.isin(kind, (REJECTED, CHOSEN)),
+            "margins": ~np.isnan(self._margins),
+            "labels": kind >= UNDESIRABLE,
+            "candidates": self._index[:, 7] > 0,
+        }
+        self.has_pairs, self.has_margins, self.has_labels, self.has_candidates = (
+            bool(f.any()) for f in features.values()
+        )
+        self.partial = tuple(name for name, present in features.items() if present.any() and not present.all())
 
     def __len__(self) -> int:
         return len(self._index)
@@ -89,15 +140,7 @@ class SampleStore(Sequence[Sample]):
         """Return the number of tokens at the beginning of a sample that are not targets."""
         return 0 if self.scored else 1
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+    def _sample(self, index: int) -> Sample:
         row = self._index[index].tolist()
         start, count, document, side, first_image, image_count, slot, width, margin_bits, digest, _ = row
         stored, slots = slice(start, start + count), slice(slot, slot + (count - self._unpredicted) * width)
@@ -203,46 +246,6 @@ class SampleStore(Sequence[Sample]):
     def source_numbers(self) -> np.ndarray:
         """Return 0 for each sample, int64 [samples]: a store has one source (:class:`JoinedStores` have several)."""
         return np.zeros(len(self), dtype=np.int64)
-
-    @property
-    def has_pairs(self) -> bool:
-        """True if there are preference pairs among the samples."""
-        return bool(np.isin(self._index[:, 3], (REJECTED, CHOSEN)).any())
-
-    @property
-    def all_pairs(self) -> bool:
-        """True if all samples are of preference pairs."""
-        return bool(np.isin(self._index[:, 3], (REJECTED, CHOSEN)).all())
-
-    @property
-    def has_margins(self) -> bool:
-        """True if some samples have a margin."""
-        return not bool(np.isnan(self._margins).all())
-
-    @property
-    def all_margins(self) -> bool:
-        """True if all samples have a margin."""
-        return not bool(np.isnan(self._margins).any())
-
-    @property
-    def has_labels(self) -> bool:
-        """True if there are labelled documents among the samples."""
-        return bool((self._index[:, 3] >= UNDESIRABLE).any())
-
-    @property
-    def all_labels(self) -> bool:
-        """True if all samples are of labelled documents."""
-        return bool((self._index[:, 3] >= UNDESIRABLE).all())
-
-    @property
-    def has_candidates(self) -> bool:
-        """True if some samples have a teacher's candidates."""
-        return bool((self._index[:, 7] > 0).any())
-
-    @property
-    def all_candidates(self) -> bool:
-        """True if all samples have a teacher's candidates."""
-        return bool((self._index[:, 7] > 0).all())
 
 
 def write_store(
@@ -372,13 +375,8 @@ def _mapped(path: Path, dtype: Any) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)
 
 
-class JoinedStores(Sequence[Sample]):
-    """Samples of several stores, one after the other, as one store; documents are numbered through.
-
-    Attributes:
-        fingerprint, sources: of all stores, as of :class:`SampleStore`.
-        has_pairs, has_labels, has_candidates, has_margins, scored: as of each store, which are of one kind.
-    """
+class JoinedStores(Samples):
+    """Samples of several stores of one kind, one after the other, as one store; documents are numbered through."""
 
     def __init__(self, stores: Sequence[SampleStore]) -> None:
         self._stores = list(stores)
@@ -388,22 +386,12 @@ class JoinedStores(Sequence[Sample]):
         digest = xxhash.xxh3_64(" ".join(store.fingerprint for store in stores).encode())
         self.fingerprint = digest.hexdigest()
         self.sources = {name: value for store in stores for name, value in store.sources.items()}
-        first = self._stores[0]
-        self.has_pairs, self.has_labels, self.has_candidates = first.has_pairs, first.has_labels, first.has_candidates
-        self.has_margins, self.scored = first.has_margins, first.scored
+        self._take_kind(self._stores[0])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+    def _sample(self, index: int) -> Sample:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         sample = self._stores[number][index - int(self._starts[number])]
         if sample.pair is not None:
@@ -442,12 +430,10 @@ class JoinedStores(Sequence[Sample]):
         return np.repeat(np.arange(len(self._stores)), np.diff(self._starts))
 
 
-class SampleSubset(Sequence[Sample]):
+class SampleSubset(Samples):
     """Some samples of a store, in its order.
 
     Attributes:
-        fingerprint: digest that distinguishes these samples from others.
-        sources: files and settings that the samples were made from, see :class:`SampleStore`.
         has_sources: True if they are of several sources.
     """
 
@@ -458,8 +444,7 @@ class SampleSubset(Sequence[Sample]):
         """
         self._store, self._indices = store, np.flatnonzero(chosen)
         self.fingerprint = fingerprint
-        self.has_pairs, self.has_labels, self.has_candidates = store.has_pairs, store.has_labels, store.has_candidates
-        self.has_margins, self.scored = store.has_margins, store.scored
+        self._take_kind(store)
         self.sources = store.sources
         self.has_sources = isinstance(store, JoinedStores)
 
@@ -502,15 +487,7 @@ class SampleSubset(Sequence[Sample]):
         """Return the number of tokens with a loss weight, int64 [samples]."""
         return self._store.supervised[self._indices]
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self._store[int(number)] for number in self._indices[index]]
+    def _sample(self, index: int) -> Sample:
         return self._store[int(self._indices[index])]
 
 

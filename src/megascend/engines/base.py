@@ -24,7 +24,7 @@ from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import OPTIMIZER_PREFIX, TensorSlices
-from megascend.config import Adam, BaseWeights, Precision
+from megascend.config import Adam, Precision
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.export import check_export, export
 from megascend.engines.heads import fresh_weights
@@ -250,7 +250,6 @@ class Engine(ABC):
     mixes_adapters = True
     independent_ranks = False
     mtp_loss_weight = 0.0
-    base_weights: BaseWeights = "unquantised"
     quantises_base = False
     self_check: Verdict | None = None
     self_check_s = 0.0
@@ -264,10 +263,9 @@ class Engine(ABC):
         self.dtype = DTYPES[spec.precision]
         self.max_length = longest_sample(spec, self.info)
         check_model_settings(spec, self.info)
+        self.base_weights = spec.base_weights
         if not self.quantises_base:
             refuse_quantised_base(spec, self.kind)
-        if spec.adapters is not None:
-            self.base_weights = spec.adapters.base_weights
 
     # --- running micro batches ---
 
@@ -400,7 +398,7 @@ def adapter_settings(spec: EngineSpec, info: ModelInfo, device: torch.device) ->
     settings = AdapterSettings(spec.adapters, spec.optimizer, spec.schedule, spec.seed, DTYPES[spec.precision], device)
     if (scalar_head := info.scalar_head) is None:
         return settings
-    head = fresh_weights(scalar_head, info.shape.hidden_size, spec.seed).get(WEIGHT)
+    head = fresh_weights(info, spec.seed).get(WEIGHT)
     if head is None:
         head = read_tensor(spec.model, WEIGHT)
     return replace(settings, head=head, labels=scalar_head.labels, problem_type=scalar_head.problem_type)
@@ -408,9 +406,9 @@ def adapter_settings(spec: EngineSpec, info: ModelInfo, device: torch.device) ->
 
 def refuse_quantised_base(spec: EngineSpec, engine: str) -> None:
     """Raise ConfigError for quantised base weights on an engine that does not support them."""
-    if spec.adapters is not None and spec.adapters.base_weights != "unquantised":
+    if spec.base_weights != "unquantised":
         raise ConfigError(
-            f"base_weights: {spec.adapters.base_weights} is a setting of engine megatron, and this is engine {engine}: leave it "
+            f"base_weights: {spec.base_weights} is a setting of engine megatron, and this is engine {engine}: leave it "
             "out, or set engine: megatron"
         )
 

@@ -13,6 +13,7 @@ from megascend.bootstrap import Runtime, bootstrap
 from megascend.config import (
     Adam,
     Adapters,
+    BaseWeights,
     Batching,
     Fsdp,
     Moe,
@@ -86,6 +87,11 @@ class EngineSpec:
             value, (*first, last) = getattr(self, name), get_args(kind)
             if value not in get_args(kind):
                 raise ConfigError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
+
+    @property
+    def base_weights(self) -> BaseWeights:
+        """Return the format of a frozen model's weights."""
+        return "unquantised" if self.adapters is None else self.adapters.base_weights
 
     @classmethod
     def of(cls, model: str | Path, settings: Mapping[str, Any]) -> EngineSpec:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.scalar_head import BIAS, WEIGHT, ScalarHead
 from megascend.kernels.linear_divergence import TeacherDivergence, linear_divergence
 from megascend.kernels.linear_logprobs import (
@@ -106,17 +107,18 @@ class PlainOutput:
         )
 
 
-def fresh_weights(head: ScalarHead | None, hidden: int, seed: int) -> dict[str, Tensor]:
+def fresh_weights(info: ModelInfo, seed: int) -> dict[str, Tensor]:
     """Initialise a scalar head's weights as transformers does: normal with ``initializer_range``, bias 0. Equal on all ranks.
 
     Returns:
         float32 on the CPU, by name in a checkpoint; empty if the checkpoint has them, or without a scalar head.
     """
+    head = info.scalar_head
     if head is None or head.std is None:
         return {}
     # A separate CPU generator: all ranks draw the same numbers, and no other random stream advances.
     generator = torch.Generator().manual_seed(seed)
-    weight = head.std * torch.randn(head.outputs, hidden, generator=generator)
+    weight = head.std * torch.randn(head.outputs, info.shape.hidden_size, generator=generator)
     weights = {WEIGHT: weight, BIAS: torch.zeros(head.outputs)}
     return {name: weights[name] for name in head.names}
 
@@ -193,7 +195,7 @@ def plain_slice(config: Any, head: ScalarHead | None) -> Any:
 def tie_embeddings(config: Any, tied: bool) -> None:
     """Set ``tie_word_embeddings`` in transformers' ``config``; the checkpoint's files decide it."""
     # A multimodal configuration has the setting in its text part too.
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+    for part in (config, config.get_text_config()):
         part.tie_word_embeddings = tied
 
 

@@ -66,9 +66,6 @@ class OffloadedAdam(torch.optim.Optimizer):
         share: of the elements whose state is in host memory, the first parameters'.
         page_locked: host memory is page-locked, and copies overlap with updates.
         stored_count: returns a number of updates as ``inner`` stores it.
-
-    Raises:
-        ConfigError: there is too little host memory.
     """
 
     def __init__(

@@ -51,9 +51,6 @@ class SettingsByWeight:
     Args:
         adam: the run's settings.
         vision_tower: ``train`` if a vision tower is trained.
-
-    Raises:
-        ConfigError: a group has no weight, or the optimizer does not fit the checkpoint.
     """
 
     def __init__(self, adam: Adam, info: ModelInfo, vision_tower: VisionTower) -> None:

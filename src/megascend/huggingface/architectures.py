@@ -24,7 +24,7 @@ def transformers_config(model_dir: Path) -> Any:
 
     make_known_to_transformers(model_dir)
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+    for part in (config, config.get_text_config()):
         part.__dict__.pop("quantization_config", None)
     return config
 

@@ -27,11 +27,7 @@ SNAPSHOT = re.compile(r"(?P<kind>models|datasets)--(?P<owner>[\w.-]+?)--(?P<name
 
 
 def with_snapshots(config: Settings) -> Settings:
-    """Return the settings with directories in place of names on the Hub.
-
-    Raises:
-        CheckpointError, DataError: a model or data can neither be downloaded nor are they in the Hub's cache.
-    """
+    """Return the settings with directories in place of names on the Hub."""
     from megascend.config import RunConfig
 
     changes: dict[str, Any] = {"model": snapshot(config.model, "model", "model")}
@@ -108,11 +104,7 @@ def repository_of(path: Path | str) -> str | None:
 
 
 def check_access(repository: str) -> None:
-    """Check that there is a token, that the Hub accepts it, and that it may write to a repository, as far as its kind shows.
-
-    Raises:
-        HubError: there is none, the Hub cannot be reached, or the token cannot write there.
-    """
+    """Check that there is a token, that the Hub accepts it, and that it may write to a repository, as far as its kind shows."""
     from huggingface_hub import HfApi, get_token
 
     namespace = repository.partition("/")[0]
@@ -140,11 +132,7 @@ def check_access(repository: str) -> None:
 
 
 def create_repository(repository: str, *, private: bool) -> None:
-    """Create a model repository unless it exists, and check that files may be written to it. Nothing is written.
-
-    Raises:
-        HubError: the Hub refuses it, or cannot be reached.
-    """
+    """Create a model repository unless it exists, and check that files may be written to it. Nothing is written."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi()

@@ -10,7 +10,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from megascend.io.paths import followed, is_mount_point, make_directory, remove
+from megascend.errors import ConfigError
+from megascend.io.paths import followed, is_mount_point, make_directory, remove, unwritable_reason
 from megascend.surroundings import process_status
 
 WRITING, MOVING, OLD_ENTRIES = ".megascend-writing", ".megascend-going", ".megascend-gone"
@@ -64,6 +65,14 @@ def entries(directory: Path) -> list[Path]:
 def vacant(path: Path) -> bool:
     """Check whether ``path`` is missing or an empty directory. Links are followed."""
     return not entries(path) if os.path.isdir(path) else not os.path.exists(path)
+
+
+def require_vacant(path: Path, option: str = "") -> None:
+    """Raise ConfigError unless a new directory can be written at ``path``, which is missing or empty; ``option`` names it."""
+    if not vacant(path):
+        raise ConfigError(f"{option}{path} exists and is not an empty directory; choose another one")
+    if problem := unwritable_reason(path):
+        raise ConfigError(f"{option}{path} cannot be written: {problem}")
 
 
 def staging(target: Path) -> Path:

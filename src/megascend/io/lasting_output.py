@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 DESCRIPTORS = {"stdin": 0, "stdout": 1, "stderr": 2}
-FOR_GOOD = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET)
+PERMANENT_ERRORS = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET)
 """Errors after which nothing written to a descriptor will be read by anyone; after others (a full disk) it may be later."""
 
 
@@ -47,11 +47,11 @@ class LastingFile(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         """Write all of ``data``, or drop the rest; return its length in both cases."""
-        left = memoryview(data).cast("B")
-        size = len(left)
-        while left:
+        remaining = memoryview(data).cast("B")
+        size = len(remaining)
+        while remaining:
             try:
-                left = left[os.write(self._descriptor, left) :]
+                remaining = remaining[os.write(self._descriptor, remaining) :]
             except BlockingIOError:  # another process that shares it has made it non-blocking
                 select.select([], [self._descriptor], [], 1.0)
             except OSError as error:
@@ -64,7 +64,7 @@ class LastingFile(io.RawIOBase):
         child processes write to it as well."""
         if not self._lossy:
             self._lossy, self.loss = True, f"{error.strerror or error}"
-        if error.errno in FOR_GOOD:
+        if error.errno in PERMANENT_ERRORS:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._descriptor)
             os.close(null)

@@ -200,7 +200,8 @@ def equal(first: Tensor, second: Tensor | None) -> bool:
 
 def read_tensor(model_dir: Path, name: str) -> Tensor | None:
     """Read a tensor of a Hugging Face checkpoint; None if the checkpoint does not have it."""
-    for path in weight_files(model_dir):
+    # Where several files hold it, the last one counts.
+    for path in reversed(weight_files(model_dir)):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118
                 return file.get_tensor(name)

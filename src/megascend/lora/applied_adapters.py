@@ -51,7 +51,12 @@ class AppliedAdapters:
         """Return ``out`` plus the adapters' part of a linear layer; both are [..., features]."""
         stacked, segments = self._active()
         if target.rows != "tokens":
-            return self._to_tower(shape_group, layer, target, x, out)
+            segments = _tower_segments(segments, target, x.shape[:-1].numel())
+            if segments is None:  # the dummy image of a micro batch without images
+                return out
+            if torch.is_grad_enabled() and not x.requires_grad:
+                # Below the first adapter nothing requires a gradient, and autograd would leave out that adapter's factors.
+                x = x.detach().requires_grad_(True)
         a, a_grads, b, b_grads = stacked.factors(shape_group, layer, segments.single)
         # Only row parallel layers get all tokens as input, the others this rank's slice; only column parallel ones return all.
         before = segments.full if target.split == "row" else segments.local
@@ -60,27 +65,6 @@ class AppliedAdapters:
         down = SegmentedLinear.apply(x.flatten(0, -2), a, a_grads, before, None).unflatten(0, x.shape[:-1])
         down = self.exchange(down, target)
         total = SegmentedLinear.apply(down.flatten(0, -2), b, b_grads, after, out.flatten(0, -2))
-        return total.view(out.shape)
-
-    def _to_tower(self, shape_group: int, layer: int, target: TargetModule, x: Tensor, out: Tensor) -> Tensor:
-        """Return ``out`` plus the adapters' part of a layer of a vision tower, which has all of its rows on every rank."""
-        stacked, token_segments = self._active()
-        segments = token_segments.patches if target.rows == "patches" else token_segments.features
-        if segments is None:  # the dummy image of a micro batch without images
-            return out
-        rows = x.shape[:-1].numel()
-        if rows != len(segments.adapter_index):
-            raise ConfigError(
-                f"adapters: {target.slices[0].name} computes {rows} rows for {len(segments.adapter_index)} {target.rows} of "
-                "images, so the adapters of its rows are unknown; leave it out of adapters.targets"
-            )
-        if torch.is_grad_enabled() and not x.requires_grad:
-            # Below the first adapter nothing requires a gradient, and autograd would leave out that adapter's factors.
-            x = x.detach().requires_grad_(True)
-        a, a_grads, b, b_grads = stacked.factors(shape_group, layer, segments.single)
-        x = drop(x, stacked, segments, target, local=False)
-        down = SegmentedLinear.apply(x.flatten(0, -2), a, a_grads, segments.full, None)
-        total = SegmentedLinear.apply(down, b, b_grads, segments.full, out.flatten(0, -2))
         return total.view(out.shape)
 
     def to_experts(self, shape_group: int, layer: int, rows: ExpertAdapterRows, x: Tensor, out: Tensor) -> Tensor:
@@ -165,6 +149,17 @@ class AppliedAdapters:
         assert self.stacked is not None
         assert self.segments is not None, "the micro batch has no segments"
         return self.stacked, self.segments
+
+
+def _tower_segments(segments: TokenSegments, target: TargetModule, rows: int) -> TokenSegments | None:
+    """Return the segments of the rows of a vision tower's layer, all of which every rank has; None without images."""
+    tower = segments.patches if target.rows == "patches" else segments.features
+    if tower is not None and rows != len(tower.adapter_index):
+        raise ConfigError(
+            f"adapters: {target.slices[0].name} computes {rows} rows for {len(tower.adapter_index)} {target.rows} of images, so "
+            "the adapters of its rows are unknown; leave it out of adapters.targets"
+        )
+    return tower
 
 
 def start_graph(module: object, inputs: object, output: Tensor) -> Tensor:

@@ -12,10 +12,12 @@ that it keeps under load.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,41 +245,37 @@ def products(device: Device, grid: Grid) -> list[list[float]]:
 
     The weight's gradient is added to an fp32 buffer, as Megatron's fused accumulation does, where torch can.
     """
-    rows = []
-    stride = 2**26 if grid is FULL else 2**10
     adds = accumulates(device)
-    for tokens in grid.rows:
-        for inputs in grid.widths:
-            for outputs in grid.widths:
-                if inputs * outputs > 2**29 or tokens * max(inputs, outputs) > 2**29:
-                    continue
+    return [
+        [tokens, inputs, outputs, *_product_us(device, grid, tokens, inputs, outputs, adds=adds)]
+        for tokens, inputs, outputs in itertools.product(grid.rows, grid.widths, grid.widths)
+        if inputs * outputs <= 2**29 and tokens * max(inputs, outputs) <= 2**29
+    ]
 
-                def forward(call: int, tokens: int = tokens, inputs: int = inputs, outputs: int = outputs) -> object:
-                    a = device.operand(call * stride, tokens, inputs)
-                    return a @ device.operand((call * 7 + 3) * stride, outputs, inputs).t()
 
-                def input_gradient(
-                    call: int, tokens: int = tokens, inputs: int = inputs, outputs: int = outputs
-                ) -> object:
-                    a = device.operand(call * stride, tokens, outputs)
-                    return a @ device.operand((call * 7 + 3) * stride, outputs, inputs)
+def _product_us(device: Device, grid: Grid, tokens: int, inputs: int, outputs: int, *, adds: bool) -> Iterator[float]:
+    left, right = _operands(device, grid)
+    buffer = torch.zeros(outputs, inputs, dtype=torch.float32, device=device.device)
 
-                buffer = torch.zeros(outputs, inputs, dtype=torch.float32, device=device.device)
+    def weight_gradient(call: int) -> object:
+        a, b = left(call, tokens, outputs).t(), right(call, tokens, inputs)
+        return add_product(buffer, a, b) if adds else a @ b
 
-                def weight_gradient(
-                    call: int,
-                    tokens: int = tokens,
-                    inputs: int = inputs,
-                    outputs: int = outputs,
-                    buffer: torch.Tensor = buffer,
-                ) -> object:
-                    a = device.operand(call * stride, tokens, outputs)
-                    b = device.operand((call * 7 + 3) * stride, tokens, inputs)
-                    return add_product(buffer, a.t(), b) if adds else a.t() @ b
+    passes = (
+        lambda call: left(call, tokens, inputs) @ right(call, outputs, inputs).t(),
+        lambda call: left(call, tokens, outputs) @ right(call, outputs, inputs),
+        weight_gradient,
+    )
+    return (round(device.seconds(function, grid.budget_s) * SECOND, 2) for function in passes)
 
-                durations = [device.seconds(part, grid.budget_s) for part in (forward, input_gradient, weight_gradient)]
-                rows.append([tokens, inputs, outputs, *(round(duration * SECOND, 2) for duration in durations)])
-    return rows
+
+def _operands(device: Device, grid: Grid) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    """Return functions of (call, *shape) for the two operands of a product, which differ from call to call."""
+    stride = 2**26 if grid is FULL else 2**10
+    return (
+        lambda call, *shape: device.operand(call * stride, *shape),
+        lambda call, *shape: device.operand((call * 7 + 3) * stride, *shape),
+    )
 
 
 def add_product(buffer: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -304,34 +302,20 @@ def grouped_products(device: Device, grid: Grid) -> list[list[float]]:
 
     By ``torch._grouped_mm`` where the device has it, else by one product for each expert.
     """
-    rows = []
-    stride = 2**26 if grid is FULL else 2**10
-    for experts, expert_rows, inputs, outputs in grid.groups:
-        ends = torch.arange(1, experts + 1, device=device.device, dtype=torch.int32) * expert_rows
-        total = experts * expert_rows
+    return [[*group, *_grouped_us(device, grid, *group)] for group in grid.groups]
 
-        def forward(
-            call: int, e: int = experts, t: int = total, i: int = inputs, o: int = outputs, ends: torch.Tensor = ends
-        ) -> object:
-            weights = device.operand((call * 7 + 3) * stride, e, o, i)
-            return grouped(device.operand(call * stride, t, i), weights.transpose(1, 2), ends)
 
-        def input_gradient(
-            call: int, e: int = experts, t: int = total, i: int = inputs, o: int = outputs, ends: torch.Tensor = ends
-        ) -> object:
-            return grouped(device.operand(call * stride, t, o), device.operand((call * 7 + 3) * stride, e, o, i), ends)
-
-        def weight_gradient(
-            call: int, t: int = total, i: int = inputs, o: int = outputs, ends: torch.Tensor = ends
-        ) -> object:
-            return grouped(device.operand(call * stride, t, o).t(), device.operand((call * 7 + 3) * stride, t, i), ends)
-
-        # Without a graph: torch's grouped product refuses to be captured in some versions.
-        durations = [
-            device.seconds(part, grid.budget_s, graph=False) for part in (forward, input_gradient, weight_gradient)
-        ]
-        rows.append([experts, expert_rows, inputs, outputs, *(round(duration * SECOND, 2) for duration in durations)])
-    return rows
+def _grouped_us(device: Device, grid: Grid, experts: int, rows: int, inputs: int, outputs: int) -> Iterator[float]:
+    left, right = _operands(device, grid)
+    ends = torch.arange(1, experts + 1, device=device.device, dtype=torch.int32) * rows
+    total, weight = experts * rows, (experts, outputs, inputs)
+    passes = (
+        lambda call: grouped(left(call, total, inputs), right(call, *weight).transpose(1, 2), ends),
+        lambda call: grouped(left(call, total, outputs), right(call, *weight), ends),
+        lambda call: grouped(left(call, total, outputs).t(), right(call, total, inputs), ends),
+    )
+    # Without a graph: torch's grouped product refuses to be captured in some versions.
+    return (round(device.seconds(function, grid.budget_s, graph=False) * SECOND, 2) for function in passes)
 
 
 def grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -415,15 +399,15 @@ def element_wise(device: Device, grid: Grid) -> list[list[float]]:
         elements = moved // 4
         source = device.pool[: 8 * elements] if 8 * elements <= device.pool.numel() else device.pool
         target = torch.empty(elements, dtype=torch.bfloat16, device=device.device)
-        places = max(1, source.numel() // elements)
-
-        def copy(
-            call: int, source: torch.Tensor = source, target: torch.Tensor = target, places: int = places
-        ) -> object:
-            return target.copy_(source[call % places * target.numel() :][: target.numel()])
-
-        rows.append([moved, round(device.seconds(copy, grid.budget_s) * SECOND, 3)])
+        seconds = device.seconds(functools.partial(_copy_part, source, target), grid.budget_s)
+        rows.append([moved, round(seconds * SECOND, 3)])
     return rows
+
+
+def _copy_part(source: torch.Tensor, target: torch.Tensor, call: int) -> None:
+    """Copy another part of ``source`` in each call."""
+    size = target.numel()
+    target.copy_(source[call % max(1, source.numel() // size) * size :][:size])
 
 
 def host_times(device: Device, grid: Grid) -> dict[str, float]:
@@ -437,12 +421,7 @@ def host_times(device: Device, grid: Grid) -> dict[str, float]:
     def repeated(function: Callable[[], object], calls: int) -> float:
         for _ in range(3):
             function()
-        device.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        device.synchronize()
-        return round((time.perf_counter() - start) / calls * SECOND, 2)
+        return _mean_us(device, function, calls)
 
     times = {"operation": repeated(lambda: small.add_(1.0), calls)}
     if device.kind != "cuda":
@@ -477,52 +456,48 @@ def host_times(device: Device, grid: Grid) -> dict[str, float]:
 
 def links(device: Device, grid: Grid) -> list[dict[str, Any]]:
     """Measure collectives of all ranks by size: bytes of the larger side on a rank, and microseconds."""
+    return [row for size in grid.messages for row in _links_of_size(device, size)]
+
+
+def _links_of_size(device: Device, size: int) -> Iterator[dict[str, Any]]:
     import torch.distributed as dist
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    measured = []
-    for size in grid.messages:
-        elements = size // 2 // ranks * ranks
-        large = device.pool[:elements]
-        other = torch.empty_like(large)
-        small = device.pool[-(elements // ranks) :]
-        received = torch.empty_like(small)
+    elements = size // 2 // ranks * ranks
+    large = device.pool[:elements]
+    other = torch.empty_like(large)
+    small = device.pool[-(elements // ranks) :]
+    received = torch.empty_like(small)
 
-        def exchange(_: int, large: torch.Tensor = large, other: torch.Tensor = other) -> None:
-            peer, before = (rank + 1) % ranks, (rank - 1) % ranks
-            operations = [dist.P2POp(dist.isend, large, peer), dist.P2POp(dist.irecv, other, before)]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+    def exchange() -> None:
+        peer, before = (rank + 1) % ranks, (rank - 1) % ranks
+        operations = [dist.P2POp(dist.isend, large, peer), dist.P2POp(dist.irecv, other, before)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
-        kinds: dict[str, Callable[[int], object]] = {
-            "all_reduce": lambda _, other=other: dist.all_reduce(other),
-            "all_gather": lambda _, other=other, small=small: dist.all_gather_into_tensor(other, small),
-            "send": exchange,
-        }
-        if device.kind != "cpu":  # Gloo has neither
-            kinds["reduce_scatter"] = lambda _, received=received, large=large: dist.reduce_scatter_tensor(
-                received, large
-            )
-            kinds["all_to_all"] = lambda _, other=other, large=large: dist.all_to_all_single(other, large)
-        for kind, function in kinds.items():
-            measured.append(
-                {"kind": kind, "ranks": ranks, "bytes": 2 * elements, "us": collective_us(device, function, size)}
-            )
-    return measured
+    kinds: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(other),
+        "all_gather": lambda: dist.all_gather_into_tensor(other, small),
+        "send": exchange,
+    }
+    if device.kind != "cpu":  # Gloo has neither
+        kinds["reduce_scatter"] = lambda: dist.reduce_scatter_tensor(received, large)
+        kinds["all_to_all"] = lambda: dist.all_to_all_single(other, large)
+    for kind, function in kinds.items():
+        for _ in range(5):
+            function()
+        dist.barrier()
+        # All ranks make the same number of calls.
+        microseconds = _mean_us(device, function, 50 if size < 64 * MIB else 10)
+        yield {"kind": kind, "ranks": ranks, "bytes": 2 * elements, "us": microseconds}
 
 
-def collective_us(device: Device, function: Callable[[int], object], size: int) -> float:
-    """Return microseconds of a collective; all ranks make the same number of calls."""
-    import torch.distributed as dist
-
-    calls = 50 if size < 64 * MIB else 10
-    for call in range(5):
-        function(call)
-    dist.barrier()
+def _mean_us(device: Device, function: Callable[[], object], calls: int) -> float:
+    """Return the mean microseconds of a call, by the host's clock."""
     device.synchronize()
     start = time.perf_counter()
-    for call in range(calls):
-        function(call)
+    for _ in range(calls):
+        function()
     device.synchronize()
     return round((time.perf_counter() - start) / calls * SECOND, 2)
 

@@ -96,11 +96,7 @@ class Measurements:
 
     @classmethod
     def from_calibration(cls, content: Mapping[str, Any], peak: float, bytes_per_s: float) -> Measurements:
-        """Read a file of :mod:`megascend.planning.calibrate`.
-
-        Raises:
-            ConfigError: a table is missing, or has a time that is not above 0, or the file is of another format.
-        """
+        """Read a file of :mod:`megascend.planning.calibrate`."""
         if content.get("format") != FORMAT:
             raise ConfigError(f"calibration has format {content.get('format')!r}, expected {FORMAT}: measure again")
         missing = [name for name in ("products", "grouped", "attention", "element-wise") if not content.get(name)]
@@ -331,11 +327,7 @@ def load(name: str, calibration: Path | None = None) -> Hardware:
 
 
 def calibrated(hardware: Hardware, path: Path) -> Hardware:
-    """Return a device with the tables of a calibration file.
-
-    Raises:
-        ConfigError: the file is missing, no calibration, or of the toy sizes of tests.
-    """
+    """Return a device with the tables of a calibration file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

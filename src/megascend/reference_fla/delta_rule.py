@@ -68,9 +68,6 @@ def chunk_gated_delta_rule(
 
     Returns:
         outputs, as ``v`` and in its dtype, and the final states or None.
-
-    Raises:
-        ConfigError: ``cu_seqlens`` with a batch other than 1, or that do not cover the tokens.
     """
     return _uncompiled(
         _chunked, (q, k, v, g, beta), scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens

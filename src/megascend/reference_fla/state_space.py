@@ -106,9 +106,6 @@ def mamba_chunk_scan_combined(
 
     Returns:
         outputs, as ``x`` and in its dtype, or outputs and states.
-
-    Raises:
-        ConfigError: an argument is refused, or there are states for packed sequences.
     """
     if cu_seqlens is not None or return_varlen_states:
         raise ConfigError(

@@ -49,7 +49,7 @@ class MaskRule:
         return (left, 0) if self.causal else (left, right)
 
 
-def visible(rule: MaskRule, queries: int, keys: int, offset: int, device: torch.device) -> Tensor | None:
+def visibility_mask(rule: MaskRule, queries: int, keys: int, offset: int, device: torch.device) -> Tensor | None:
     """Return bool ``[queries, keys]``, True if visible, or None if all are; ``offset``: position of the first query."""
     left, right = rule.reach
     last = offset + queries - 1
@@ -104,23 +104,23 @@ def attend(
     if rule.reach == (-1, 0) and aligned and keep is None and bias is None and sink is None:
         # Without a mask tensor torch may choose a fused kernel, which skips masked blocks.
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, **kwargs)
-    by_position = visible(rule, queries, keys, offset, query.device)
-    if by_position is not None:
-        keep = by_position if keep is None else keep & by_position
+    position_mask = visibility_mask(rule, queries, keys, offset, query.device)
+    if position_mask is not None:
+        keep = position_mask if keep is None else keep & position_mask
     if sink is not None:
         return attention_with_sinks(query, key, value, keep, sink, bias, **kwargs)
-    sighted = None
+    has_key = None
     if keep is not None:
         # A row without any key would be 0 / 0: make all keys visible, then set its output (and its gradient) to zero.
-        sighted = keep.any(dim=-1, keepdim=True)
-        keep = keep | ~sighted
+        has_key = keep.any(dim=-1, keepdim=True)
+        keep = keep | ~has_key
     mask = keep
     if bias is not None:
         mask = bias.to(query.dtype)
         if keep is not None:
             mask = mask.masked_fill(~keep, float("-inf"))
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **kwargs)
-    return out if sighted is None else out.masked_fill(~sighted, 0.0)
+    return out if has_key is None else out.masked_fill(~has_key, 0.0)
 
 
 def chunk_starts(length: int, rank: int, size: int) -> list[tuple[int, int]]:

@@ -129,7 +129,7 @@ class RolloutCollector:
         self._changed = asyncio.Event()
         self._pool = EnginePool(engines, engines_lost_s, self._engine_ready)
         self._thread = LoopThread("rollouts")
-        self._run = self._thread.run
+        self._run, self._call = self._thread.run, self._thread.call
 
     # --- the trainer's side ---
 
@@ -159,11 +159,7 @@ class RolloutCollector:
 
     def reject(self, engines: Sequence[InferenceEngine], error: Exception, seconds: float = 0.0) -> None:
         """Record that engines take no weights; see :meth:`EnginePool.reject`."""
-
-        async def note() -> None:
-            self._pool.reject(engines, error, seconds)
-
-        self._run(note())
+        self._call(self._pool.reject, engines, error, seconds)
 
     def start(self, step: int, offset: int) -> None:
         """Send the first prompts. The trainer has completed ``step`` steps, and the engines have the weights after the last one.
@@ -173,11 +169,11 @@ class RolloutCollector:
                 0 or at its last checkpoint.
         """
 
-        async def begin() -> None:
+        def begin() -> None:
             self._batches_taken, self._version, self._offset, self._started = step, step, offset, True
             self._fill()
 
-        self._run(begin())
+        self._call(begin)
 
     def take(self, step: int, timeout_s: float) -> list[TrajectoryGroup] | None:
         """Return the groups of the next step, or None if there are not enough within ``timeout_s``.
@@ -201,19 +197,11 @@ class RolloutCollector:
 
     def updated(self, version: int, engines: Sequence[InferenceEngine] | None = None) -> None:
         """Record that engines (None: all) now have the weights of ``version``, in their own count; send prompts if possible."""
-
-        async def note() -> None:
-            self._pool.updated(version, engines)
-
-        self._run(note())
+        self._call(self._pool.updated, version, engines)
 
     def require_engines(self) -> None:
         """Raise EngineLostError if there was no engine for too long."""
-
-        async def check() -> None:
-            self._pool.require_any()
-
-        self._run(check())
+        self._call(self._pool.require_any)
 
     def evaluate(
         self, prompts: Sequence[Prompt], temperature: float, n: int, offset: int | None = None
@@ -230,21 +218,13 @@ class RolloutCollector:
 
     def counts(self) -> Counts:
         """Return the counts of prompts by outcome."""
-
-        async def copy() -> Counts:
-            # A copy: the event loop counts on.
-            episodes = self._task.episodes
-            return replace(self._buffer.counts, timed_out=episodes.timed_out, failed=episodes.failed)
-
-        return self._run(copy())
+        episodes = self._task.episodes
+        # A copy: the event loop counts on.
+        return self._call(lambda: replace(self._buffer.counts, timed_out=episodes.timed_out, failed=episodes.failed))
 
     def take_dropped(self) -> list[tuple[str, TrajectoryGroup]]:
         """Return the groups dropped since the last call, with the reason of each; see :meth:`RolloutBuffer.take_dropped`."""
-
-        async def drain() -> list[tuple[str, TrajectoryGroup]]:
-            return self._buffer.take_dropped()
-
-        return self._run(drain())
+        return self._call(self._buffer.take_dropped)
 
     def completed_episodes(self) -> int:
         """Return the number of episodes that have ended, including those of evaluations."""
@@ -265,12 +245,8 @@ class RolloutCollector:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a consistent state of prompt stream and buffer, as JSON."""
-
-        async def state() -> dict[str, Any]:
-            # Both in one coroutine: between two of them a prompt could leave the stream and be in neither.
-            return {"prompts": self._prompts.state_dict(), "buffer": self._buffer.state_dict()}
-
-        return self._run(state())
+        # Both in one call: between two of them a prompt could leave the stream and be in neither.
+        return self._call(lambda: {"prompts": self._prompts.state_dict(), "buffer": self._buffer.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; before :meth:`start`.

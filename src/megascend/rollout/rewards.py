@@ -25,11 +25,7 @@ TOTAL = "reward"
 
 
 def load_reward(name: str) -> Reward:
-    """Import a reward function: ``package.module:function``, or ``path/to/file.py:function``.
-
-    Raises:
-        ConfigError: the module, file or function does not exist, cannot be imported, does not take two arguments, or is async.
-    """
+    """Import a reward function: ``package.module:function``, or ``path/to/file.py:function``."""
     reward = load_object(name, "reward")
     if inspect.isclass(reward):
         raise ConfigError(f"reward: {name} is a class; name a function, or an instance of it that can be called")

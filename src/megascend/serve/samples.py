@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megascend.batch.loss import Loss, LossInputs
+from megascend.app.measurement import loss_values
+from megascend.batch.loss import Loss
 from megascend.batch.losses import BUILT_IN
 from megascend.batch.policy_losses import POLICY
 from megascend.batch.sample import Sample
@@ -104,9 +105,9 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
     """
     supported = ("cross_entropy", *(policy.__name__ for policy in POLICY))
     if name not in supported:
-        reason = {
-            "custom": "; the client computes custom losses itself with this server (forward_backward_custom)",
-        }.get(name, "")
+        reason = ""
+        if name == "custom":
+            reason = "; the client computes custom losses itself with this server (forward_backward_custom)"
         raise ConfigError(f"loss_fn {str(name)[:60]!r} is not supported{reason}; supported: {', '.join(supported)}")
     numbers: dict[str, float] = {}
     for key, value in settings.items():
@@ -164,11 +165,7 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
 
 
 def _weights_beside_images(datum: Datum, weights: np.ndarray) -> np.ndarray:
-    """Return weights that are 0 where the target is an image's token, which is input only; by default 1 elsewhere.
-
-    Raises:
-        DataError: the client's weights, or without weights its advantages, are not 0 there.
-    """
+    """Return weights that are 0 where the target is an image's token, which is input only; by default 1 elsewhere."""
     before = np.append(datum.model_input.is_image()[1:], False)
     name = "weights" if "weights" in datum.inputs else "advantages"
     if name in datum.inputs and np.any(datum.inputs[name][before] != 0):
@@ -196,29 +193,12 @@ def arrange_as_targets(data: Sequence[Datum], logprobs: Sequence[Tensor]) -> lis
 
 def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> float:
     """Sum a loss over samples, given their log-probabilities."""
-    return float(values_of(loss, samples, logprobs).double().sum())
+    return float(values_of(loss, samples, logprobs).sum())
 
 
 def values_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> Tensor:
-    """Compute each token's contribution to the sum, [n], sample after sample."""
-
-    def joined(name: str) -> Tensor | None:
-        return None if getattr(samples[0], name) is None else torch.cat([getattr(sample, name) for sample in samples])
-
-    owner = torch.cat([torch.full((len(sample),), index) for index, sample in enumerate(samples)])
+    """Compute each token's contribution to the sum, [n] in float64, sample after sample."""
+    values, _ = loss_values(loss, samples, logprobs)
     weights = torch.cat([sample.weights for sample in samples])
-    inputs = LossInputs(
-        targets=torch.cat([sample.target_ids for sample in samples]),
-        weights=weights,
-        sample=owner,
-        sample_count=len(samples),
-        pairs=torch.zeros(0, 2, dtype=torch.int64),
-        reduce_context=lambda values: values,
-        advantages=joined("advantages"),
-        old_logprobs=joined("old_logprobs"),
-        extra={},
-    )
-    values = loss(torch.cat(list(logprobs)), inputs)
-    values = values[0] if isinstance(values, tuple) else values
     # Not values * weights alone: a loss that is infinite at a token of weight 0 would make the sum NaN.
     return torch.where(weights != 0, values * weights, 0.0)

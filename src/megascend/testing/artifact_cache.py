@@ -66,9 +66,6 @@ def copy_or_make(
         made_from: all that ``program`` reads, as plain values; of files their digests and not their paths.
         program: the script that ``make`` runs.
         make: writes the path that it is given.
-
-    Raises:
-        DistributedTestError: another process has been making the same for ten minutes.
     """
     entry = folder() / f"{name}-{key(made_from, program)}"
     try:

@@ -322,11 +322,7 @@ def parse_pipeline_layout(text: str) -> list[str]:
 
 
 def chunk_layers(parallel: Parallel, model: ModelShape) -> tuple[int, ...]:
-    """Return the decoder layers of each model chunk, by ``pipeline_layout`` or of equal number.
-
-    Raises:
-        TopologyError: chunks of equal number are not possible, or the layout is not one of this model.
-    """
+    """Return the decoder layers of each model chunk, by ``pipeline_layout`` or of equal number."""
     p, layers = parallel, model.num_layers
     if p.pipeline_layout is None:
         stages = p.pipeline * p.virtual_pipeline

@@ -226,11 +226,7 @@ class ShardedSync:
     def _connection(
         self, engines: Sequence[InferenceEngine], places: list[Location], delivery: Delivery
     ) -> tuple[dict[str, int], str]:
-        """Return the number of workers by engine, and the transport between all ranks and workers.
-
-        Raises:
-            PlanError: no transport connects them or, unless the settings need a plan, one is not worth it.
-        """
+        """Return the number of workers by engine, and the transport between all ranks and workers."""
         counts, members = delivery.members(engines)
         hosts = {location.host for location in places}
         if len(hosts) > 1 and delivery.is_loopback:
@@ -284,9 +280,6 @@ class ShardedSync:
 
         Args:
             with_values: quantise weights in fp8 blocks; otherwise their slices have no memory.
-
-        Raises:
-            WeightSyncError: the model is frozen, or a slice cuts a block.
         """
         engine = self._backend.engine
         state = engine.weight_state()

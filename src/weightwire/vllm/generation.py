@@ -172,11 +172,7 @@ def _completion(
 
 
 def _allowed(row: dict[int, Any]) -> tuple[int, ...]:
-    """Return the tokens that could be drawn: vLLM gives all others the log-probability minus infinity.
-
-    Raises:
-        WireError: the row lacks some of them: more than TIES tokens are as likely as the last of the likeliest.
-    """
+    """Return the tokens that could be drawn: vLLM gives all others the log-probability minus infinity."""
     possible = {token: entry.logprob for token, entry in row.items() if entry.logprob > -math.inf}
     mass = math.fsum(map(math.exp, possible.values()))
     if abs(mass - 1) > MASS_TOLERANCE:

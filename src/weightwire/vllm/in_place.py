@@ -169,11 +169,7 @@ class PieceIndex:
         return sorted(parts, key=lambda part: part.offset)
 
     def intersections(self, copy: Copy) -> Iterator[tuple[Box, ExchangePart]]:
-        """Yield a copy's parts, one for each piece that the source's slice intersects, with the intersections.
-
-        Raises:
-            NotInPlaceError: the pieces do not cover the slice, or are not aligned to their dtype.
-        """
+        """Yield a copy's parts, one for each piece that the source's slice intersects, with the intersections."""
         source, dtype = copy.source, _torch_dtype(self._tensors[copy.source.tensor])
         missing = source.volume
         for piece, start in self.by_tensor[source.tensor]:
@@ -206,9 +202,6 @@ def record_copies(
         staging: the update's bytes.
         changed_elsewhere: returns the name of a tensor that the reload has changed and that is in none of the storages with these
             addresses; None if there is none.
-
-    Raises:
-        NotInPlaceError: the weights in use are not copies of parts of the update.
     """
     _require_plain(model, vllm_config)
     try:

@@ -29,11 +29,7 @@ MAX_SLICES = 4096
 
 
 def worker_needs(model: torch.nn.Module, vllm_config: Any, tensors: Sequence[TensorSpec]) -> tuple[Region, ...]:
-    """Return the slices that ``model.load_weights`` copies. The worker must not compute meanwhile, or copy its weights.
-
-    Raises:
-        PlanError: a loader needs the values of a tensor, or refuses the tensors.
-    """
+    """Return the slices that ``model.load_weights`` copies. The worker must not compute meanwhile, or copy its weights."""
     try:
         recorder = observe(model, vllm_config, tensors)
     except Exception as error:

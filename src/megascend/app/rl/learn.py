@@ -159,11 +159,7 @@ def averaged(loss: Loss, groups: Sequence[TrajectoryGroup], objective: Objective
 
 
 def objective_loss(objective: Objective) -> Loss:
-    """Return the objective's loss function with its options.
-
-    Raises:
-        ConfigError: the loss is unknown, or does not have an option that is set.
-    """
+    """Return the objective's loss function with its options."""
     try:
         loss = resolve(objective.loss)
     except ConfigError as error:

@@ -220,9 +220,6 @@ def check_reference(config: RlConfig, info: ModelInfo, *, warns: bool) -> None:
 
     Args:
         info: description of the policy's checkpoint.
-
-    Raises:
-        ConfigError, CheckpointError: the policy's engine cannot compute the model in ``reference.model``.
     """
     settings = config.reference
     if settings is None:

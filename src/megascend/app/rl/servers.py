@@ -183,11 +183,7 @@ def interpreter(config: RlConfig) -> Path:
 
 
 def placements(config: RlConfig, launch: Launch) -> list[Placement]:
-    """Return the GPUs of the servers to start; none without GPUs. Initialises no GPU.
-
-    Raises:
-        ConfigError: the placement cannot be.
-    """
+    """Return the GPUs of the servers to start; none without GPUs. Initialises no GPU."""
     settings = config.placement
     return place_engines(
         _gpus(),
@@ -278,11 +274,7 @@ def owner_name(config: RlConfig) -> str:
 
 
 def check_servers(config: RlConfig) -> None:
-    """Check the settings of the servers to start, without starting anything.
-
-    Raises:
-        ConfigError: there is no interpreter.
-    """
+    """Check the settings of the servers to start, without starting anything."""
     if config.started_engines:
         try:
             require_interpreter(interpreter(config))

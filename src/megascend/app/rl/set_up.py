@@ -158,12 +158,12 @@ class PromptData:
     """Prompts of a run.
 
     Attributes:
-        learned, held_out: prompts for training and for evaluation, with file and line.
+        train, held_out: prompts for training and for evaluation, with file and line.
         digest: digest of the tokens of the training prompts.
         lengths: number of tokens of each prompt; 0 for lines of which an environment makes the prompt.
     """
 
-    learned: list[tuple[str, Prompt]]
+    train: list[tuple[str, Prompt]]
     held_out: list[tuple[str, Prompt]]
     digest: str
     lengths: list[int]

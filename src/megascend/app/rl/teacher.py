@@ -331,11 +331,7 @@ def _response(values: Any, trajectory: Trajectory) -> Tensor:
 
 
 def make_teacher(config: RlConfig, backend: Backend, *, main_rank: bool) -> Teacher | None:
-    """Build the client of the teacher's engine that the settings name; None without one. Collective.
-
-    Raises:
-        EngineError: it does not answer.
-    """
+    """Build the client of the teacher's engine that the settings name; None without one. Collective."""
     settings = config.teacher
     if settings is None or settings.engine == TRAINER:
         return None
@@ -346,11 +342,7 @@ def make_teacher(config: RlConfig, backend: Backend, *, main_rank: bool) -> Teac
 
 
 def check_teacher(config: RlConfig, info: ModelInfo, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the teacher's directory has the model's vocabulary, and that the trainer can hold it. Local.
-
-    Raises:
-        ConfigError, CheckpointError: it has another one, or the trainer's engine cannot.
-    """
+    """Check that the teacher's directory has the model's vocabulary, and that the trainer can hold it. Local."""
     settings = config.teacher
     if settings is None or settings.model is None:
         return

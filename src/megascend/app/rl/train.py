@@ -215,12 +215,12 @@ class ReinforcementLearning(Training[RlConfig]):
         """Run an episode of the first prompt with a canned response; after :meth:`prepare`. See :func:`trial.try_episode`."""
         from megascend.app.rl.trial import try_episode
 
-        return try_episode(config, self._episodes(config), self._tokenizer, *self.prompts.learned[0])
+        return try_episode(config, self._episodes(config), self._tokenizer, *self.prompts.train[0])
 
     def _episodes(self, config: RlConfig) -> Episodes:
         from megascend.app.rl.set_up import make_episodes
 
-        located = [*self.prompts.learned, *self.prompts.held_out]
+        located = [*self.prompts.train, *self.prompts.held_out]
         return make_episodes(config, self._tokenizer, self._grader, self._max_length, located)
 
     def after_build(self, run: Run[RlConfig]) -> None:
@@ -257,7 +257,7 @@ class ReinforcementLearning(Training[RlConfig]):
                 print(line, flush=True)
             if backend.self_check is not None:
                 print(backend.self_check.summary(), flush=True)
-        prompts = [prompt for _, prompt in self.prompts.learned]
+        prompts = [prompt for _, prompt in self.prompts.train]
         sources = {"chat template, tokenizer or date": self.prompts.digest}
         # One at a time: the collector draws as engines become free.
         stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts), sources=sources)
@@ -510,7 +510,7 @@ class ReinforcementLearning(Training[RlConfig]):
         device = f"{ranks} rank{'s' if ranks > 1 else ''} on {run.backend.platform.name}, engines: {engines}"
         steps = f"{config.steps} steps of {rollout.prompts_per_step} x {rollout.group_size} responses"
         return (
-            f"{model_line(config, run.backend)}: {len(self.prompts.learned)} prompts, {steps}; lag {rollout.max_lag}; "
+            f"{model_line(config, run.backend)}: {len(self.prompts.train)} prompts, {steps}; lag {rollout.max_lag}; "
             f"{config.precision}; {device}"
         )
 

@@ -62,11 +62,7 @@ class EpisodeTrial:
 def try_episode(
     config: RlConfig, episodes: Episodes, tokenizer: PreTrainedTokenizerBase, source: str, prompt: Prompt
 ) -> EpisodeTrial:
-    """Run an episode of a prompt with a canned response.
-
-    Raises:
-        DataError: the reward function or the environment failed; the message has its place and the prompt's.
-    """
+    """Run an episode of a prompt with a canned response."""
     stop = stop_tokens(tokenizer, config.rollout.stop)
     response = [*tokenizer.encode(CANNED, add_special_tokens=False), stop[0]]
     sampling = Sampling(config.rollout.max_tokens, stop_token_ids=stop, seed=config.seed)

@@ -140,7 +140,7 @@ class FsdpEngine(TransformersEngine):
         self.model.to_empty(device="cpu" if spec.fsdp.offload else self.device)
         transformers_api.compute_buffers(self.model, self.device)
         self._shards = list(shards.shards(self.model, self._share))
-        fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
+        fresh = fresh_weights(info, spec.seed)
         problem, self.bytes_read = None, 0
         try:
             self.bytes_read = shards.load(self._shards, self._hf_slices, info.tensors, fresh, self.dtype)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from mcore_bridge import ModelConfig
 
-from megascend.config import BaseWeights
 from megascend.engines.base import longest_sample
 from megascend.engines.context import EngineSpec
 from megascend.engines.megatron import graph_support, grouped_experts, mtp, quantised_base, routers, vision
@@ -63,8 +62,8 @@ def configure(
     )
     routers.check(config, spec.moe, topology.pipeline, frozen=spec.adapters is not None)
     grouped = grouped_experts.is_enabled(spec.moe, config, spec.precision, device, overlapped=overlaps_reduction(spec))
-    if spec.adapters is not None and spec.adapters.base_weights != "unquantised":
-        _check_quantised_base(spec, spec.adapters.base_weights, platform, topology, info, config)
+    if spec.base_weights != "unquantised":
+        _check_quantised_base(spec, platform, topology, info, config)
     if spec.batching.cuda_graphs is not None:
         _check_cuda_graphs(spec, topology, info, device, config, grouped=grouped)
     if info.image_layout is not None:
@@ -80,9 +79,10 @@ def overlaps_reduction(spec: EngineSpec) -> bool:
 
 
 def _check_quantised_base(
-    spec: EngineSpec, method: BaseWeights, platform: Platform, topology: Topology, info: ModelInfo, config: ModelConfig
+    spec: EngineSpec, platform: Platform, topology: Topology, info: ModelInfo, config: ModelConfig
 ) -> None:
     """Raise ConfigError if the frozen model cannot have quantised weights."""
+    method = spec.base_weights
     if platform.name == "npu":
         raise ConfigError(f"base_weights: {method} is not supported on NPUs: leave it out, or set unquantised")
     if info.linear is not None or info.state_space is not None:

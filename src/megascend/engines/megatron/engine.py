@@ -119,9 +119,7 @@ class MegatronEngine(Engine):
         self.self_check_s = time.monotonic() - start
         # Before the build: providers choose classes and kernels by the model.
         self.runtime.configure_model(self.config, spec.provider_options)
-        self._quantised: QuantisedBase | None = None
-        if spec.adapters is not None and spec.adapters.base_weights != "unquantised":
-            self._quantised = QuantisedBase(spec.adapters.base_weights)
+        self._quantised = None if spec.base_weights == "unquantised" else QuantisedBase(spec.base_weights)
         self.bare_chunks = self._build_chunks(spec)
         self._weight_state = state.WeightState(self.bare_chunks, self.groups)
         # Before DDP wraps the modules and takes over their parameters.
@@ -251,7 +249,7 @@ class MegatronEngine(Engine):
         if self.config.bridge._get_need_transpose() != info.transposed_experts:
             reason = "experts are stored as the checkpoint's headers have them"
             patch(self.config.bridge, "_get_need_transpose", lambda: info.transposed_experts, reason)
-        self._fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
+        self._fresh = fresh_weights(info, spec.seed)
         weights.load(
             chunks, self.config.bridge, self.model_dir, info.tensors, self.groups, self._fresh, self._quantised
         )

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,19 +93,17 @@ def named_weights(
             barrier.join_all()
         return
 
-    def finish(name: str, tensor: Tensor) -> Tensor:
-        if merge is not None:
-            tensor = merge(name, tensor)
-        # After the merge, which may leave the range of fp16.
-        if problem := out_of_range(name, tensor, tensor.dtype):
-            raise CheckpointError(f"named_weights: {problem}")
-        return tensor
-
     collector = _Collector(bridge, groups, receiving, device, barrier.before_layer, list(headers))
     weights = _join_fused(collector.weights(chunks), headers)
     weights = with_copies(weights, copies or {})
     yield from stream_weights(
-        weights, barrier, groups, headers, config.params_dtype, receives=groups.rank in receiving, finish=finish
+        weights,
+        barrier,
+        groups,
+        headers,
+        config.params_dtype,
+        receives=groups.rank in receiving,
+        finish=partial(_finish, merge),
     )
 
 
@@ -145,13 +144,15 @@ def stored_weights(
                 value = fresh[name] if name in fresh else read_tensor(name, header, files)
                 yield name, value.to(device, torch.float32 if stays_fp32 else dtype)
 
-    def finish(name: str, tensor: Tensor) -> Tensor:
-        tensor = tensor if merge is None else merge(name, tensor)
-        if problem := out_of_range(name, tensor, tensor.dtype):
-            raise CheckpointError(f"named_weights: {problem}")
-        return tensor
+    yield from stream_weights(stored(), barrier, groups, headers, dtype, receives=True, finish=partial(_finish, merge))
 
-    yield from stream_weights(stored(), barrier, groups, headers, dtype, receives=True, finish=finish)
+
+def _finish(merge: Merge | None, name: str, tensor: Tensor) -> Tensor:
+    """Merge an adapter into a tensor, which may then be out of the range of fp16."""
+    tensor = tensor if merge is None else merge(name, tensor)
+    if problem := out_of_range(name, tensor, tensor.dtype):
+        raise CheckpointError(f"named_weights: {problem}")
+    return tensor
 
 
 def _join_fused(

@@ -73,7 +73,7 @@ class SingleEngine(TransformersEngine):
         self.layout = SequenceLayout(packing=False)
         seed_generators(spec.seed)
         info = self.info
-        fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
+        fresh = fresh_weights(info, spec.seed)
         self.check_slice(model_config(self.model_dir), SingleSubject(info.scalar_head), enabled=spec.self_check)
         self.model = load_model(self.model_dir, self.dtype, self.device, info, fresh)
         linear_attention.compute_fp32_exactly(self.model)

@@ -60,11 +60,7 @@ class MegascendBackend(AbstractBackend):
         self._created_count = 0
 
     def create_model(self, model_id: str, lora_config: types.LoraConfig, model_role: str = "policy") -> None:
-        """Create an adapter.
-
-        Raises:
-            ConfigError: a critic, a rank above the limit, or no layers to train.
-        """
+        """Create an adapter."""
         if model_role != "policy":
             raise ConfigError(f"model_role {model_role!r}: megascend's backend for SkyRL trains policies")
         targets = self._ranks.base.targets(

@@ -62,11 +62,7 @@ def _datum(batch: Any, index: int, loss: Loss) -> Datum:
 
 
 def tokens_of(model_input: Any) -> list[int]:
-    """Return the token ids of a ``ModelInput``.
-
-    Raises:
-        DataError: it has chunks other than text.
-    """
+    """Return the token ids of a ``ModelInput``."""
     other = next((chunk.type for chunk in model_input.chunks if chunk.type != "encoded_text"), None)
     if other is not None:
         raise DataError(f"model_input: {other} chunks are not supported, encoded_text is")
@@ -74,11 +70,7 @@ def tokens_of(model_input: Any) -> list[int]:
 
 
 def sample_request_of(batch: Any, number: int, adapter: str | None) -> SampleRequest:
-    """Build one request of a ``PreparedSampleBatch``, by its index, with the first of its seeds, which SkyRL counts up from.
-
-    Raises:
-        DataError: images.
-    """
+    """Build one request of a ``PreparedSampleBatch``, by its index, with the first of its seeds, which SkyRL counts up from."""
     # The number of top prompt log-probabilities is the last field, and only some SkyRL versions have it.
     _, _, start, end, prompt_logprobs, *rest = batch.request_batch_slices[number]
     skyrl_params = batch.all_sampling_params[start]

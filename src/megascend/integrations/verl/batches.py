@@ -61,9 +61,6 @@ class Batch:
     Attributes:
         data: verl's TensorDict, on the host.
         lengths: tokens of each sequence.
-
-    Raises:
-        DataError: as :func:`check`.
     """
 
     def __init__(self, data: TensorDict) -> None:

@@ -58,9 +58,6 @@ class MegascendEngine(BaseEngine):
 
     Args:
         model_config, engine_config, optimizer_config, checkpoint_config: verl's configurations.
-
-    Raises:
-        ConfigError: unsupported settings, each by name, or an invalid parallel layout.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
@@ -89,11 +86,7 @@ class MegascendEngine(BaseEngine):
     # --- construction ---
 
     def initialize(self) -> None:
-        """Load the model, and create optimizer and scheduler. A second call reloads the model from its directory.
-
-        Raises:
-            ConfigError: another engine of this process has a model.
-        """
+        """Load the model, and create optimizer and scheduler. A second call reloads the model from its directory."""
         if self._backend is not None:
             self._backend.close()
         # After the close above: reloading this engine's own model is allowed.

@@ -51,11 +51,7 @@ def actor_name(replica_rank: int) -> str:
 
 
 def stop_tokens(model: HFModelConfig) -> tuple[int, ...]:
-    """Return the ids that end a response: the generation config's, and the tokenizer's end of sequence.
-
-    Raises:
-        ConfigError: neither has one.
-    """
+    """Return the ids that end a response: the generation config's, and the tokenizer's end of sequence."""
     eos = getattr(model.generation_config, "eos_token_id", None)
     candidates = [*(eos if isinstance(eos, list) else [eos]), getattr(model.tokenizer, "eos_token_id", None)]
     ids = tuple(dict.fromkeys(int(token) for token in candidates if token is not None))
@@ -68,11 +64,7 @@ class Replica(replica.RolloutReplica):
     """One engine behind an actor that verl's agents call. It has as many workers as the replica has trainer ranks."""
 
     async def launch_servers(self) -> None:
-        """Start the actor on the node of the replica's first rank, and the engine.
-
-        Raises:
-            ConfigError: unsupported settings, or a replica of a reward model or teacher.
-        """
+        """Start the actor on the node of the replica's first rank, and the engine."""
         if self.is_reward_model or self.is_teacher_model:
             raise ConfigError(
                 f"the rollout {ROLLOUT_NAME} samples from the policy: reward models and teachers need another one"

@@ -142,11 +142,7 @@ class RolloutSettings:
 
 
 def translate_rollout(rollout: Mapping[str, Any]) -> RolloutSettings:
-    """Translate verl's ``rollout`` section, a mapping of mappings.
-
-    Raises:
-        ConfigError: unsupported settings; the message names all of them.
-    """
+    """Translate verl's ``rollout`` section, a mapping of mappings."""
     options = (rollout.get("engine_kwargs") or {}).get(ROLLOUT_NAME) or {}
     problems = [*_problems(rollout, options)]
     if problems:

@@ -79,9 +79,6 @@ def translate(
     Args:
         optimizer: None for a forward-only engine.
         platform: cpu, cuda or npu.
-
-    Raises:
-        ConfigError: settings are unsupported or have no rule; the message lists all of them.
     """
     # All problems are collected, so that a user sees them in one error.
     optimizer, checkpoint = optimizer or {}, checkpoint or {}

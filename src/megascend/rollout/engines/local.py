@@ -80,11 +80,7 @@ class LocalEngine(RemoteEngine):
         return answer
 
     async def revive(self) -> bool:
-        """See :class:`InferenceEngine`.
-
-        Raises:
-            EngineError: the process has never answered, or has ended too often.
-        """
+        """See :class:`InferenceEngine`."""
         ending = self._host.ending()
         if not ending:
             return False

@@ -79,9 +79,6 @@ def place_engines(
 
     Returns:
         One for each engine; none without GPUs.
-
-    Raises:
-        ConfigError: the positions or the share cannot be.
     """
     if not gpus:
         if trainer_gpus or engine_gpus:
@@ -112,11 +109,7 @@ def place_engines(
 
 
 def trainer_environment(gpus: Sequence[str], trainers: int, trainer_gpus: Sequence[int] | None) -> dict[str, str]:
-    """Return the variables that give the trainer's local ranks their GPUs; empty if these are the first ones anyway.
-
-    Raises:
-        ConfigError: a position is not one of ``gpus``, or there are fewer than processes.
-    """
+    """Return the variables that give the trainer's local ranks their GPUs; empty if these are the first ones anyway."""
     if trainer_gpus is None:
         return {}
     return {VISIBLE: ",".join(gpus[position] for position in _trainer_positions(gpus, trainers, trainer_gpus))}

@@ -230,11 +230,7 @@ def engine_environment(python: str | Path, environment: Mapping[str, str] | None
 
 
 def vllm_device(python: str | Path) -> str:
-    """Return the type of device that the vLLM of an interpreter is built for: ``cpu``, ``cuda`` or ``npu``. Takes a second.
-
-    Raises:
-        ConfigError: the interpreter does not exist, or its environment lacks vLLM or weightwire.
-    """
+    """Return the type of device that the vLLM of an interpreter is built for: ``cpu``, ``cuda`` or ``npu``. Takes a second."""
     require_interpreter(python)
     command, environment = [str(python), "-c", PROBE], engine_environment(python)
     try:
