@@ -189,11 +189,7 @@ class RolloutCollector:
 
     def put_back(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Record that the trainer has not learned from the groups of the last :meth:`take`, before the end of a run."""
-
-        async def record() -> None:
-            self._buffer.put_back(groups)
-
-        self._run(record())
+        self._call(self._buffer.put_back, groups)
 
     def updated(self, version: int, engines: Sequence[InferenceEngine] | None = None) -> None:
         """Record that engines (None: all) now have the weights of ``version``, in their own count; send prompts if possible."""
