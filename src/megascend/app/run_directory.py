@@ -51,6 +51,8 @@ MOVING, REMOVING = ".earlier-run", ".earlier-run-gone"
 """Directories in the output directory for an earlier run's files: one while files are moved there, the other during removal."""
 LOCK = ".lock"
 """File in the output directory that rank 0 of a run in progress has locked."""
+LOCK_WAIT_S = 1.0
+"""Seconds to wait for that lock: a start that only checks it holds it for a moment."""
 SHARED_WAIT_S = 10.0
 """Seconds until a file written by another host must be visible here."""
 
@@ -124,7 +126,7 @@ def lock_output(output: Path, stack: ExitStack) -> None:
     path = output / LOCK
     try:
         make_directory(output)
-        stack.callback(hold(path).release)
+        stack.callback(hold(path, LOCK_WAIT_S).release)
         # Before the release, so that no other run's lock is removed. A start that has just opened the removed file locks nothing
         # that others see: for that moment there is refuse_running().
         stack.callback(remove, path)
