@@ -173,9 +173,9 @@ class RunLog:
         values = {name: getattr(record, name) for name in record.at_intervals}
         self._measured |= {name: (record.step, value) for name, value in values.items() if value is not None}
 
-    def complete_last(self, values: Mapping[str, Any]) -> None:
-        """Add to the last row of a resumed run what was measured after it only now. Before the first :meth:`write`."""
-        if self._enabled and self.rows:
+    def complete_last(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add values to the last row of a resumed run, that of ``step``, if it is there. Before the first :meth:`write`."""
+        if self._enabled and self.rows and self.rows[-1]["step"] == step:
             self._earlier_bytes.pop()
             self._unwritten.append(self.rows.pop() | {name: rounded(value) for name, value in values.items()})
             self._write_rows()

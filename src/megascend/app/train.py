@@ -338,7 +338,7 @@ class SupervisedTraining(Training[RunConfig]):
         """Measure what a signal stopped after step ``number``, and add it to that step's line in metrics.jsonl."""
         loss, metrics = self._validate(number)
         self.counts.measurement_due = False
-        self._log.complete_last({"validation_loss": loss, **metrics})
+        self._log.complete_last(number, {"validation_loss": loss, **metrics})
         if loss is not None and self._run.main_rank:
             print(f"validation loss after step {number}: {loss:.4f}", flush=True)
         self._show_tasks(f"after step {number}")

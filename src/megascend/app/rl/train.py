@@ -333,7 +333,7 @@ class ReinforcementLearning(Training[RlConfig]):
         run = self._run
         self._version = run.backend.step_count
         if self._late_reward is not None:
-            log.complete_last({"eval_reward": self._late_reward})
+            log.complete_last(self._version, {"eval_reward": self._late_reward})
         if run.main_rank:
             from megascend.app.rl.rollout_log import RolloutLog
 
