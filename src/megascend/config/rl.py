@@ -492,24 +492,19 @@ class RlConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
-    def _replaced_rewards(self) -> RlConfig:
-        """Refuse settings of what is learned from rewards beside a teacher in place of rewards."""
-        if self.learns_from_rewards:
-            return self
+    def _penalised_rewards(self) -> RlConfig:
         # Otherwise a run would report the penalty of each rollout and learn nothing from it.
         reference = self.reference
-        if reference is not None and reference.penalty == "reward" and reference.coefficient:
+        if (
+            reference is not None
+            and reference.penalty == "reward"
+            and reference.coefficient
+            and not self.learns_from_rewards
+        ):
             raise ValueError(
                 f"reference.penalty: reward (coefficient {reference.coefficient:g}) has no effect with a teacher in place of "
                 "rewards: set reference.penalty: loss, or teacher.rewards: true with teacher.loss: policy"
             )
-        for name in ("preset", "advantages", "divide_by_std", "overlong_share"):
-            value = getattr(self.objective, name)
-            if value != Objective.model_fields[name].default:
-                raise ValueError(
-                    f"objective.{name}: {value} is for rewards, which the teacher replaces: leave it out, or set "
-                    "teacher.rewards: true with teacher.loss: policy"
-                )
         return self
 
     @model_validator(mode="after")
@@ -530,6 +525,15 @@ class RlConfig(TrainerConfig):
     def learns_from_rewards(self) -> bool:
         """Check whether rewards enter the loss; with a teacher they may only be reported."""
         return self.teacher is None or self.teacher.rewards
+
+    @property
+    def replaced_settings(self) -> dict[str, Any]:
+        """Return the settings of ``objective`` without effect: those of what is learned from rewards that a teacher replaces."""
+        if self.learns_from_rewards:
+            return {}
+        names = ("advantages", "divide_by_std", "overlong_share")
+        values = {name: getattr(self.objective, name) for name in names}
+        return {name: value for name, value in values.items() if value != Objective.model_fields[name].default}
 
     @model_validator(mode="after")
     def _merged_by_rank_0(self) -> RlConfig:

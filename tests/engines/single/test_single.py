@@ -103,9 +103,7 @@ def test_every_built_in_loss_equals_megatrons(parity_folder, tmp_path):
                 for loss in LOSSES
             }
             backend.forward_backward(every_field())
-            backend.discard_gradients()
-            step = backend.optimizer_step(lr=0.25)  # in place of the schedule's 0
-            assert (step.grad_norm, step.lr) == (0.0, 0.25)
+            assert backend.optimizer_step(lr=0.25).lr == 0.25  # in place of the schedule's 0
             return results
 
     (expected,) = run_distributed(on_rank, 1, init=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from megascend.rollout.rewards import Reward
     from megascend.weightsync.sync import PushResult
     from weightwire.engine import InferenceEngine
+
+logger = logging.getLogger(__name__)
 
 EngineFactory = Callable[[RlConfig], "Sequence[InferenceEngine]"]
 
@@ -202,6 +205,12 @@ class ReinforcementLearning(Training[RlConfig]):
         check_objective(config.objective, reference=config.reference is not None)
         check_reference(config, plan.info, warns=context.launch.rank == 0)
         check_teacher(config, plan.info, plan.tokenizer)
+        if context.launch.rank == 0 and (replaced := config.replaced_settings):
+            logger.warning(
+                "objective: %s: without effect, since the teacher's scores are learned in place of rewards (teacher.rewards: true "
+                "with teacher.loss: policy learns both)",
+                ", ".join(f"{name}: {value}" for name, value in replaced.items()),
+            )
         if config.teacher is not None and config.teacher.model is not None:
             check_context(config.teacher.model, "teacher.model", plan.limits)
         check_transport(config.sync.transport, context.runtime.platform.device_type)
