@@ -207,8 +207,8 @@ class ReinforcementLearning(Training[RlConfig]):
         check_teacher(config, plan.info, plan.tokenizer)
         if context.launch.rank == 0 and (replaced := config.replaced_settings):
             logger.warning(
-                "objective: %s: without effect, since the teacher's scores are learned in place of rewards (teacher.rewards: true "
-                "with teacher.loss: policy learns both)",
+                "objective: %s: without effect, since the teacher's scores are learned in place of rewards (both with "
+                "teacher.loss: policy and teacher.rewards: true)",
                 ", ".join(f"{name}: {value}" for name, value in replaced.items()),
             )
         if config.teacher is not None and config.teacher.model is not None:
