@@ -142,8 +142,8 @@ def test_settings_of_rewards_that_a_teacher_replaces_are_listed() -> None:
         assert config.replaced_settings == replaced
     assert RlConfig(**SETTINGS, teacher={"model": "teacher"}).replaced_settings == {}
     assert RlConfig(**SETTINGS, objective=objective).replaced_settings == {}
-    both = RlConfig(**SETTINGS, teacher={"model": "teacher", "rewards": True}, objective=objective)
-    assert both.replaced_settings == {}
+    with_rewards = RlConfig(**SETTINGS, teacher={"model": "teacher", "rewards": True}, objective=objective)
+    assert with_rewards.replaced_settings == {}
 
 
 def test_a_penalty_on_responses_is_refused_with_an_environment() -> None:
