@@ -6,30 +6,18 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-import yaml
 
 from megascend.app import preflight
 from megascend.app.harness import TaskSuite, sampling_params
 from megascend.config import RunConfig, ValidationTasks
 from megascend.errors import EvaluationError, MissingDependencyError
+from support.task_files import write_task
 
 
 def task_file(folder: Path, **settings: object) -> str:
     """Write a task of two documents and return its file."""
-    (folder / "documents.jsonl").write_text('{"q": "a", "a": "b"}\n{"q": "c", "a": "d"}\n')
-    task = {
-        "task": "small",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "documents.jsonl")}},
-        "test_split": "test",
-        "output_type": "loglikelihood",
-        "doc_to_text": "{{q}}",
-        "doc_to_target": "{{a}}",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump(task | settings))
-    return str(path)
+    documents = [{"q": "a", "a": "b"}, {"q": "c", "a": "d"}]
+    return write_task(folder, documents, "acc mean true", **settings)
 
 
 def test_data_sets_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megascend.app.objectives import TokenObjective
 from megascend.app.train import TrainResult, train
 from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.config import RunConfig
 from megascend.testing import run_distributed
+from support.task_files import write_task
 
 DEADLINE_S = 240
 BATCHES = 4
@@ -31,18 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, megatron_imported: object) 
     for name, first in (("learned", 0), ("held_out", 100)):
         lines = [json.dumps({"text": f"number {first + n}"}) + "\n" for n in range(2 * BATCHES)]
         (folder / f"{name}.jsonl").write_text("".join(lines))
-    (folder / "documents.jsonl").write_text("".join(json.dumps({"q": c, "a": " 1"}) + "\n" for c in "abcd"))
-    task = {
-        "task": "small",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "documents.jsonl")}},
-        "test_split": "test",
-        "output_type": "loglikelihood",
-        "doc_to_text": "{{q}}",
-        "doc_to_target": "{{a}}",
-        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
-    }
-    (folder / "small.yaml").write_text(yaml.safe_dump(task))
+    write_task(folder, [{"q": letter, "a": " 1"} for letter in "abcd"], "perplexity perplexity false")
     return folder
 
 
