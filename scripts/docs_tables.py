@@ -3,7 +3,8 @@
     python scripts/docs_tables.py            # rewrite the pages
     python scripts/docs_tables.py --check    # exit with 1 if a page is out of date
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; :data:`TABLES` has a function for each name.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; :data:`TABLES` has a function for each name. The
+requirements in pyproject.toml stand between ``# table: NAME`` and ``# end of table``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from pydantic import BaseModel
 
 from megascend.app.rl.records import RlRecord
@@ -45,7 +47,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its p
 from support.described import PUBLISHED, PublishedModel, describe_published, published_plan
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+PROJECT = DOCS.parent / "pyproject.toml"
+MARKED = re.compile(
+    r"(<!-- table: (?P<table>[\w ]+) -->\n).*?(<!-- end of table -->)"
+    r"|( *# table: (?P<requirements>[\w ]+)\n).*?( *# end of table\n)",
+    re.DOTALL,
+)
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -171,6 +178,54 @@ def ranges_text(versions: SpecifierSet) -> str:
     """Format a range of versions, lower bound first: ``>= 0.16.1, < 0.17``."""
     ordered = sorted(versions, key=lambda part: (not part.operator.startswith(">"), part.version))
     return ", ".join(f"{part.operator} {part.version}" for part in ordered)
+
+
+def requirements() -> str:
+    """List what every installation requires, as TOML: for each package of the version table all versions that a row admits."""
+    return "".join(f'  "{package}{admitted(package)}",\n' for package in PACKAGES)
+
+
+def admitted(package: str) -> str:
+    """Return the requirement that admits what any row admits of ``package``, by leaving out what lies between two rows."""
+    ranges = sorted(bounds(stack.requirement(package)) for stack in STACKS)
+    lowest, end = ranges[0]
+    left_out = []
+    for lower, upper in ranges[1:]:
+        if lower > end:
+            series = range(end.minor, lower.minor)
+            left_out += [f"!={lower.major}.{minor}.*" for minor in series]
+            left_out += [f"!={lower.major}.{lower.minor}.{micro}" for micro in range(lower.micro)]
+        end = max(end, upper)
+    return ",".join([f">={lowest}", f"<{end}", *left_out])
+
+
+def bounds(versions: SpecifierSet) -> tuple[Version, Version]:
+    """Return lower and upper bound of a range of the version table."""
+    by_operator = {part.operator: Version(part.version) for part in versions}
+    return by_operator[">="], by_operator["<"]
+
+
+def requirements_of_stacks() -> str:
+    """List the extras of the version table, as TOML: a stack each, and torch_npu."""
+    lines = []
+    for stack in STACKS:
+        pins = [f"{package}=={bounds(stack.requirement(package))[0]}" for package in ("megatron-core", "mcore-bridge")]
+        ranges = [
+            f"{package}{range_text(stack.requirement(package))}"
+            for package in ("torch", "transformers", "peft", "numpy")
+        ]
+        undeclared = [f"{module}; sys_platform == 'linux'" for module in stack.undeclared]
+        quoted = ", ".join(f'"{part}"' for part in (*pins, *ranges, *undeclared, *stack.further))
+        lines.append(f"stack-{stack.name.replace('.', '-')} = [{quoted}]\n")
+    npu = range_text(STACKS[0].requirement("torch_npu"))
+    lines.append(f'npu = ["torch_npu{npu}", "scipy", "einops"]  # what MindSpeed imports without declaring it\n')
+    return "".join(lines)
+
+
+def range_text(versions: SpecifierSet) -> str:
+    """Format a range as a requirement, lower bound first."""
+    lower, upper = bounds(versions)
+    return f">={lower},<{upper}"
 
 
 # --- layouts ---
@@ -543,6 +598,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics of rl": lambda: metrics(declared_metrics(RlRecord)),
     "metrics of serve": service_metrics,
     "versions": versions,
+    "requirements": requirements,
+    "requirements of stacks": requirements_of_stacks,
     "compared layouts": compared_layouts,
     "families": families,
     "published models": published_models,
@@ -565,15 +622,19 @@ def rewritten(text: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> st
     _anchors.clear()
 
     def block(match: re.Match[str]) -> str:
-        name = match[2]
-        return match[0] if name in TABLES and name not in tables else f"{match[1]}\n{tables[name]()}\n{match[3]}"
+        name = match["table"] or match["requirements"]
+        if name in TABLES and name not in tables:
+            return match[0]
+        if match["requirements"]:
+            return f"{match[4]}{tables[name]()}{match[6]}"
+        return f"{match[1]}\n{tables[name]()}\n{match[3]}"
 
     return MARKED.sub(block, text)
 
 
 def outdated(tables: Mapping[str, Callable[[], str]] = TABLES) -> dict[Path, str]:
     """Return the pages that differ from what the code declares, with the text that they should have."""
-    pages = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
+    pages = {page: page.read_text(encoding="utf-8") for page in (PROJECT, *sorted(DOCS.rglob("*.md")))}
     return {page: text for page, before in pages.items() if (text := rewritten(before, tables)) != before}
 
 

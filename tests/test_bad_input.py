@@ -543,6 +543,7 @@ def test_unsupported_versions_raise_version_error():
         "mcore-bridge": "1.4.3",
         "transformers": "5.0.0",
         "peft": "0.19.0",
+        "numpy": "1.26.4",
     }
     with pytest.raises(VersionError, match=r"megatron-core 0\.16\.1 .*|mcore-bridge 1\.4\.3 is installed; stack 0\.1"):
         require_supported(versions)

@@ -161,7 +161,7 @@ def test_doctor_names_the_prerequisite_whose_check_died(path: Path, monkeypatch:
     assert (check.name, check.status, check.result) == ("MindSpeed", "fail", "KeyError: 'a fault of ours'")
 
 
-@pytest.mark.parametrize(("torch", "message"), [("2.14.0", "2.14.0"), ("2.5.1", "2.5.1"), (None, "is not installed")])
+@pytest.mark.parametrize(("torch", "message"), [("2.16.0", "2.16.0"), ("2.5.1", "2.5.1"), (None, "is not installed")])
 def test_torch_outside_the_table_is_refused(torch: str | None, message: str) -> None:
     versions = installed_versions() | {"torch": torch}
     with pytest.raises(VersionError) as raised:

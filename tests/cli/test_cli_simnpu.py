@@ -75,12 +75,12 @@ def test_unsupported_torch_is_refused_before_its_import(tmp_path: Path) -> None:
     """Check the versions first: torch autoloads the device, and its own message would be about the device."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
-    info = tmp_path / "torch-2.15.0.dist-info"
+    info = tmp_path / "torch-2.16.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.15.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.16.0\n")
     completed = launch("--", sys.executable, "-c", "import torch", first=tmp_path)
     assert completed.returncode != 0
-    assert "VersionError: torch 2.15.0 is installed; stack 0.1" in completed.stderr
-    assert "needs torch<2.14,>=2.6" in completed.stderr
+    assert "VersionError: torch 2.16.0 is installed; stack 0.1" in completed.stderr
+    assert "needs torch<2.16,>=2.6" in completed.stderr
     assert "Traceback" not in completed.stderr
     assert "torch was imported" not in completed.stderr

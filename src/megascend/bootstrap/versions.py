@@ -1,6 +1,7 @@
 """The version table: combinations of package versions that were tested together. Everything here is pure data.
 
-A combination outside the table is refused, because its errors might only show hours later, in the numbers.
+A combination outside the table is refused, because its errors might only show hours later, in the numbers. The bounds in
+pyproject.toml are written from it (scripts/docs_tables.py), so that pip installs nothing that is refused here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from packaging.version import Version
 from megascend.errors import MissingDependencyError, VersionError
 from megascend.surroundings import is_installed
 
-PACKAGES = ("torch", "megatron-core", "mcore-bridge", "transformers", "peft")
+PACKAGES = ("torch", "megatron-core", "mcore-bridge", "transformers", "peft", "numpy")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Stack:
 
     Attributes:
         undeclared: modules that Megatron-Core imports without declaring them as requirements.
+        further: requirements of this row's extra that need no check at run time.
     """
 
     name: str
@@ -34,7 +36,9 @@ class Stack:
     torch_npu: str
     transformers: str
     peft: str
+    numpy: str
     undeclared: tuple[str, ...] = ()
+    further: tuple[str, ...] = ()
 
     def requirement(self, package: str) -> SpecifierSet:
         """Return the versions of ``package`` (its PyPI name) that this row admits."""
@@ -46,46 +50,52 @@ class Stack:
         return f"stack {self.name}: {parts}"
 
 
-# torch_npu's minor version always equals torch's. The first row is the recommended one.
+# torch_npu's minor version always equals torch's. The first row is the recommended one. Its extra installs the lowest versions of
+# Megatron-Core and mcore-bridge, those that were tested, and of the others the newest in range.
 STACKS = (
     Stack(
         name="0.16",
         megatron_core=">=0.16.1,<0.17",
-        mcore_bridge=">=1.6,<1.7",
-        torch=">=2.6,<2.14",
-        torch_npu=">=2.6,<2.14",
-        transformers=">=4.57",
+        mcore_bridge=">=1.6.5,<1.7",
+        torch=">=2.6,<2.16",
+        torch_npu=">=2.6,<2.15",
+        transformers=">=4.57,<5.25",
         peft=">=0.19,<0.21",
+        numpy=">=1.26,<3",
     ),
     # From 0.17 on Megatron-Core needs Python 3.12.
     Stack(
         name="0.19",
         megatron_core=">=0.19.2,<0.20",
         mcore_bridge=">=1.6.5,<1.7",
-        torch=">=2.9,<2.14",
-        torch_npu=">=2.9,<2.14",
-        transformers=">=4.57",
+        torch=">=2.9,<2.16",
+        torch_npu=">=2.9,<2.15",
+        transformers=">=4.57,<5.25",
         peft=">=0.19,<0.21",
+        numpy=">=1.26,<3",
         undeclared=("triton",),
     ),
     Stack(
         name="0.18",
         megatron_core=">=0.18,<0.19",
         mcore_bridge=">=1.6.5,<1.7",
-        torch=">=2.9,<2.14",
-        torch_npu=">=2.9,<2.14",
-        transformers=">=4.57",
+        torch=">=2.9,<2.16",
+        torch_npu=">=2.9,<2.15",
+        transformers=">=4.57,<5.25",
         peft=">=0.19,<0.21",
+        numpy=">=1.26,<3",
         undeclared=("triton",),
     ),
     Stack(
         name="0.15",
         megatron_core=">=0.15.3,<0.16",
         mcore_bridge=">=1.4.3,<1.5",
-        torch=">=2.6,<2.14",
-        torch_npu=">=2.6,<2.14",
+        torch=">=2.6,<2.16",
+        torch_npu=">=2.6,<2.15",
         transformers=">=4.57,<5.11",
         peft=">=0.19,<0.20",
+        numpy=">=1.26,<2",  # Megatron-Core 0.15 requires it
+        further=("pyarrow<22",),  # the last one that takes numpy 1
     ),
 )
 
