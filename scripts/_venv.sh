@@ -8,7 +8,7 @@
 # MINIMUM_PYTHON    the oldest version that the environment may have (default: 3.10)
 # PYTHON            the interpreter to create it with (default: the first that starts and is new enough of python3, python3.12,
 #                   python3.13, python3.14 and pyenv's versions)
-# MEGASCEND_TORCH   what to install as torch where there is none yet (default: torch==2.13.0)
+# MEGASCEND_TORCH   what to install as torch where there is none yet (default: torch==2.13.0); "torch": the newest that pyproject.toml admits
 # Modules are compiled on first import: of 18,000, most never are. Bytecode is always stored, whatever the caller has set;
 # otherwise every process would compile torch, transformers and Megatron-Core again.
 # pip's own configuration and PIP_* variables apply.
@@ -46,18 +46,19 @@ is_python() { # COMMAND 3.MINOR
 }
 
 prepare_torch() {
-  local venv=$1 python
+  local venv=$1 python torch=${MEGASCEND_TORCH:-torch==2.13.0}
   if [ ! -x "$venv/bin/python" ]; then
     python=$(python_of "${MINIMUM_PYTHON:-3.10}") || return 1
     echo "creating $venv with $python"
     "$python" -m venv "$venv" || return 1
   fi
   if ! "$venv/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
-    if [ -z "${MEGASCEND_TORCH:-}" ] && ! command -v nvidia-smi > /dev/null; then
+    if [[ $torch != *+cpu ]] && ! command -v nvidia-smi > /dev/null; then
       echo "no NVIDIA GPU found; on Linux, PyPI's torch brings CUDA libraries along nevertheless. For the smaller CPU build,"
       echo "set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels (see its installation page) and MEGASCEND_TORCH=torch==2.13.0+cpu"
     fi
-    "$venv/bin/pip" install --quiet --no-compile "${MEGASCEND_TORCH:-torch==2.13.0}" || return 1
+    [ "$torch" != torch ] || return 0  # megascend's own requirements bring it, within their bounds
+    "$venv/bin/pip" install --quiet --no-compile "$torch" || return 1
   fi
 }
 

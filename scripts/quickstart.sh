@@ -5,7 +5,8 @@
 #
 # MEGASCEND_VENV    where to install (default: .venv-quickstart)
 # MEGASCEND_RUN     where model and results go (default: runs/quickstart); replaced if it exists
-# PYTHON, MEGASCEND_TORCH and pip's settings: see scripts/_venv.sh
+# MEGASCEND_TORCH   as in scripts/_venv.sh (default: torch, the newest that pyproject.toml admits, as by README's line)
+# PYTHON and pip's settings: see scripts/_venv.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/_venv.sh
@@ -13,6 +14,8 @@ source scripts/_venv.sh
 venv=${MEGASCEND_VENV:-.venv-quickstart}
 run=${MEGASCEND_RUN:-runs/quickstart}
 data=examples/quickstart/chat.jsonl
+
+export MEGASCEND_TORCH=${MEGASCEND_TORCH:-torch}
 
 step() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
 

@@ -329,37 +329,3 @@ def test_script_options_on_pages_exist() -> None:
         _, script, *options = shlex.split(command)
         text = (ROOT / script).read_text(encoding="utf-8")
         assert [option for option in options if option.startswith("--") and f'"{option}"' not in text] == [], command
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_quickstart_script_runs(tmp_path: Path) -> None:
-    """Run README's quick start in this environment, without installing packages."""
-    bin = tmp_path / "venv" / "bin"
-    bin.mkdir(parents=True)
-    path = ":".join([str(ROOT / "src"), *(entry for entry in sys.path if entry)])
-    for name, line in {
-        "python": f'exec {sys.executable} "$@"',
-        "megascend": f'exec {sys.executable} -m megascend.cli.main "$@"',
-        "pip": "exit 0",
-    }.items():
-        (bin / name).write_text(f"#!/bin/sh\nexport PYTHONPATH={path}\n{line}\n")
-        (bin / name).chmod(0o755)
-    completed = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "quickstart.sh")],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-        env={
-            "PATH": "/usr/local/bin:/usr/bin:/bin",
-            "HOME": str(tmp_path),
-            "OMP_NUM_THREADS": "1",
-            "MEGASCEND_VENV": str(tmp_path / "venv"),
-            "MEGASCEND_RUN": str(tmp_path / "run"),
-        },
-    )
-    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-3000:]
-    assert "== Done" in completed.stdout
-    assert (tmp_path / "run" / "run" / "hf" / "model.safetensors").is_file()
-    assert (tmp_path / "run" / "run" / "metrics.png").is_file()
