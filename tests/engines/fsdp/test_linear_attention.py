@@ -32,8 +32,9 @@ CONDITIONED = {"rms_norm_eps": 1e-2}
 """The gated norm divides outputs of linear attention by their size, which is near 0 for some tokens of a tiny model."""
 PACKED, PADDED = Batching(micro_batch_tokens=64), Batching(packing=False, micro_batch_tokens=200)
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "fsdp": ("fsdp", 1, {"batching": PACKED}),
+    # First, since ranks are forked: with a CUDA build of torch a fork cannot compute gradients after its parent has.
     "fsdp, DP2": ("fsdp", 2, {"batching": PACKED}),
+    "fsdp": ("fsdp", 1, {"batching": PACKED}),
     "fsdp, padded": ("fsdp", 1, {"batching": PADDED}),
     "fsdp, recomputed": ("fsdp", 1, {"batching": PACKED, "recompute": Recompute(granularity="full")}),
     "single": ("single", 1, {"batching": PADDED}),
