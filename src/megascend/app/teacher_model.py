@@ -38,7 +38,8 @@ class TeacherOutput:
     """A teacher's output for one sample.
 
     Attributes:
-        logprobs: fp32 [length], log-probabilities of the targets, at temperature 1 over the whole vocabulary.
+        logprobs: fp32 [length], log-probabilities of the targets; with states at temperature 1 over the whole vocabulary, else of
+            the distribution that a sample describes.
         states: [length, h], last hidden states in the teacher's precision, on the CPU; None: not requested.
     """
 
@@ -91,10 +92,9 @@ class TeacherModel:
         Args:
             states: with hidden states, which :meth:`loss` needs.
         """
-        plain = [
-            replace(sample, routed_experts=None, temperature=1.0, allowed=None, teacher_states=None, adapter=None)
-            for sample in samples
-        ]
+        plain = [replace(sample, routed_experts=None, teacher_states=None, adapter=None) for sample in samples]
+        if states:  # of whole distributions, which are compared at temperature 1
+            plain = [replace(sample, temperature=1.0, allowed=None) for sample in plain]
         with contextlib.nullcontext() if self._weights is None else self._weights.in_place():
             return self._outputs(plain, ("logprobs", "states") if states else ("logprobs",))
 

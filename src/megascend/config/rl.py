@@ -471,6 +471,11 @@ class RlConfig(TrainerConfig):
                 f"teacher.loss: {self.teacher.loss} compares whole distributions at temperature 1; set rollout.temperature: 1 "
                 "and leave top_k and top_p out, or use teacher.loss: policy"
             )
+        if self.teacher is not None and self.teacher.engine != TRAINER and (rollout.temperature != 1 or rollout.top_k):
+            raise ValueError(
+                f"teacher.engine: {self.teacher.engine} scores tokens at temperature 1: set rollout.temperature: 1 and leave top_k "
+                "and top_p out, or use teacher.engine: trainer"
+            )
         if graders == 0 and self.evaluation is not None:
             raise ValueError("evaluation measures rewards: set rollout.reward or rollout.environment, or leave it out")
         return self

@@ -424,8 +424,10 @@ class RolloutCollector:
 
     async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[TrajectoryGroup]:
         def seeded(number: int) -> Sampling:
-            # From all tokens, and without routes: nothing is learned from an evaluation.
-            return replace(sampling, seed=_seed(sampling.seed, number), routed_experts=False, top_p=1.0, top_k=0)
+            # From all tokens, and without routes: nothing is learned from an evaluation. Evaluations of a run draw with the same
+            # numbers, so that their means differ by the weights, and with other numbers than training.
+            seed = _seed(sampling.seed, -1 - number)
+            return replace(sampling, seed=seed, routed_experts=False, top_p=1.0, top_k=0)
 
         async def group(number: int, prompt: Prompt) -> TrajectoryGroup | None:
             attempts = Attempts()
@@ -459,6 +461,10 @@ class RolloutCollector:
 
 
 def _seed(seed: int | None, number: int) -> int | None:
-    """Return the seed of one prompt's samples, which depends only on the run's seed and the prompt's number."""
-    # Runs with neighbouring seeds share no seed within a million prompts. 31 bits fit every engine's type of seed.
-    return None if seed is None else (seed * 1_000_003 + number) % 2**31
+    """Return the seed of one prompt's first sample, which depends only on the run's seed and the prompt's number.
+
+    Sample i has the seed + i: vLLM counts up for the n responses of a request. Prompts of evaluations have numbers below 0.
+    """
+    # Multiples of about 2**31 / golden ratio lie far apart: those of any two of a million prompts by 1,700 or more. Runs with
+    # neighbouring seeds share no number within a million. 31 bits fit every engine's type of seed.
+    return None if seed is None else (seed * 1_000_003 + number) * 1_327_213_345 % 2**31

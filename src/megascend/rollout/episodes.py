@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import math
 import queue
@@ -139,7 +140,8 @@ class GradedResponses(Episodes):
         self, tokens: tuple[int, ...], completion: Completion, prompt: Prompt, engine: str, temperature: float
     ) -> Trajectory:
         try:
-            reward, parts = checked(self._reward, self._decode(completion.tokens), prompt)
+            # A copy: what a reward function writes into its example is neither of the prompt nor of other responses.
+            reward, parts = checked(self._reward, self._decode(completion.tokens), copy.deepcopy(prompt))
         except DataError as error:
             if source := self._locate(prompt):
                 raise DataError(f"{source}: {error}") from error.__cause__
