@@ -21,6 +21,7 @@ from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, ModelShape, inspect_checkpoint
 from megascend.kernels.linear_divergence import DivergenceKind, TeacherDivergence
 from megascend.memory.sizes import ModelSizes, TeacherSizes
+from megascend.step.policy import policy_output
 from megascend.step.step import Step
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class TeacherModel:
 
     def _outputs(self, samples: Sequence[Sample], names: Sequence[str]) -> list[TeacherOutput]:
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
-            logprobs, *_ = output.logprobs(False)
+            logprobs, *_ = policy_output(batch, output).logprobs(False)
             if "states" not in names:
                 return {"logprobs": logprobs}
             states, rows = output.logit_factors()

@@ -334,7 +334,7 @@ class RolloutCollector:
             else:
                 # The record of attempts is kept only as long as the prompt may be tried again.
                 del self._attempts[number]
-                if group is None:
+                if len(group.trajectories) < 2:  # an advantage compares at least two
                     self._buffer.discarded(number)
                 else:
                     equal = not self._task.equal_groups_have_signal and without_signal(group.rewards)
@@ -386,10 +386,8 @@ class RolloutCollector:
 
     async def _roll_out_group(
         self, number: int, prompt: Prompt, sampling: Sampling, n: int, attempts: Attempts
-    ) -> TrajectoryGroup | None:
+    ) -> TrajectoryGroup:
         """Run the episodes of a prompt on the least busy engine that has not failed at it, nor at others recently.
-
-        None: too few episodes have a trajectory to compare them.
 
         Raises:
             LostMeanwhileError: the engine was lost, or there is none.
@@ -400,7 +398,7 @@ class RolloutCollector:
             raise LostMeanwhileError("no engine may get prompts")
         with self._pool.sampling(index, n) as engine:
             try:
-                trajectories = await self._task.episodes.run(engine, prompt, sampling, n)
+                episodes = await self._task.episodes.run_each(engine, prompt, sampling, n)
             except EngineError as error:
                 if await self._pool.check_failure(index):
                     attempts.losses += 1
@@ -408,9 +406,6 @@ class RolloutCollector:
                 attempts.failed.append(index)
                 raise
         self._pool.succeeded(index)
-        # An advantage compares at least two trajectories; an evaluation with n = 1 needs no comparison.
-        if len(trajectories) < min(n, 2):
-            return None
         # In the trainer's count, in which staleness is measured.
         renumbered = (
             replace(
@@ -418,9 +413,10 @@ class RolloutCollector:
                 first_version=trajectory.first_version - self._offset,
                 last_version=trajectory.last_version - self._offset,
             )
+            for trajectories in episodes
             for trajectory in trajectories
         )
-        return TrajectoryGroup(number, tuple(renumbered))
+        return TrajectoryGroup(number, tuple(renumbered), sum(not trajectories for trajectories in episodes))
 
     async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[TrajectoryGroup]:
         def seeded(number: int) -> Sampling:
@@ -429,7 +425,7 @@ class RolloutCollector:
             seed = _seed(sampling.seed, -1 - number)
             return replace(sampling, seed=seed, routed_experts=False, top_p=1.0, top_k=0)
 
-        async def group(number: int, prompt: Prompt) -> TrajectoryGroup | None:
+        async def group(number: int, prompt: Prompt) -> TrajectoryGroup:
             attempts = Attempts()
             while True:
                 try:
@@ -444,8 +440,7 @@ class RolloutCollector:
                         raise
                     await asyncio.sleep(BACKOFF_S * 2 ** (len(attempts.failed) - 1))
 
-        groups = (group(number, prompt) for number, prompt in enumerate(prompts))
-        return [group for group in await asyncio.gather(*groups) if group is not None]
+        return await asyncio.gather(*(group(number, prompt) for number, prompt in enumerate(prompts)))
 
     async def _close(self) -> None:
         self._closing = True

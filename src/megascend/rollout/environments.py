@@ -387,7 +387,9 @@ class EnvironmentEpisodes(Episodes):
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)  # True: failed
         self._lock = threading.Lock()
 
-    async def run(self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
+    async def run_each(
+        self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int
+    ) -> list[list[Trajectory]]:
         loop = asyncio.get_running_loop()
 
         def generate(tokens: Sequence[int], sampling: Sampling) -> Future[Completion]:
@@ -411,7 +413,7 @@ class EnvironmentEpisodes(Episodes):
 
         episodes = [asyncio.ensure_future(episode(number)) for number in range(n)]
         try:
-            return [trajectory for trajectories in await asyncio.gather(*episodes) for trajectory in trajectories]
+            return await asyncio.gather(*episodes)
         finally:
             # After an engine's failure the whole group is repeated elsewhere.
             for task in episodes:
@@ -486,7 +488,7 @@ class EnvironmentEpisodes(Episodes):
             event = f"raised {type(problem).__name__}: {problem}{_location(problem)}"
         line = f"{self.name} {event}{f' for the prompt at {source}' if source else ''}"
         self.last_failure = line
-        log.warning("%s; the episode is left out", line)
+        log.warning("%s; the episode has no trajectory", line)
         failures, count = sum(self._outcomes), len(self._outcomes)
         if count >= FEWEST and failures > self._limits.max_failed * count:
             error = DataError(

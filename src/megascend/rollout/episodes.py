@@ -55,9 +55,17 @@ class Episodes(ABC):
     failed: int = 0
     last_failure: str = ""
 
-    @abstractmethod
     async def run(self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
-        """Run ``n`` episodes of a prompt on an engine; return their trajectories, with the engine's own versions.
+        """Run ``n`` episodes of a prompt; return all their trajectories. See :meth:`run_each`."""
+        return [trajectory for episode in await self.run_each(engine, prompt, sampling, n) for trajectory in episode]
+
+    @abstractmethod
+    async def run_each(
+        self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int
+    ) -> list[list[Trajectory]]:
+        """Run ``n`` episodes of a prompt on an engine; return each one's trajectories, none of one that failed.
+
+        Their versions are the engine's own.
 
         Raises:
             EngineError: the engine failed; another may answer.
@@ -113,13 +121,15 @@ class GradedResponses(Episodes):
         self._encode, self._decode, self._reward, self._locate = encode, decode, reward, locate
         self._graders = Graders(threads)
 
-    async def run(self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
+    async def run_each(
+        self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int
+    ) -> list[list[Trajectory]]:
         tokens = tuple(self._encode(prompt))
         completions = await sample(engine, tokens, sampling, n)
 
-        def graded() -> list[Trajectory]:
+        def graded() -> list[list[Trajectory]]:
             return [
-                self._graded(tokens, completion, prompt, engine.name, sampling.temperature)
+                [self._graded(tokens, completion, prompt, engine.name, sampling.temperature)]
                 for completion in completions
             ]
 
