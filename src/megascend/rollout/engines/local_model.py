@@ -19,10 +19,11 @@ from torch import Tensor
 
 from megascend.checkpoint.hf_slices import HfSlice
 from megascend.checkpoint.slices import index_of
+from megascend.engines.heads import model_class
 from megascend.engines.rotary import depends_on_length
 from megascend.engines.transformers_names import is_transposed, persistent_tensors, tensor_slices
 from megascend.errors import CheckpointError, EngineError
-from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.files import TensorHeader, tensor_headers
 from megascend.huggingface.padding_rows import restore_padding_rows
 from megascend.rollout.engines.sampler import Row, make_rows, sample, sequence_logprobs
@@ -87,7 +88,7 @@ class LocalModel(InferenceEngine):
             raise UnsupportedCallError(
                 f"{self.name} does not return routed experts: use a vLLM server for router replay"
             )
-        limit = getattr(self._model.config, "max_position_embeddings", None)
+        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         if not prompt or sampling.max_tokens < 1 or n < 1:
             raise EngineError(
                 f"{self.name}: {len(prompt)} prompt tokens, max_tokens {sampling.max_tokens}, n {n}: at least 1 of each"
@@ -276,13 +277,11 @@ def load(model: Path, dtype: torch.dtype, device: torch.device) -> Any:
     Raises:
         CheckpointError: transformers cannot load it, or would initialize some of its weights randomly.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    make_known_to_transformers(model)
-    loader: Any = AutoModelForCausalLM
     try:
+        loader = model_class(transformers_config(model), None)
         loaded, report = loader.from_pretrained(model, dtype=dtype, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"local engine: transformers cannot load {model}: {error}") from error
