@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megascend.app.rl.learn import allowed_rows
 from megascend.app.rl.rollouts import SLICE_S
 from megascend.app.teacher_model import TeacherModel, check_teacher_model, check_vocabulary
-from megascend.batch.candidates import Candidates
+from megascend.batch.candidates import Candidates, allowed_rows
 from megascend.batch.loss import Loss
 from megascend.batch.losses import BUILT_IN
 from megascend.batch.sample import Sample
