@@ -409,7 +409,7 @@ def test_trainer_teacher_scores_the_distribution_that_was_sampled(models: tuple[
         for part in group.trajectories:
             allowed = tuple((token, 3, 4) if mark else () for token, mark in zip(part.tokens, part.mask, strict=True))
             parts.append(replace(part, temperature=0.5, allowed=tuple(tuple(dict.fromkeys(ids)) for ids in allowed)))
-            logprobs = (distributions(teacher, part) / 0.5).log_softmax(-1)
+            logprobs = (distributions(teacher, part).detach() / 0.5).log_softmax(-1)
             rows = zip(logprobs, parts[-1].tokens, parts[-1].allowed, strict=True)
             expected.append(
                 [float(row[token] - (row[list(ids)].logsumexp(0) if ids else 0)) for row, token, ids in rows]
