@@ -39,7 +39,8 @@ class Sampling:
         max_tokens: longest response in tokens.
         temperature: 0 is greedy. Log-probabilities are those of the distribution at this temperature.
         stop_token_ids: a response ends with the first of them, which is included.
-        seed: seed of the request's samples; None: chosen by the engine.
+        seed: seed of the request's first response; None: chosen by the engine. Response i may have the seed + i, as in vLLM:
+            seeds of requests for n responses should be n or more apart.
         routed_experts: also return the experts to which a mixture of experts has sent each token.
         top_p, top_k: sample from the fewest likeliest tokens of the ``top_k`` likeliest (0: of all) that together have the
             probability ``top_p``. The response then says for each token from which it was drawn.

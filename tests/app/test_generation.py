@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megascend.app import generation
 from megascend.app.generation import AnswerSampler, stop_tokens
+from megascend.app.rl.engines import response_ends
 from megascend.app.run_log import quoted
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, Generation
+from megascend.config.rl import RlConfig
+from megascend.config.serve import ServeConfig
 from megascend.data.chat import ChatTemplate
 from megascend.data.samples import SampleLimits
 from megascend.errors import ConfigError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult
+from megascend.serve.server import end_tokens
 
 
 def prepare(model: Path, limit: int = 256, **settings: object) -> AnswerSampler:
@@ -53,6 +58,32 @@ def test_stop_tokens_of_an_answer(tmp_path: Path) -> None:
         Generation(prompts=["one?"], chat=False), Data(path=tmp_path), tokenizer, SampleLimits(256), tmp_path
     )
     assert {5, 6, tokenizer.eos_token_id} == set(generation.sampling[0].stop)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config.json": {"eos_token_id": [5, 6]}, "config.json": {"eos_token_id": 7}}, {5, 6}),
+        ({"generation_config.json": {"eos_token_id": 5}}, {5}),
+        ({"config.json": {"eos_token_id": [7, 0]}}, {0, 7}),
+        ({"config.json": {"text_config": {"eos_token_id": 8}}}, {8}),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, set()),
+        ({}, set()),
+    ],
+    ids=str,
+)
+def test_end_tokens_are_those_of_every_sampler(files: Any, expected: set[int], tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = byte_tokenizer(256)
+    end, prompts = tokenizer.eos_token_id, tmp_path / "prompts.jsonl"
+    assert stop_tokens(None, tmp_path) == expected
+    assert stop_tokens(tokenizer, tmp_path) == {end, *expected}
+    rollout = {"prompts": prompts, "reward": "m:f", "stop": ["."]}
+    ends = response_ends(tokenizer, RlConfig(model=tmp_path, output=tmp_path / "o", steps=1, rollout=rollout))
+    assert (ends[0], set(ends)) == (end, {end, ord("."), *expected})
+    served = ServeConfig(model=tmp_path)
+    assert end_tokens(served) == (None, sorted(expected)), "it has no tokenizer"
 
 
 def test_invalid_prompts_are_refused_before_training(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import subprocess
@@ -77,7 +78,8 @@ def collecting(monkeypatch: pytest.MonkeyPatch, *engines: Engine, **changes: Any
     grading: dict[str, Any] = {"reward": lambda response, prompt: float(response)}
     grading |= {name: changes.pop(name) for name in ("reward", "locate") if name in changes}
     episodes = GradedResponses(lambda prompt: [prompt["prompt"]], decode, **grading)
-    task = Task(episodes, decode, sampling=Sampling(max_tokens=1), group_size=2, **changes)
+    changes = {"sampling": Sampling(max_tokens=1)} | changes
+    task = Task(episodes, decode, group_size=2, **changes)
     rollouts = RolloutCollector(engines, Prompts(), RolloutBuffer(4, 0), task)
     try:
         rollouts.updated(0)
@@ -302,3 +304,51 @@ def test_reward_that_is_cancelled_ends_the_run(monkeypatch):
         pytest.raises(DataError, match=r"cancelled was cancelled at prompt \d, although the run has not ended"),
     ):
         rollouts.take(0, DEADLINE_S)
+
+
+def test_what_a_reward_function_writes_into_its_example_stays_its_own(monkeypatch):
+    seen = []
+
+    def judge(response: str, example: Any) -> float:
+        seen.append(json.dumps(example))
+        example["prompt"], example["cache"] = -1, object()
+        return float(response)
+
+    engine = Engine("one")
+    with collecting(monkeypatch, engine, reward=judge) as rollouts:
+        rollouts.take(0, DEADLINE_S)
+        json.dumps(rollouts.state_dict())
+    assert sorted(seen) == sorted([json.dumps({"prompt": number}) for number in range(4)] * 2)
+
+
+class Seeded(Engine):
+    """Engine double that records the seed of every response, as vLLM and SGLang derive it."""
+
+    def __init__(self) -> None:
+        super().__init__("seeded")
+        self.seeds: list[int] = []
+
+    async def generate(self, tokens: list[int], sampling: Sampling, n: int) -> list[Completion]:
+        assert sampling.seed is not None
+        self.seeds += [sampling.seed + number for number in range(n)]
+        return [Completion((number,), (-0.5,), "stop", self.weights, self.weights) for number in range(n)]
+
+
+def test_no_two_responses_of_a_run_have_one_seed(monkeypatch):
+    seeds = {
+        collector._seed(run, number) + child
+        for run in (1234, 1235)
+        for number in range(-500, 5_000)
+        for child in range(32)
+    }
+    assert len(seeds) == 2 * 5_500 * 32
+    assert min(seeds) >= 0
+    engine = Seeded()
+    with collecting(monkeypatch, engine, sampling=Sampling(1, seed=7)) as rollouts:
+        rollouts.take(0, DEADLINE_S)
+        trained = len(engine.seeds)
+        prompts = [{"prompt": number} for number in range(4)]
+        rollouts.evaluate(prompts, 1.0, 8).result(DEADLINE_S)
+        rollouts.evaluate(prompts, 1.0, 8).result(DEADLINE_S)
+    assert len(set(engine.seeds)) == trained + 32
+    assert engine.seeds[trained:][:32] == engine.seeds[trained:][32:], "evaluations are compared with each other"

@@ -10,15 +10,20 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from megascend.app.rl.rollouts import SharedRollouts
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.errors import ConfigError, DataError, EngineError
+from megascend.huggingface.tokenizer import following_tokens
 from megascend.rollout import collector, environments
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import RolloutCollector, Task
@@ -32,7 +37,7 @@ from megascend.rollout.environments import (
     load_environment,
 )
 from megascend.rollout.group import Trajectory
-from rollout.test_collector import DEADLINE_S, Engine, Prompts
+from rollout.test_collector import DEADLINE_S, Engine, Prompts, Seeded
 from weightwire.engine import Completion, RoutedExperts, Sampling
 from weightwire.errors import UnsupportedCallError
 
@@ -408,3 +413,95 @@ def test_unusable_environments_raise_config_errors(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             load_environment(f"{code}:{name}", options)
+
+
+def test_what_an_environment_writes_into_its_example_stays_its_own() -> None:
+    class Changing:
+        async def run(self, policy: Policy, example: dict[str, Any]) -> Trajectory:
+            assert example == {"messages": [{"role": "user", "content": "go"}]}
+            conversation = policy.conversation(example["messages"])
+            example["messages"][0]["content"] += await conversation.reply()
+            example["messages"].append(example)
+            return conversation.trajectory(1.0)
+
+    tokenizer, prompt = byte_tokenizer(4096), {"messages": [{"role": "user", "content": "go"}]}
+    episodes = EnvironmentEpisodes(Changing(), PromptRenderer(tokenizer), EpisodeLimits(20, 4, 0.2, 400))
+    try:
+        assert len(asyncio.run(episodes.run(Engine("one"), prompt, Sampling(4, seed=1), 6))) == 6
+    finally:
+        episodes.close()
+    assert prompt == {"messages": [{"role": "user", "content": "go"}]}
+
+
+def test_responses_of_all_turns_and_episodes_have_seeds_of_their_own() -> None:
+    class Talk:
+        async def run(self, policy: Policy, example: Mapping[str, Any]) -> Trajectory:
+            conversation = policy.conversation("go")
+            for _ in range(30):
+                await conversation.reply(1)
+            return conversation.trajectory(float(len(conversation.tokens)))
+
+    engine = Seeded()
+    with collecting(Talk(), engine) as rollouts:
+        rollouts.take(0, DEADLINE_S)
+        rollouts.evaluate([{"prompt": 0}, {"prompt": 1}], 1.0, 3).result(DEADLINE_S)
+    assert len(engine.seeds) == len(set(engine.seeds)) >= (16 + 6) * 30
+
+
+@pytest.mark.parametrize(("reward", "mean"), [(1.0, 0.25), (-2.0, -2.0)])
+def test_failed_episodes_of_an_evaluation_are_no_successes(reward: float, mean: float) -> None:
+    class Crashes:
+        async def run(self, policy: Policy, example: Mapping[str, Any]) -> list[Trajectory] | Trajectory:
+            conversation = policy.conversation("go")
+            await conversation.reply()
+            if example["prompt"]:
+                raise KeyError("no such tool")
+            return conversation.trajectory(reward)
+
+    for samples in (1, 4):
+        with collecting(Crashes(), Engine("one"), max_failed=1.0) as rollouts:
+            groups = SimpleNamespace(timeout_s=60.0, monitor=SimpleNamespace(phase=lambda name: nullcontext()))
+            backend: Any = SimpleNamespace(groups=groups, from_rank_0=lambda act: act(), any_rank=lambda *flags: flags)
+            shared = SharedRollouts(backend, rollouts, 60.0)
+            prompts = [{"prompt": number} for number in range(4)]
+            assert shared.evaluate(prompts, 1.0, samples) == (mean, 3 * samples)
+
+
+@pytest.mark.parametrize("kind", ["Prepend", "first", "always", "none"])
+@pytest.mark.parametrize("end", ["</s>", "</s> "], ids=["end", "end that swallows spaces"])
+def test_added_texts_have_the_tokens_of_the_whole(kind: str, end: str) -> None:
+    """Compare with one call of the tokenizer; kinds: Llama 2 and Phi-3, Mistral, older ones, and those that add no space."""
+    characters = [chr(code) for code in range(33, 127)]
+    vocabulary = {text: index for index, text in enumerate(["<unk>", "<s>", "▁", "▁y", "ok", "\n", *characters])}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "y"), ("o", "k")], unk_token="<unk>"))
+    if kind == "Prepend":
+        raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif kind == "none":
+        raw.normalizer = normalizers.Replace(" ", "▁")
+    else:
+        raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    raw.add_special_tokens([AddedToken("<s>"), AddedToken("</s>", rstrip=end != "</s>")])
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '</s>\n' }}{% else %}"
+        "{{ '[' + m.role + ']' + m.content + '[end]' }}{% endif %}{% endfor %}"
+    )
+    renderer = PromptRenderer(tokenizer)
+
+    def whole(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    for text in ("yes", " yes", "42;", "\n", "\nok", "a", "aa", "(", ""):
+        assert whole("Q: 17=") + renderer.text(text) == whole("Q: 17=" + text), text
+    earlier, added = [{"role": "user", "content": "hi"}], [{"role": "user", "content": " yes"}]
+    messages = [*earlier, {"role": "assistant", "content": "ok"}, *added]
+    opening, complete = (tokenizer.apply_chat_template(part, tokenize=False) for part in (earlier, messages))
+    for reply, last in (("ok</s>", "</s>"), ("ok", "")):
+        tokens = whole(opening + reply)
+        assert tokens + renderer.continuation(earlier, added, last) == whole(complete), reply
+
+
+def test_tokens_that_stop_responses_are_those_of_the_middle_of_a_text() -> None:
+    raw = Tokenizer(models.BPE(vocab={"<unk>": 0, "▁": 1, ".": 2, "▁.": 3}, merges=[("▁", ".")], unk_token="<unk>"))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    assert following_tokens(".", PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")) == [2]

@@ -60,7 +60,7 @@ def choice(index: int, tokens: list[int], finish_reason: str) -> dict[str, Any]:
 def test_every_setting_is_sent_so_that_the_server_adds_none() -> None:
     body = body_of(REQUEST, "a model", ends=[2])
     assert body["model"] == "a model"
-    assert (body["prompt"], body["n"], body["max_tokens"], body["seed"]) == ([5, 6, 7], 2, 2, 11)
+    assert (body["prompt"], body["n"], body["max_tokens"]) == ([5, 6, 7], 2, 2)
     assert (body["temperature"], body["top_p"], body["top_k"], body["min_p"]) == (0.7, 0.9, 40, 0.0)
     assert (body["repetition_penalty"], body["presence_penalty"], body["frequency_penalty"]) == (1.0, 0.0, 0.0)
     assert (body["stop"], body["stop_token_ids"], body["include_stop_str_in_output"]) == (["END"], [2, 3], True)

@@ -120,20 +120,33 @@ class AnswerSampler:
         return PromptAnswer(title, text, len(sequence.tokens), "stop" if ended else "length")
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Path, template: ChatTemplate | None) -> set[int]:
-    """Return the tokens that end an answer: the tokenizer's, the model's (generation_config.json), what closes a turn."""
-    stops: list[Any] = [tokenizer.eos_token_id]
-    try:
-        eos = json.loads((model / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
-        stops += eos if isinstance(eos, list) else [eos]
-    except (OSError, ValueError, AttributeError):
-        pass  # many models have none
-    if template is not None:
+def stop_tokens(
+    tokenizer: PreTrainedTokenizerBase | None, model: Path, template: ChatTemplate | None = None
+) -> set[int]:
+    """Return the tokens that end a response: every sampler's, as transformers and vLLM resolve them.
+
+    They are the tokenizer's end of sequence, those of generation_config.json (without that file, of config.json), and what closes
+    a turn of ``template``.
+
+    Args:
+        tokenizer: None: the model has none.
+    """
+    stops: list[Any] = [None if tokenizer is None else tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        try:
+            settings = json.loads((model / name).read_text(encoding="utf-8"))
+            values = [part.get("eos_token_id") for part in (settings, settings.get("text_config") or {})]
+        except (OSError, ValueError, AttributeError):
+            continue  # many models have no generation_config.json
+        for value in values:
+            stops += value if isinstance(value, list) else [value]
+        break
+    if tokenizer is not None and template is not None:
         # Models differ in what closes a turn, and few name it: the template is asked.
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
         behind = template.rendering(turns).text.rpartition(PROBE)[2].lstrip()
         stops += [number for text, number in _special(tokenizer).items() if text and behind.startswith(text)]
-    return {number for number in stops if isinstance(number, int)}
+    return {number for number in stops if type(number) is int}
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

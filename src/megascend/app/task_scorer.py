@@ -134,7 +134,7 @@ class TaskScorer:
         """
         if not tasks.chat_template:
             # As in the harness: outside conversations, the end of a turn does not end the response.
-            stops = stop_tokens(tokenizer, model, None)
+            stops = stop_tokens(tokenizer, model)
             return cls(backend, tokenizer, sorted(stops), None, adapter, show=show, before_batch=before_batch)
         if not tokenizer.chat_template:
             raise ConfigError("chat_template: true of the tasks, and the model's tokenizer has no chat template")

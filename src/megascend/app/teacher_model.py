@@ -21,6 +21,7 @@ from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, ModelShape, inspect_checkpoint
 from megascend.kernels.linear_divergence import DivergenceKind, TeacherDivergence
 from megascend.memory.sizes import ModelSizes, TeacherSizes
+from megascend.step.policy import policy_output
 from megascend.step.step import Step
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class TeacherOutput:
     """A teacher's output for one sample.
 
     Attributes:
-        logprobs: fp32 [length], log-probabilities of the targets, at temperature 1 over the whole vocabulary.
+        logprobs: fp32 [length], log-probabilities of the targets; with states at temperature 1 over the whole vocabulary, else of
+            the distribution that a sample describes.
         states: [length, h], last hidden states in the teacher's precision, on the CPU; None: not requested.
     """
 
@@ -91,16 +93,15 @@ class TeacherModel:
         Args:
             states: with hidden states, which :meth:`loss` needs.
         """
-        plain = [
-            replace(sample, routed_experts=None, temperature=1.0, allowed=None, teacher_states=None, adapter=None)
-            for sample in samples
-        ]
+        plain = [replace(sample, routed_experts=None, teacher_states=None, adapter=None) for sample in samples]
+        if states:  # of whole distributions, which are compared at temperature 1
+            plain = [replace(sample, temperature=1.0, allowed=None) for sample in plain]
         with contextlib.nullcontext() if self._weights is None else self._weights.in_place():
             return self._outputs(plain, ("logprobs", "states") if states else ("logprobs",))
 
     def _outputs(self, samples: Sequence[Sample], names: Sequence[str]) -> list[TeacherOutput]:
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
-            logprobs, *_ = output.logprobs(False)
+            logprobs, *_ = policy_output(batch, output).logprobs(False)
             if "states" not in names:
                 return {"logprobs": logprobs}
             states, rows = output.logit_factors()

@@ -100,3 +100,10 @@ def same_width(rows: Sequence[Tensor], padding: float) -> list[Tensor]:
     """Return tensors [length, K] padded to the largest K."""
     width = max(row.shape[1] for row in rows)
     return [F.pad(row, (0, width - row.shape[1]), value=padding) for row in rows]
+
+
+def allowed_rows(before: int, allowed: Sequence[Sequence[int]]) -> Tensor:
+    """Return the ids that each target was drawn from, int32 [before + targets, A]; -1: unused slots, and whole rows before."""
+    width = max(1, *(len(ids) for ids in allowed))
+    rows = [[-1] * width] * before + [[*ids, *[-1] * (width - len(ids))] for ids in allowed]
+    return id_rows(rows, "allowed")

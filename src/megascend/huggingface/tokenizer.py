@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megascend.errors import CheckpointError
+from megascend.errors import CheckpointError, DataError
 from megascend.huggingface.architectures import make_known_to_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ANCHORS = ("\n", "\x02", "(", "a")
+"""Texts after which others are encoded; most vocabularies have no token that joins the first two with what follows."""
 
 
 def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
@@ -33,3 +36,31 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
             "not special: its vocabulary is missing; copy tokenizer.json (or tokenizer.model) from the model's source"
         )
     return tokenizer
+
+
+def following_tokens(text: str, tokenizer: PreTrainedTokenizerBase, before: str = "") -> list[int]:
+    """Return the token ids of a text in the middle of a sequence, as a tokenizer of the whole sequence writes them.
+
+    Tokenizers like those of SentencePiece begin what they encode with a space, which a text that follows others does not have.
+
+    Args:
+        before: end of the sequence's text before it, on which the tokens depend if it is a special token.
+
+    Raises:
+        DataError: such a tokenizer joins the text with whatever is before it.
+    """
+
+    def ids(content: str) -> list[int]:
+        encoded: Any = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(encoded)
+
+    for anchor in filter(None, (before, *ANCHORS)):
+        first, both = ids(anchor), ids(anchor + text)
+        if first and both[: len(first)] == first:
+            return both[len(first) :]
+    # Of a text that merges with all of them, and a tokenizer that adds nothing, it is as it is.
+    if not text or ids(text + text)[: len(ids(text))] * 2 == ids(text + text):
+        return ids(text)
+    raise DataError(
+        f"the tokenizer cannot write {text!r:.60} in the middle of a sequence: begin it with another character"
+    )

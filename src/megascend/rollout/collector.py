@@ -334,7 +334,7 @@ class RolloutCollector:
             else:
                 # The record of attempts is kept only as long as the prompt may be tried again.
                 del self._attempts[number]
-                if group is None:
+                if len(group.trajectories) < 2:  # an advantage compares at least two
                     self._buffer.discarded(number)
                 else:
                     equal = not self._task.equal_groups_have_signal and without_signal(group.rewards)
@@ -386,10 +386,8 @@ class RolloutCollector:
 
     async def _roll_out_group(
         self, number: int, prompt: Prompt, sampling: Sampling, n: int, attempts: Attempts
-    ) -> TrajectoryGroup | None:
+    ) -> TrajectoryGroup:
         """Run the episodes of a prompt on the least busy engine that has not failed at it, nor at others recently.
-
-        None: too few episodes have a trajectory to compare them.
 
         Raises:
             LostMeanwhileError: the engine was lost, or there is none.
@@ -400,7 +398,7 @@ class RolloutCollector:
             raise LostMeanwhileError("no engine may get prompts")
         with self._pool.sampling(index, n) as engine:
             try:
-                trajectories = await self._task.episodes.run(engine, prompt, sampling, n)
+                episodes = await self._task.episodes.run_each(engine, prompt, sampling, n)
             except EngineError as error:
                 if await self._pool.check_failure(index):
                     attempts.losses += 1
@@ -408,9 +406,6 @@ class RolloutCollector:
                 attempts.failed.append(index)
                 raise
         self._pool.succeeded(index)
-        # An advantage compares at least two trajectories; an evaluation with n = 1 needs no comparison.
-        if len(trajectories) < min(n, 2):
-            return None
         # In the trainer's count, in which staleness is measured.
         renumbered = (
             replace(
@@ -418,16 +413,19 @@ class RolloutCollector:
                 first_version=trajectory.first_version - self._offset,
                 last_version=trajectory.last_version - self._offset,
             )
+            for trajectories in episodes
             for trajectory in trajectories
         )
-        return TrajectoryGroup(number, tuple(renumbered))
+        return TrajectoryGroup(number, tuple(renumbered), sum(not trajectories for trajectories in episodes))
 
     async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[TrajectoryGroup]:
         def seeded(number: int) -> Sampling:
-            # From all tokens, and without routes: nothing is learned from an evaluation.
-            return replace(sampling, seed=_seed(sampling.seed, number), routed_experts=False, top_p=1.0, top_k=0)
+            # From all tokens, and without routes: nothing is learned from an evaluation. Evaluations of a run draw with the same
+            # numbers, so that their means differ by the weights, and with other numbers than training.
+            seed = _seed(sampling.seed, -1 - number)
+            return replace(sampling, seed=seed, routed_experts=False, top_p=1.0, top_k=0)
 
-        async def group(number: int, prompt: Prompt) -> TrajectoryGroup | None:
+        async def group(number: int, prompt: Prompt) -> TrajectoryGroup:
             attempts = Attempts()
             while True:
                 try:
@@ -442,8 +440,7 @@ class RolloutCollector:
                         raise
                     await asyncio.sleep(BACKOFF_S * 2 ** (len(attempts.failed) - 1))
 
-        groups = (group(number, prompt) for number, prompt in enumerate(prompts))
-        return [group for group in await asyncio.gather(*groups) if group is not None]
+        return await asyncio.gather(*(group(number, prompt) for number, prompt in enumerate(prompts)))
 
     async def _close(self) -> None:
         self._closing = True
@@ -459,6 +456,10 @@ class RolloutCollector:
 
 
 def _seed(seed: int | None, number: int) -> int | None:
-    """Return the seed of one prompt's samples, which depends only on the run's seed and the prompt's number."""
-    # Runs with neighbouring seeds share no seed within a million prompts. 31 bits fit every engine's type of seed.
-    return None if seed is None else (seed * 1_000_003 + number) % 2**31
+    """Return the seed of one prompt's first sample, which depends only on the run's seed and the prompt's number.
+
+    Sample i has the seed + i: vLLM counts up for the n responses of a request. Prompts of evaluations have numbers below 0.
+    """
+    # Multiples of about 2**31 / golden ratio lie far apart: those of any two of a million prompts by 1,700 or more. Runs with
+    # neighbouring seeds share no number within a million. 31 bits fit every engine's type of seed.
+    return None if seed is None else (seed * 1_000_003 + number) * 1_327_213_345 % 2**31

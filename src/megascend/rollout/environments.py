@@ -20,6 +20,7 @@ environment adds is context.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 import threading
@@ -37,6 +38,7 @@ from megascend.data.chat import ChatTemplate, Tools
 from megascend.data.messages import parse_messages
 from megascend.data.samples import opening_tokens
 from megascend.errors import ConfigError, DataError, MegascendError
+from megascend.huggingface.tokenizer import following_tokens
 from megascend.rollout.advantages import LARGEST_REWARD
 from megascend.rollout.episodes import Episodes, ResponseSampler, sample
 from megascend.rollout.group import Trajectory
@@ -111,7 +113,7 @@ class PromptRenderer:
 
     def text(self, text: str) -> list[int]:
         """Return the tokens of a text in the middle of a sequence."""
-        return self._encode(text)
+        return following_tokens(text, self._tokenizer)
 
     def continuation(
         self, earlier: Sequence[Message], added: Sequence[Message], last: str, tools: Tools = None
@@ -131,9 +133,8 @@ class PromptRenderer:
         rendered = self._render([*earlier, {"role": "assistant", "content": placeholder}, *added], tools, prompt=True)
         between = rendered[rendered.rindex(placeholder) + len(placeholder) :]
         # The token that ends the turn was sampled, unless the reply was cut off.
-        if last and between.lstrip().startswith(last):
-            between = between[between.index(last) + len(last) :]
-        return self._encode(between)
+        sampled = between.index(last) + len(last) if last and between.lstrip().startswith(last) else 0
+        return following_tokens(between[sampled:], self._tokenizer, placeholder + between[:sampled])
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of tokens, without special ones unless requested."""
@@ -168,15 +169,16 @@ class Policy:
         sampling: Sampling,
         max_length: int,
         engine: str,
+        seed_step: int = 1,
     ) -> None:
-        self._generate, self._renderer = generate, renderer
+        self._generate, self._renderer, self._seed_step = generate, renderer, seed_step
         self.sampling, self.max_length, self.engine = sampling, max_length, engine
         # Kept apart from what the environment raises, which may catch it.
         self.engine_error: Exception | None = None
         self._requests = 0
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
+        """Return the token ids of a text that follows others, without special tokens; a conversation begins with a text."""
         return self._renderer.text(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -212,9 +214,8 @@ class Policy:
             )
         sampling = replace(self.sampling, max_tokens=min(max_tokens or self.sampling.max_tokens, room))
         if sampling.seed is not None:
-            # A seed for each response: with one for all, equal contexts would get equal responses. Primes, so that no response of
-            # an episode shares its seed with one of another episode of the group.
-            sampling = replace(sampling, seed=(sampling.seed + 7919 * self._requests) % 2**31)
+            # A seed for each response: with one for all, equal contexts would get equal responses.
+            sampling = replace(sampling, seed=(sampling.seed + self._seed_step * self._requests) % 2**31)
         self._requests += 1
         try:
             return await asyncio.wrap_future(self._generate(tokens, sampling))
@@ -233,8 +234,8 @@ class Conversation:
     """
 
     def __init__(self, policy: Policy, renderer: PromptRenderer, start: str | Sequence[Message], tools: Tools) -> None:
-        self._policy, self._renderer, self._tools = policy, renderer, tools
-        self._messages: list[Message] | None = None if isinstance(start, str) else [dict(message) for message in start]
+        self._policy, self._renderer, self._tools = policy, renderer, copy.deepcopy(tools)
+        self._messages: list[Message] | None = None if isinstance(start, str) else copy.deepcopy(list(start))
         # Once: a prompt that is rendered again after a day's end, or by other options, would be another one.
         self._prompt = tuple(renderer.start(start, tools))
         self._tokens: list[int] = []
@@ -286,7 +287,7 @@ class Conversation:
             last = self._completions[-1].tokens[-1:] if self._completions[-1].finish_reason == "stop" else ()
             ending = self._renderer.decode(last, special=True)
             tokens = self._renderer.continuation(self._messages, turn, ending, self._tools)
-            self._messages += [{"role": "assistant", "content": self.replies[-1]}, *map(dict, turn)]
+            self._messages += [{"role": "assistant", "content": self.replies[-1]}, *copy.deepcopy(list(turn))]
         self._extend(tokens, [0.0] * len(tokens), sampled=False)
 
     def trajectory(self, reward: float, rewards: Mapping[str, float] | None = None) -> Trajectory:
@@ -386,7 +387,9 @@ class EnvironmentEpisodes(Episodes):
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)  # True: failed
         self._lock = threading.Lock()
 
-    async def run(self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
+    async def run_each(
+        self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int
+    ) -> list[list[Trajectory]]:
         loop = asyncio.get_running_loop()
 
         def generate(tokens: Sequence[int], sampling: Sampling) -> Future[Completion]:
@@ -397,9 +400,10 @@ class EnvironmentEpisodes(Episodes):
             return asyncio.run_coroutine_threadsafe(completion(), loop)
 
         async def episode(number: int) -> list[Trajectory]:
-            seed = None if sampling.seed is None else (sampling.seed + 104_729 * number) % 2**31
+            # Response k of episode i has the seed + i + n * k: none is shared, and all are close to the prompt's.
+            seed = None if sampling.seed is None else sampling.seed + number
             policy = Policy(
-                generate, self._renderer, replace(sampling, seed=seed), self._limits.max_length, engine.name
+                generate, self._renderer, replace(sampling, seed=seed), self._limits.max_length, engine.name, n
             )
             async with self._slots:
                 result = await asyncio.wrap_future(self._thread.submit(self._episode(policy, prompt)))
@@ -409,7 +413,7 @@ class EnvironmentEpisodes(Episodes):
 
         episodes = [asyncio.ensure_future(episode(number)) for number in range(n)]
         try:
-            return [trajectory for trajectories in await asyncio.gather(*episodes) for trajectory in trajectories]
+            return await asyncio.gather(*episodes)
         finally:
             # After an engine's failure the whole group is repeated elsewhere.
             for task in episodes:
@@ -426,8 +430,8 @@ class EnvironmentEpisodes(Episodes):
         self._running[key] = time.monotonic(), prompt
         problem: Exception | None = None
         try:
-            # A copy: an environment may change its example.
-            result = await asyncio.wait_for(self._result(policy, dict(prompt)), self._limits.timeout_s)
+            # A copy: an environment may change its example, and what the example holds.
+            result = await asyncio.wait_for(self._result(policy, copy.deepcopy(prompt)), self._limits.timeout_s)
             trajectories = self._checked(result)
         # Also one that the environment raised itself: the two cannot be told apart on Python 3.10.
         except asyncio.TimeoutError as error:
@@ -484,7 +488,7 @@ class EnvironmentEpisodes(Episodes):
             event = f"raised {type(problem).__name__}: {problem}{_location(problem)}"
         line = f"{self.name} {event}{f' for the prompt at {source}' if source else ''}"
         self.last_failure = line
-        log.warning("%s; the episode is left out", line)
+        log.warning("%s; the episode has no trajectory", line)
         failures, count = sum(self._outcomes), len(self._outcomes)
         if count >= FEWEST and failures > self._limits.max_failed * count:
             error = DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import math
 import queue
@@ -54,9 +55,17 @@ class Episodes(ABC):
     failed: int = 0
     last_failure: str = ""
 
-    @abstractmethod
     async def run(self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
-        """Run ``n`` episodes of a prompt on an engine; return their trajectories, with the engine's own versions.
+        """Run ``n`` episodes of a prompt; return all their trajectories. See :meth:`run_each`."""
+        return [trajectory for episode in await self.run_each(engine, prompt, sampling, n) for trajectory in episode]
+
+    @abstractmethod
+    async def run_each(
+        self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int
+    ) -> list[list[Trajectory]]:
+        """Run ``n`` episodes of a prompt on an engine; return each one's trajectories, none of one that failed.
+
+        Their versions are the engine's own.
 
         Raises:
             EngineError: the engine failed; another may answer.
@@ -112,13 +121,15 @@ class GradedResponses(Episodes):
         self._encode, self._decode, self._reward, self._locate = encode, decode, reward, locate
         self._graders = Graders(threads)
 
-    async def run(self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
+    async def run_each(
+        self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int
+    ) -> list[list[Trajectory]]:
         tokens = tuple(self._encode(prompt))
         completions = await sample(engine, tokens, sampling, n)
 
-        def graded() -> list[Trajectory]:
+        def graded() -> list[list[Trajectory]]:
             return [
-                self._graded(tokens, completion, prompt, engine.name, sampling.temperature)
+                [self._graded(tokens, completion, prompt, engine.name, sampling.temperature)]
                 for completion in completions
             ]
 
@@ -139,7 +150,8 @@ class GradedResponses(Episodes):
         self, tokens: tuple[int, ...], completion: Completion, prompt: Prompt, engine: str, temperature: float
     ) -> Trajectory:
         try:
-            reward, parts = checked(self._reward, self._decode(completion.tokens), prompt)
+            # A copy: what a reward function writes into its example is neither of the prompt nor of other responses.
+            reward, parts = checked(self._reward, self._decode(completion.tokens), copy.deepcopy(prompt))
         except DataError as error:
             if source := self._locate(prompt):
                 raise DataError(f"{source}: {error}") from error.__cause__

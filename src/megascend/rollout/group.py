@@ -81,11 +81,13 @@ class TrajectoryGroup:
 
     Attributes:
         number: index of the prompt in the order of prompts.
-        trajectories: at least one.
+        trajectories: at least one, except for an evaluation whose episodes failed.
+        failed: episodes of the prompt without a trajectory.
     """
 
     number: int
     trajectories: tuple[Trajectory, ...]
+    failed: int = 0
 
     @property
     def version(self) -> int:
@@ -105,7 +107,7 @@ class TrajectoryGroup:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrajectoryGroup:
         """Rebuild a group from :meth:`to_json`."""
-        return cls(values["number"], tuple(map(_trajectory, values["trajectories"])))
+        return cls(values["number"], tuple(map(_trajectory, values["trajectories"])), values.get("failed", 0))
 
 
 def _trajectory(values: Mapping[str, Any]) -> Trajectory:

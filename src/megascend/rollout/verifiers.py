@@ -122,7 +122,10 @@ class VerifiersEnvironment:
             temperature=policy.sampling.temperature, max_tokens=policy.sampling.max_tokens
         )
         context = self._vf.ModelContext(model=MODEL, client=client, sampling=sampling)
-        [slot] = self._env.slots(self._task(example))
+        task = self._task(example).with_data()
+        # A copy: episodes of a task change its data independently.
+        task.data = task.data.model_copy(deep=True)
+        [slot] = self._env.slots(task)
         try:
             episode = await self._env.run_slot(slot, context, on_trace=register)
         finally:

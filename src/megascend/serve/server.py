@@ -103,12 +103,12 @@ def sampler(settings: ServeConfig, backend: Any) -> Any:
 
     tokenizer, ends = end_tokens(settings)
     if tokenizer is None:
-        return Sampler(backend)
+        return Sampler(backend, end_tokens=ends)
     return Sampler(backend, decode=lambda tokens: str(tokenizer.decode(list(tokens))), end_tokens=ends)
 
 
 def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
-    """Load the tokenizer beside the weights and its end tokens; (None, []) if there is no tokenizer."""
+    """Load the tokenizer beside the weights, None if there is none, and the tokens that end a response."""
     from megascend.app.generation import stop_tokens
     from megascend.errors import CheckpointError
     from megascend.huggingface.tokenizer import load_tokenizer
@@ -116,8 +116,8 @@ def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
     try:
         tokenizer = load_tokenizer(settings.model)
     except CheckpointError:
-        return None, []
-    return tokenizer, sorted(stop_tokens(tokenizer, settings.model, None))
+        tokenizer = None
+    return tokenizer, sorted(stop_tokens(tokenizer, settings.model))
 
 
 def base_model(settings: ServeConfig, backend: Any) -> ServedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import math
@@ -159,15 +160,15 @@ class BackgroundTracker:
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Queue metrics of a step; returns at once."""
-        self._submit(lambda tracker: tracker.log(step, figures))
+        self._submit(lambda tracker: tracker.log(step, dict(figures)))
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Queue texts; returns at once."""
-        self._submit(lambda tracker: tracker.log_texts(step, texts))
+        self._submit(lambda tracker: tracker.log_texts(step, dict(texts)))
 
     def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Queue rollouts; returns at once."""
-        self._submit(lambda tracker: log_rollouts(tracker, step, rows))
+        self._submit(lambda tracker: log_rollouts(tracker, step, copy.deepcopy(rows)))
 
     def close(self, outcome: RunOutcome, timeout_s: float) -> None:
         """Wait until the tracker has all records and is closed; after ``timeout_s`` log a warning and abandon it."""

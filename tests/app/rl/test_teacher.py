@@ -10,6 +10,7 @@ import signal
 import threading
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -400,6 +401,32 @@ def test_killed_teacher_is_started_again_and_a_server_has_its_time_to_return(
         teacher.close()
 
 
+def test_trainer_teacher_scores_the_distribution_that_was_sampled(models: tuple[Path, Path]) -> None:
+    """Compare with transformers' logits, divided by the temperature and over the allowed tokens; a wrong one moves a student."""
+    teacher, groups, expected = load(models[1]), [], []
+    for group in recorded():
+        parts = []
+        for part in group.trajectories:
+            allowed = tuple((token, 3, 4) if mark else () for token, mark in zip(part.tokens, part.mask, strict=True))
+            parts.append(replace(part, temperature=0.5, allowed=tuple(tuple(dict.fromkeys(ids)) for ids in allowed)))
+            logprobs = (distributions(teacher, part).detach() / 0.5).log_softmax(-1)
+            rows = zip(logprobs, parts[-1].tokens, parts[-1].allowed, strict=True)
+            expected.append(
+                [float(row[token] - (row[list(ids)].logsumexp(0) if ids else 0)) for row, token, ids in rows]
+            )
+        groups.append(replace(group, trajectories=tuple(parts)))
+
+    def on_rank() -> list[list[float]]:
+        with case_backend(Case("single"), models[0]) as backend:
+            settings = TeacherSettings(engine="trainer", model=models[1])
+            model = TeacherModel(backend, models[1], "teacher.model")
+            return [part.tolist() for part in TrainerTeacher(backend, settings, model).scores(groups).logprobs]
+
+    (result,) = run_distributed(on_rank, 1, init=False, timeout_s=240)
+    for values, reference in zip(result, expected, strict=True):
+        assert values == pytest.approx(reference, abs=1e-4)
+
+
 def test_teacher_with_another_vocabulary_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -431,6 +458,14 @@ def test_teacher_with_another_vocabulary_is_refused(models: tuple[Path, Path], t
         ({"teacher": {"model": "m", "rewards": True}}, "set either rollout.reward or rollout.environment"),
         ({"teacher": None}, "set either rollout.reward or rollout.environment"),
         ({"evaluation": {"prompts": "p"}}, "evaluation measures rewards"),
+        *(
+            (
+                {"teacher": teacher, "rollout": {"prompts": "p", **sampling}},
+                "scores tokens at temperature 1; set rollout.temperature: 1",
+            )
+            for teacher in ({"model": "m"}, {"engine": "http://h:1"}, {"engine": "sglang:http://h:1"})
+            for sampling in ({"temperature": 0.5}, {"top_k": 8})
+        ),
     ],
 )
 def test_settings_that_contradict_are_refused(

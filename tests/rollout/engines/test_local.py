@@ -7,17 +7,22 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megascend.errors import CheckpointError, EngineError, EngineLostError, EngineTimeoutError
 from megascend.rollout.engines.local import LocalEngine
-from megascend.rollout.engines.local_model import LocalModel
+from megascend.rollout.engines.local_model import LocalModel, load
 from megascend.testing import write_tiny_checkpoint
 from weightwire.engine import Sampling
+from weightwire.errors import ManifestError
+from weightwire.manifest import Manifest
+from weightwire.sender import spec_of
 
 SAMPLING = Sampling(max_tokens=6, seed=4)
 
@@ -56,6 +61,35 @@ def test_separate_process_gives_equal_answers_and_its_death_raises(tmp_path: Pat
             await far.close()
 
     asyncio.run(compare())
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe"])
+def test_update_from_a_checkpoints_tensors_gives_transformers_model(arch: str, tmp_path: Path) -> None:
+    """Send what transformers saves, where experts are separate tensors, to a model in which they are joined."""
+    checkpoint = write_tiny_checkpoint(tmp_path / "model", arch)
+    model = load(checkpoint, torch.float32, torch.device("cpu"))
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+    model.save_pretrained(tmp_path / "next")
+    weights = load_file(tmp_path / "next" / "model.safetensors")
+    assert weights.keys() == load_file(checkpoint / "model.safetensors").keys()
+    manifest = Manifest(1, tuple(spec_of(name, tensor) for name, tensor in weights.items()))
+    tokens = torch.arange(3, 15)[None]
+    engine = LocalModel(checkpoint)
+    try:
+        engine._check(manifest)
+        engine._load(weights.items())
+        with torch.no_grad():
+            assert torch.equal(engine._model(tokens).logits, model(tokens).logits)
+        with pytest.raises(ManifestError, match="not the model's tensors"):
+            engine._check(replace(manifest, tensors=manifest.tensors[1:]))
+        with pytest.raises(ManifestError, match="is bfloat16, not float32"):
+            engine._check(
+                replace(manifest, tensors=tuple(replace(spec, dtype="bfloat16") for spec in manifest.tensors))
+            )
+    finally:
+        asyncio.run(engine.close())
 
 
 def test_model_computes_with_its_device_as_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ class Double(ThreadingHTTPServer):
         self.running.set()
         self.failing: set[str] = set()
         self.calls: list[str] = []
+        self.seeds: list[int | None] = []
 
     @property
     def value(self) -> float:
@@ -65,7 +66,12 @@ class Routes(BaseHTTPRequestHandler):
 
     def generate(self, fields: dict[str, Any]) -> tuple[int, Any]:
         assert self.server.running.wait(30)
+        if isinstance(fields["input_ids"][0], list):  # a batch
+            requests = zip(fields["input_ids"], fields["sampling_params"], strict=True)
+            parts = [self.generate({**fields, "input_ids": ids, "sampling_params": one}) for ids, one in requests]
+            return 200, [answer for _, answer in parts]
         value, params = self.server.value, fields["sampling_params"]
+        self.server.seeds.append(params.get("sampling_seed"))
         meta = {
             "finish_reason": {"type": "length", "length": params["max_new_tokens"]},
             "output_token_logprobs": [[value, 5, None]] * params["max_new_tokens"],
@@ -169,6 +175,15 @@ def test_update_is_loaded_while_paused_and_version_is_reported(engine, double, t
         assert (completion.finish_reason, completion.first_version, completion.last_version) == ("length", 2, 2)
     assert double.running.is_set()
     assert [path.name for path in (tmp_path / "versions").iterdir()] == ["version-2"]
+
+
+def test_responses_to_one_prompt_have_seeds_of_their_own(engine, double):
+    completions = run(engine.generate([1, 2], Sampling(max_tokens=3, seed=2**31 - 2), n=4))
+    assert [completion.tokens for completion in completions] == [(5, 5, 5)] * 4
+    # SGLang draws all n responses of a request with its one seed, of 31 bits.
+    assert double.seeds == [2**31 - 2, 2**31 - 1, 0, 1]
+    run(engine.generate([1, 2], Sampling(max_tokens=3), n=4))
+    assert double.seeds[4:] == [None]
 
 
 def test_failed_load_restores_the_previous_weights(engine, double):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from megascend.app.generation import stop_tokens
 from megascend.app.rl.servers import owner_name
 from megascend.config.rl import SGLANG, VLLM, RlConfig
 from megascend.errors import (
@@ -19,11 +20,14 @@ from megascend.errors import (
     EngineLostError,
     WeightSyncError,
 )
+from megascend.huggingface.tokenizer import following_tokens
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import AuthError, SecretKeyError
 from weightwire.keys import load_key
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.rl.servers import EngineServers
     from megascend.backend import Backend
@@ -251,18 +255,17 @@ def make_engine(config: RlConfig, index: int, address: str, servers: EngineServe
     return VllmEngine(address, owner=owner_name(config), generate_timeout_s=config.rollout.timeout_s)
 
 
-def stop_tokens(tokenizer: object, names: Sequence[str]) -> tuple[int, ...]:
-    """Return the token ids that end a response: the end of sequence, and those of ``names``."""
-    eos = tokenizer.eos_token_id  # type: ignore[attr-defined]
-    tokens = [] if eos is None else [eos]
-    for name in names:
-        ids = tokenizer.encode(name, add_special_tokens=False)  # type: ignore[attr-defined]
+def response_ends(tokenizer: PreTrainedTokenizerBase, config: RlConfig) -> tuple[int, ...]:
+    """Return the token ids that end a response: those of the model, and those that ``rollout.stop`` names."""
+    tokens = stop_tokens(tokenizer, config.model)
+    for name in config.rollout.stop:
+        ids = following_tokens(name, tokenizer)
         if len(ids) != 1:
             raise ConfigError(f"rollout.stop: {name!r} is {len(ids)} tokens of the model's tokenizer, not one")
-        tokens.append(ids[0])
+        tokens.add(ids[0])
     if not tokens:
         raise ConfigError(
-            "rollout.stop: the tokenizer has no end-of-sequence token, so a token that ends responses must be named"
+            "rollout.stop: neither tokenizer nor generation_config.json names an end-of-sequence token, so a token that ends "
+            "responses must be named"
         )
-    # Without duplicates: the end of sequence may be among them.
-    return tuple(dict.fromkeys(tokens))
+    return tuple(sorted(tokens, key=lambda token: (token != tokenizer.eos_token_id, token)))

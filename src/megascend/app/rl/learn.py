@@ -11,7 +11,7 @@ import torch
 
 from megascend.app.rl.reference import KL_WEIGHTS, Divergence, ReferenceModel
 from megascend.app.rl.step_advantages import response_length, step_advantages
-from megascend.batch.candidates import id_rows
+from megascend.batch.candidates import allowed_rows
 from megascend.batch.loss import Loss
 from megascend.batch.losses import resolve
 from megascend.batch.sample import Sample
@@ -134,13 +134,6 @@ def step_samples(
                 sample.weights = sample.weights / trajectory.sampled_tokens
             samples.append(sample)
     return samples if teacher is None else teacher.add_to(samples)
-
-
-def allowed_rows(before: int, allowed: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the ids that each target was drawn from, int32 [before + targets, A]; -1: unused slots, and whole rows before."""
-    width = max(1, *(len(ids) for ids in allowed))
-    rows = [[-1] * width] * before + [[*ids, *[-1] * (width - len(ids))] for ids in allowed]
-    return id_rows(rows, "allowed")
 
 
 def averaged(loss: Loss, groups: Sequence[TrajectoryGroup], objective: Objective) -> Loss:

@@ -34,11 +34,20 @@ class RlRecord(MetricsRecord):
         Metric(
             "reward",
             "parts of the reward by name, as the reward function or the environment returns them: means over the trajectories "
-            "that the step learned from; in trackers rewards/NAME",
+            "that the step learned from and that have the part; NAME/share is the fraction that has it, if not all do; in "
+            "trackers rewards/NAME",
         ),
     ]
     eval_reward: Annotated[
-        float | None, Metric("reward", "mean on the evaluation prompts after the step; null where it was not measured")
+        float | None,
+        Metric(
+            "reward",
+            "mean on the evaluation prompts after the step; a failed episode counts as 0, or as the lowest reward if that is "
+            "below; null where it was not measured",
+        ),
+    ]
+    eval_failed: Annotated[
+        int | None, Metric("episodes", "failed episodes of the evaluation after the step; null where none was made")
     ]
     loss: Annotated[float, Metric("", "objective before the update")]
     grad_norm: Annotated[float, Metric("", "global gradient norm before clipping")]
@@ -119,6 +128,7 @@ class RlRecord(MetricsRecord):
         figures = [
             f"reward {reward}{f' ({parts})' if parts else ''}",
             self.last_measured("eval_reward", "evaluation", 3, earlier),
+            f"{self.eval_failed} failed" if self.eval_failed else "",
             f"length {self.response_tokens:.0f}",
             f"{self.cut_off:.0%} cut off" if self.cut_off else "",
             "" if self.entropy is None else f"entropy {self.entropy:.2f}",
@@ -169,12 +179,14 @@ def group_figures(groups: Sequence[TrajectoryGroup], step: int) -> dict[str, Any
 
 
 def reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of every part of the reward, over the trajectories that have it. Pure."""
+    """Return the mean of every part of the reward over the trajectories that have it, and the share of these if not 1. Pure."""
     parts: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         for name, value in trajectory.rewards.items():
             parts[name].append(value)
-    return {name: sum(values) / len(values) for name, values in parts.items()}
+    means = {name: sum(values) / len(values) for name, values in parts.items()}
+    shares = {f"{name}/share": len(values) / len(trajectories) for name, values in parts.items()}
+    return means | {name: share for name, share in shares.items() if share < 1}
 
 
 def count_figures(before: Counts, now: Counts) -> dict[str, Any]:

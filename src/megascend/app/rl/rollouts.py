@@ -95,8 +95,14 @@ class SharedRollouts:
         n: int,
         offset: int | None = None,
         stop: Callable[[], bool] = lambda: False,
-    ) -> float:
-        """Return the mean reward of ``n`` responses to each prompt; ``offset`` as for :meth:`RolloutCollector.start`.
+    ) -> tuple[float, int]:
+        """Return the mean reward of ``n`` responses to each prompt, and how many episodes failed.
+
+        A failed episode counts as 0, or as the lowest reward of the evaluation if that is below: to fail is never better than the
+        worst answer, and a mean without it would rise as the environment breaks.
+
+        Args:
+            offset: as for :meth:`RolloutCollector.start`.
 
         Raises:
             MeasurementStopped: any rank received a stop signal.
@@ -106,7 +112,7 @@ class SharedRollouts:
         running: list[Future[list[TrajectoryGroup]]] = []
         progress = [0, time.monotonic()]  # episodes ended, and since when
 
-        def wait(collector: RolloutCollector) -> float | None:
+        def wait(collector: RolloutCollector) -> tuple[float, int] | None:
             if not running:
                 running.append(collector.evaluate(prompts, temperature, n, offset))
             collector.require_engines()
@@ -125,18 +131,21 @@ class SharedRollouts:
                     ) from None
                 return None
             self.evaluated = groups
-            rewards = [reward for group in groups for reward in group.rewards]
+            rewards, failed = (
+                [reward for group in groups for reward in group.rewards],
+                sum(group.failed for group in groups),
+            )
             if not rewards:
                 raise DataError("evaluation: no episode succeeded")
-            return sum(rewards) / len(rewards)
+            return (sum(rewards) + failed * min(0.0, *rewards)) / (len(rewards) + failed), failed
 
         # Named for the hang monitor, which would otherwise report a collective that takes long.
         with self._backend.groups.monitor.phase("evaluation"):
-            while (reward := self.on_rank_0(wait)) is None:
+            while (result := self.on_rank_0(wait)) is None:
                 if self._backend.any_rank(stop())[0]:
                     raise MeasurementStopped
                 self.recover()
-        return reward
+        return result
 
     def _progress(self) -> tuple[int, int] | None:
         """Return counts that change with each episode and each failed request; None while there is no engine to wait for."""

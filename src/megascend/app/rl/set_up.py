@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
 
-from megascend.app.rl.engines import stop_tokens
+from megascend.app.rl.engines import response_ends
 from megascend.app.rl.learn import objective_loss
 from megascend.config.rl import Objective, RlConfig
 from megascend.data.findings import Findings
@@ -91,7 +91,7 @@ def make_collector(
         partial(decode, tokenizer),
         sampling=Sampling(
             rollout.max_tokens,
-            stop_token_ids=stop_tokens(tokenizer, rollout.stop),
+            stop_token_ids=response_ends(tokenizer, config),
             seed=config.seed,
             routed_experts=rollout.router_replay,
             temperature=rollout.temperature,
@@ -176,7 +176,7 @@ def read_and_check(
     grader: Reward | Environment,
 ) -> PromptData:
     """Read all prompts and check them; without a file, they are the environment's examples."""
-    stop_tokens(tokenizer, config.rollout.stop)
+    response_ends(tokenizer, config)
     findings, prompts, digests, lengths = Findings(), [], [], []
     for path in (config.rollout.prompts, config.evaluation.prompts if config.evaluation is not None else None):
         numbered, digest = [], xxhash.xxh3_64()
@@ -205,7 +205,11 @@ def _examples(config: RlConfig, environment: Any) -> list[tuple[str, Prompt]]:
     """Return the examples that an environment brings, with their places."""
     settings = config.rollout.environment
     assert settings is not None
-    examples: list[Prompt] = list(getattr(environment, "examples", ()))
+    try:
+        # A copy, of the kind that a checkpoint holds.
+        examples: list[Prompt] = json.loads(json.dumps(list(getattr(environment, "examples", ()))))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"rollout.environment: {settings.name}.examples must be JSON objects: {error}") from error
     if not examples:
         raise ConfigError(f"rollout.prompts: {settings.name} brings no examples of its own; name a JSONL file")
     return [(f"{settings.name}, example {number}", example) for number, example in enumerate(examples)]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megascend.app.rl.rollouts import SLICE_S
 from megascend.app.teacher_model import TeacherModel, check_teacher_model, check_vocabulary
-from megascend.batch.candidates import Candidates
+from megascend.batch.candidates import Candidates, allowed_rows
 from megascend.batch.loss import Loss
 from megascend.batch.losses import BUILT_IN
 from megascend.batch.sample import Sample
@@ -125,7 +125,8 @@ class TrainerTeacher:
     def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
         """Return the teacher's scores of all trajectories, and on each rank hidden states of its share."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        samples = [Sample.causal([*part.prompt_tokens, *part.tokens], len(part.prompt_tokens)) for part in trajectories]
+        # At the temperature, and over the tokens, that the model's own log-probabilities are of: advantages compare the two.
+        samples = [_sample(trajectory) for trajectory in trajectories]
         # The share that a step gives to this rank: it depends on lengths only.
         numbers, shard = {id(sample): number for number, sample in enumerate(samples)}, self._backend.shard(samples)
         settings = self._settings
@@ -309,6 +310,15 @@ class Teacher:
 def all_tokens(trajectory: Trajectory) -> list[int]:
     """Return all tokens of a trajectory."""
     return [*trajectory.prompt_tokens, *trajectory.tokens]
+
+
+def _sample(trajectory: Trajectory) -> Sample:
+    """Build the sample of a trajectory for the teacher."""
+    sample = Sample.causal(all_tokens(trajectory), len(trajectory.prompt_tokens))
+    sample.temperature = trajectory.temperature
+    if trajectory.allowed is not None:
+        sample.allowed = allowed_rows(len(trajectory.prompt_tokens) - 1, trajectory.allowed)
+    return sample
 
 
 def check_possible(logprobs: Sequence[Tensor], trajectories: Sequence[Trajectory], teacher: str) -> None:

@@ -165,7 +165,8 @@ class ReinforcementLearning(Training[RlConfig]):
         self._trainer_teacher: TrainerTeacher | None = None
         self.totals = Totals()
         self._engines_ready = False  # the engines have weights, and get prompts
-        self._late_reward: float | None = None  # of the last step before this process, whose line is in metrics.jsonl
+        # Of the last step before this process, whose line is in metrics.jsonl.
+        self._late_evaluation: dict[str, Any] | None = None
         self._version = 0
         self._since = 0.0
         self._records: RolloutLog | None = None
@@ -326,23 +327,23 @@ class ReinforcementLearning(Training[RlConfig]):
         if run.config.evaluation is None or not (first or totals.evaluation_due):
             return True
         try:
-            totals.reward_after = reward = self._evaluate(number)
+            totals.reward_after, failed = self._evaluate(number)
         except MeasurementStopped:
             self.measurement_stopped = True
             return False
         totals.evaluation_due = False
         if first:
-            totals.reward_before = reward
-            run.event_log.event("evaluated", step=0, reward=reward)
+            totals.reward_before = totals.reward_after
+            run.event_log.event("evaluated", step=0, reward=totals.reward_after, failed=failed)
         else:
-            self._late_reward = reward
+            self._late_evaluation = {"eval_reward": totals.reward_after, "eval_failed": failed}
         return True
 
     def start_loop(self, log: RunLog) -> None:
         run = self._run
         self._version = run.backend.step_count
-        if self._late_reward is not None:
-            log.complete_last(self._version, {"eval_reward": self._late_reward})
+        if self._late_evaluation is not None:
+            log.complete_last(self._version, self._late_evaluation)
         if run.main_rank:
             from megascend.app.rl.rollout_log import RolloutLog
 
@@ -398,10 +399,11 @@ class ReinforcementLearning(Training[RlConfig]):
             # Only now may prompts be dispatched that depend on these weights.
             pushed, self._version = self._updates.push(number), number
             # Engines that were lost and are back get these weights, or later ones.
-        synced, eval_reward = time.perf_counter(), None
+        synced, evaluation = time.perf_counter(), (None, None)
         if config.evaluation is not None and (number % config.evaluation.every == 0 or number == config.steps):
             try:
-                eval_reward = self.totals.reward_after = self._evaluate(number)
+                evaluation = self._evaluate(number)
+                self.totals.reward_after = evaluation[0]
             except MeasurementStopped:
                 self.measurement_stopped = self.totals.evaluation_due = True
         dropped = self._rollouts.take_dropped()
@@ -419,7 +421,8 @@ class ReinforcementLearning(Training[RlConfig]):
             step=number,
             skipped=step.skipped,
             seconds=self.totals.seconds,
-            eval_reward=eval_reward,
+            eval_reward=evaluation[0],
+            eval_failed=evaluation[1],
             loss=learned.result.loss,
             grad_norm=step.grad_norm,
             lr=step.lr,
@@ -462,16 +465,21 @@ class ReinforcementLearning(Training[RlConfig]):
             backend.platform.free_cached_memory()
             backend.from_rank_0(lambda: None if self._servers is None else self._servers.wake())
 
-    def _evaluate(self, step: int) -> float:
-        """Return the mean reward on the prompts of ``evaluation``, with the weights that the engines have after ``step``."""
+    def _evaluate(self, step: int) -> tuple[float, int]:
+        """Return the mean reward on the prompts of ``evaluation``, with the engines' weights after ``step``, and its failures."""
         settings = self._run.config.evaluation
         assert settings is not None
         held_out = [prompt for _, prompt in self.prompts.held_out]
-        reward = self._rollouts.evaluate(
+        reward, failed = self._rollouts.evaluate(
             held_out, settings.temperature, settings.samples, self._updates.offset, self._stop
         )
+        if failed and self._run.main_rank:
+            episodes = len(held_out) * settings.samples
+            logger.warning(
+                "evaluation after step %d: %d of %d episodes failed and count as 0 or less", step, failed, episodes
+            )
         self._evaluated.append((step, self._rollouts.evaluated))
-        return reward
+        return reward, failed
 
     def progress(self) -> dict[str, Any]:
         return {"rollouts": self._rollouts.state_dict(), "rl": vars(self.totals)}

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megascend.app.rl.engines import make_engine, stop_tokens
+from megascend.app.rl.engines import make_engine, response_ends
 from megascend.config.rl import TRAINER, VLLM, RlConfig
 from megascend.errors import DataError, MegascendError
+from megascend.huggingface.tokenizer import following_tokens
 from weightwire.engine import Completion, Sampling
 from weightwire.errors import WireError
 
@@ -63,8 +64,8 @@ def try_episode(
     config: RlConfig, episodes: Episodes, tokenizer: PreTrainedTokenizerBase, source: str, prompt: Prompt
 ) -> EpisodeTrial:
     """Run an episode of a prompt with a canned response."""
-    stop = stop_tokens(tokenizer, config.rollout.stop)
-    response = [*tokenizer.encode(CANNED, add_special_tokens=False), stop[0]]
+    stop = response_ends(tokenizer, config)
+    response = [*following_tokens(CANNED, tokenizer), stop[0]]
     sampling = Sampling(config.rollout.max_tokens, stop_token_ids=stop, seed=config.seed)
     start = time.monotonic()
     # One episode, not a group: a dry run must not wait for eight sandboxes.

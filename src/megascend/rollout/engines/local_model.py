@@ -8,6 +8,7 @@ import itertools
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,15 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascend.checkpoint.hf_slices import HfSlice
+from megascend.checkpoint.slices import index_of
+from megascend.engines.heads import model_class
 from megascend.engines.rotary import depends_on_length
+from megascend.engines.transformers_names import is_transposed, persistent_tensors, tensor_slices
 from megascend.errors import CheckpointError, EngineError
-from megascend.huggingface.architectures import make_known_to_transformers
-from megascend.huggingface.files import tensor_headers
+from megascend.huggingface.architectures import transformers_config
+from megascend.huggingface.files import TensorHeader, tensor_headers
 from megascend.huggingface.padding_rows import restore_padding_rows
 from megascend.rollout.engines.sampler import Row, make_rows, sample, sequence_logprobs
 from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs
 from weightwire.errors import ManifestError, UnsupportedCallError
-from weightwire.manifest import Manifest
+from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
 from weightwire.sender import spec_of, with_index
@@ -60,6 +65,9 @@ class LocalModel(InferenceEngine):
         self._model = load(model, DTYPES[precision], self._device)
         self.name = name
         self._receiver = Receiver("local engine", device=self._device, check=self._check)
+        # Tensors of the last update's manifest, and what each of them holds of the model's.
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._sources: Mapping[str, Sequence[tuple[str, HfSlice]]] = {}
         self._rows, self._seeds = rows, itertools.count(seed * 1_000_003)
         self._requests: queue.SimpleQueue[tuple[list[Row], Future[list[Completion]]] | None] = queue.SimpleQueue()
         # Held during a forward pass, and while weights change: no pass mixes two versions.
@@ -80,7 +88,7 @@ class LocalModel(InferenceEngine):
             raise UnsupportedCallError(
                 f"{self.name} does not return routed experts: use a vLLM server for router replay"
             )
-        limit = getattr(self._model.config, "max_position_embeddings", None)
+        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         if not prompt or sampling.max_tokens < 1 or n < 1:
             raise EngineError(
                 f"{self.name}: {len(prompt)} prompt tokens, max_tokens {sampling.max_tokens}, n {n}: at least 1 of each"
@@ -190,10 +198,10 @@ class LocalModel(InferenceEngine):
         """See :class:`InferenceEngine`. Weights change between two tokens."""
 
         def commit() -> None:
-            # References suffice for undoing: a load replaces the parameters' memory and writes to none of it.
-            before = {name: parameter.data for name, parameter in self._model.named_parameters()}
+            # References suffice for undoing: a load replaces the tensors' memory and writes to none of it.
+            before = {name: tensor.data for name, tensor in persistent_tensors(self._model).items()}
             with self._weights:
-                self._receiver.commit(update, self._load, lambda: self._set_parameters(before))
+                self._receiver.commit(update, self._load, lambda: self._set_tensors(before))
             self._receiver.settle(update)
 
         await asyncio.to_thread(commit)
@@ -206,34 +214,47 @@ class LocalModel(InferenceEngine):
         self._require_no_adapter(name)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        # A copy: views would keep the whole staging memory allocated.
-        self._set_parameters({name: tensor.to(self._device, copy=True) for name, tensor in tensors})
+        # New memory: views would keep the whole staging memory allocated.
+        model = persistent_tensors(self._model)
+        loaded = {name: torch.empty_like(tensor, device=self._device) for name, tensor in model.items()}
+        for weight, tensor in tensors:
+            for name, part in self._sources.get(weight, ()):
+                source = tensor.mT if is_transposed(tensor.shape, part.sizes) else tensor
+                loaded[name][index_of(part.offsets, part.sizes)].copy_(source.reshape(part.sizes))
+        self._set_tensors(loaded)
 
-    def _set_parameters(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the memory of the parameters by tensors of the same names."""
-        for name, parameter in self._model.named_parameters():
-            parameter.data = tensors[name]
+    def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the memory of parameters and persistent buffers by tensors of the same names."""
+        for name, tensor in persistent_tensors(self._model).items():
+            tensor.data = tensors[name]
 
     def _check(self, manifest: Manifest) -> None:
-        """Raise ManifestError unless a manifest has exactly the model's tensors; tied ones may be included."""
+        """Raise ManifestError unless a manifest has exactly the model's tensors, by their names in its checkpoint.
+
+        Tied ones may be included. transformers joins some tensors of checkpoints, such as those of experts.
+        """
         if manifest.adapter is not None:
             raise ManifestError("local engine: adapters are not loaded; push the model with the adapter merged")
-        parameters = dict(self._model.named_parameters())
-        # The model lists a tied parameter once, and a manifest may list it twice.
-        tied = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - parameters.keys()
-        specs = {spec.name: spec for spec in manifest.tensors}
-        missing, unknown = sorted(parameters.keys() - specs.keys()), sorted(specs.keys() - parameters.keys() - tied)
-        if missing or unknown:
-            raise ManifestError(
-                f"local engine: not the model's tensors; missing: {missing[:3]}, unknown: {unknown[:3]}"
-            )
-        for name, parameter in parameters.items():
-            expected = spec_of(name, parameter)
-            if specs[name] != expected:
-                raise ManifestError(
-                    f"local engine: {name} is {specs[name].dtype} {specs[name].shape}, not {expected.dtype} "
-                    f"{expected.shape}"
-                )
+        if manifest.tensors == self._specs:
+            return
+        model = persistent_tensors(self._model)
+        # The model lists a tied tensor once, and a manifest may list it twice.
+        tied = self._model.state_dict().keys() - model.keys()
+        headers = {
+            spec.name: TensorHeader(spec.dtype, spec.shape) for spec in manifest.tensors if spec.name not in tied
+        }
+        try:
+            slices = tensor_slices(self._model, headers)
+        except CheckpointError as error:
+            raise ManifestError(f"local engine: not the model's tensors: {error}") from error
+        sources = defaultdict[str, list[tuple[str, HfSlice]]](list)
+        for name, parts in slices.items():
+            dtype = spec_of(name, model[name]).dtype
+            for part in parts:
+                sources[part.weight].append((name, part))
+                if (sent := headers[part.weight].dtype) != dtype:
+                    raise ManifestError(f"local engine: {part.weight} is {sent}, not {dtype}")
+        self._specs, self._sources = manifest.tensors, sources
 
     def _require_no_adapter(self, adapter: str | None) -> None:
         if adapter is not None:
@@ -256,13 +277,11 @@ def load(model: Path, dtype: torch.dtype, device: torch.device) -> Any:
     Raises:
         CheckpointError: transformers cannot load it, or would initialize some of its weights randomly.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    make_known_to_transformers(model)
-    loader: Any = AutoModelForCausalLM
     try:
+        loader = model_class(transformers_config(model), None)
         loaded, report = loader.from_pretrained(model, dtype=dtype, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"local engine: transformers cannot load {model}: {error}") from error

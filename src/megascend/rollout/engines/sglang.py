@@ -97,11 +97,15 @@ class SglangEngine(InferenceEngine):
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "stop_token_ids": list(sampling.stop_token_ids),
-            "n": n,
         }
-        if sampling.seed is not None:
-            params["sampling_seed"] = sampling.seed
-        request = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "lora_path": adapter}
+        request = {"input_ids": list(prompt), "return_logprob": True, "lora_path": adapter}
+        if sampling.seed is None:
+            request["sampling_params"] = {**params, "n": n}
+        else:
+            # SGLang draws all n responses of a request with its one seed, as a hash of seed and position; it takes 31 bits.
+            seeds = [(sampling.seed + number) % 2**31 for number in range(n)]
+            request["input_ids"] = [list(prompt)] * n
+            request["sampling_params"] = [{**params, "sampling_seed": seed} for seed in seeds]
         answer = await self._serving("/generate", request)
         return [self._completion(output, before) for output in (answer if isinstance(answer, list) else [answer])]
 

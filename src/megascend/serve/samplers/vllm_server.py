@@ -153,7 +153,8 @@ def body_of(request: SampleRequest, model: str, ends: Sequence[int] = ()) -> dic
         "return_tokens_as_token_ids": True,  # in top_logprobs, whose keys would be texts: several tokens may have the same
     }
     if params.seed is not None:
-        body["seed"] = params.seed
+        # vLLM counts up from it for the responses of a request: those of the next seed must not be the same.
+        body["seed"] = params.seed * 1_327_213_345 % 2**31  # as for the prompts of megascend.rollout.collector
     if request.prompt_logprobs or request.topk_prompt_logprobs:
         body["prompt_logprobs"] = request.topk_prompt_logprobs
     return body
