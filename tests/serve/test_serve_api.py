@@ -344,6 +344,30 @@ def test_requests_over_the_limits_are_refused(tmp_path) -> None:
         assert service.alice.post("forward_backward", many).status_code == 413
 
 
+def test_saves_in_progress_keep_to_the_quota(tmp_path) -> None:
+    with served(tmp_path / "storage", limits={"storage_bytes": 12}) as service:
+        model, checkpoints = service.alice.model(), service.service.checkpoints
+        requests = [{"model_id": model, "path": f"p{number}", "seq_id": number} for number in range(1, 6)]
+        late = list(reversed(requests))  # the first arrives last, and releases the others: all are in progress at once
+        names = [service.alice.post("save_weights", body).json()["request_id"] for body in late][::-1]
+        answers = [service.alice.fetch(name) for name in names]  # 5 bytes each
+        assert ["12 are allowed" in answer.get("error", "") for answer in answers] == [False, False, True, True, True]
+        assert {answer["category"] for answer in answers[2:]} == {"user"}
+        assert checkpoints.total_bytes("alice") == 10
+        assert len(list((tmp_path / "storage").rglob("*.safetensors"))) == 2
+        again = {"model_id": model, "path": "p1", "seq_id": 6, "overwrite": True}
+        assert "error" not in service.alice.ask("save_weights", again), (
+            "a replacement takes the place of its predecessor"
+        )
+        service.alice.get(f"training_runs/{model}/checkpoints/weights/p1", "DELETE")
+        assert "error" not in service.alice.ask("save_weights", {"model_id": model, "path": "p7", "seq_id": 7})
+        assert "error" not in service.bob.ask(
+            "save_weights", {"model_id": service.bob.model(), "path": "p", "seq_id": 1}
+        )
+    with served(tmp_path / "storage", limits={"storage_bytes": 12}) as service:
+        assert service.service.checkpoints.total_bytes("alice") == 10
+
+
 def test_garbage_is_refused(system) -> None:
     model = system.alice.model()
     for content in (b"[" * 100_000, b"{", b"[]", b"\xff\xfe", b'{"model_id": 5}', b'{"seq_id": 1e999}'):

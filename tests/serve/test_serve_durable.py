@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,7 +21,9 @@ from megascend.sampling.request import SampledSequence, SampleResult
 from megascend.serve import operations
 from megascend.serve.api.keys import Keys
 from megascend.serve.api.wire import Datum, ProvenanceSpan, TrainRequest
-from megascend.serve.server import keys_of
+from megascend.serve.scheduler.inbox import Inbox
+from megascend.serve.served_model import ServedModel
+from megascend.serve.server import http_server, keys_of
 from megascend.serve.store import durability, recovery
 from megascend.serve.store.database import StoredRow
 from megascend.serve.store.recovery import NAME
@@ -300,6 +303,9 @@ def test_requests_are_refused_while_the_disk_is_full(disks, monkeypatch, largest
             refused = first.alice.post("optim_step", body)
             assert refused.status_code == 503
             wait_until(lambda: first.service.durability.stalled)  # on a busy machine the disk has not been tried yet
+            first.service.ready = True
+            assert first.client.get("/readyz").status_code == 503
+            assert first.client.get("/healthz").status_code == 200
         assert "the server's state cannot be written: disk I/O error" in refused.json()["detail"]
         waiting = first.alice.post("retrieve_future", {"request_id": f"{model}:request:1"})
         assert waiting.status_code == 503
@@ -309,6 +315,7 @@ def test_requests_are_refused_while_the_disk_is_full(disks, monkeypatch, largest
         largest_file(None)
         first.service.durability._writer._wait_s = 60.0
         wait_until(lambda: not first.service.durability.stalled)
+        assert first.client.get("/readyz").status_code == 200
         name = first.alice.post("optim_step", body).json()["request_id"]
         assert first.alice.fetch(name)["metrics"]["learning_rate"] == 1.0
         assert len(steps_of(first)) == 1
@@ -349,6 +356,35 @@ def test_state_that_cannot_be_resumed_raises_config_error(disks, monkeypatch) ->
         shutil.rmtree(copy / NAME / "saves" / save.name)
         with pytest.raises(CheckpointError, match=f"{save.name} is missing"), served(copy, durable=True):
             pass
+
+
+def test_second_server_on_a_storage_is_refused(disks, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(recovery, "LOCK_S", 0.0)
+
+    def server(storage: Path) -> Any:
+        settings = ServeConfig(model=tmp_path, storage=storage, port=0)
+        base = ServedModel(("tiny",), tmp_path, "Tiny", 512, 100, ())
+        return http_server(settings, {"0" * 64: "alice"}, base, Inbox(0, 1))
+
+    with disks() as first, pytest.raises(ConfigError, match="another server uses"), server(storage_of(first)):
+        pass
+    with server(storage_of(first)):
+        for second in (served(storage_of(first), durable=True), server(storage_of(first))):
+            with pytest.raises(ConfigError, match="another server uses"), second:
+                pass
+
+
+def test_writer_that_hangs_counts_as_stalled(disks, monkeypatch) -> None:
+    with disks() as first:
+        writer, held = first.service.durability._writer, threading.Event()
+        write = writer._database.write
+        monkeypatch.setattr(writer._database, "write", lambda changes: held.wait(60) and write(changes))
+        monkeypatch.setattr(writer, "_wait_s", 0.1)
+        first.service.ready = True
+        assert first.alice.post("create_session", {}).status_code == 503
+        wait_until(lambda: first.client.get("/readyz").status_code == 503)
+        held.set()
+        wait_until(lambda: first.client.get("/readyz").status_code == 200)
 
 
 def test_bodies_that_cannot_be_stored_are_refused_by_the_settings(tmp_path) -> None:

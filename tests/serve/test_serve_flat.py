@@ -176,6 +176,23 @@ def test_internal_futures_are_forgotten_at_once(retained) -> None:
     )
 
 
+def test_answers_not_fetched_are_never_dropped_for_their_number() -> None:
+    retained = futures.Futures(Clock(), 3600.0)
+    first = answered(retained, 0, 0)
+    for number in range(1, futures.MAX_ANSWERS + 1):
+        retained.mark_fetched(answered(retained, number, 0))
+    assert retained.get(first.name, "alice") is first
+    assert not retained.full("alice")
+    assert len(retained._accounts["alice"].answers) == futures.MAX_ANSWERS
+    for number in range(futures.MAX_ANSWERS + 1, 2 * futures.MAX_ANSWERS + 1):
+        answered(retained, number, 0)
+    assert retained.full("alice"), "requests are answered with 429"
+    assert retained.get(first.name, "alice") is first
+    assert len(retained._accounts["alice"].answers) == futures.MAX_ANSWERS + 1
+    retained.mark_fetched(first)
+    assert not retained.full("alice")
+
+
 def test_tenant_over_its_answer_bytes_is_refused(tmp_path: Path) -> None:
     with served(tmp_path / "storage", limits={"answer_bytes": 10_000}) as service:
         model, other = service.alice.model(), service.bob.model()

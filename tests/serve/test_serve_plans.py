@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 
 import numpy as np
 import pytest
 import torch
+from tinker import types
+from tinker.proto import tinker_public_pb2 as messages
 
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api import keys, wire
-from megascend.serve.api.bodies import parse_adam
+from megascend.serve.api.bodies import AdamParams, SampleBody, parse_adam
 from megascend.serve.api.reading import decompress
 from megascend.serve.checkpoints import CheckpointPath, model_of_run, run_directory
 from megascend.serve.errors import RequestRefusedError
+from megascend.serve.samplers.messages import sample_request_of
 from megascend.serve.samples import arrange_as_targets, loss_of, samples_of, value_of
 from megascend.serve.served_model import ServedModel, allowed_targets
 from megascend.serve.tenancy import Order
@@ -211,6 +215,50 @@ def test_step_settings_have_the_clients_defaults() -> None:
     for settings in ({"learning_rate": "1"}, {"beta1": 1.0}, {"eps": 0}, {"type": "dimuon"}, {"beta2": True}):
         with pytest.raises(ConfigError):
             parse_adam(settings)
+
+
+NOT_FINITE = (None, float("nan"), float("inf"), float("-inf"))
+"""Numbers that train nothing; the client sends the others as null in JSON."""
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_number_of_a_setting_that_is_null_or_not_finite_is_refused(value: float | None) -> None:
+    sent = types.AdamParams(learning_rate=float("nan") if value is None else value)
+    assert json.loads(sent.model_dump_json())["learning_rate"] is None, "so the client sends it"
+    fields = set(types.AdamParams.model_fields)
+    assert fields == set(AdamParams.model_fields) - {"type"}
+    for name in fields - ({"grad_clip_norm"} if value == float("-inf") else set()):  # below 0: not clipped
+        with pytest.raises(ConfigError, match=r"number|greater than"):
+            parse_adam({name: value})
+    for name in ("clip_low_threshold", "clip_high_threshold"):
+        with pytest.raises(ConfigError, match=name.removesuffix("_threshold")):
+            loss_of("ppo", {name: value})
+    for name in ("temperature", "top_p", "top_k"):
+        body = SampleBody.read({"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {name: value}})
+        problem = ""
+        try:
+            problem = sample_request_of(body, None, 10).params.problem or ""  # which fails the request on the ranks
+        except ConfigError as error:
+            problem = str(error)
+        assert name in problem
+    for name in ("num_samples", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        with pytest.raises(RequestRefusedError, match=name):
+            SampleBody.read({name: value})
+
+
+@pytest.mark.parametrize("field", ["loss_fn_config", "loss_fn_config_v2"])
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_number_of_a_protobuf_setting_that_is_missing_or_not_finite_is_refused(field: str, value: float | None) -> None:
+    message = messages.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="ppo")
+    if field == "loss_fn_config":
+        message.loss_fn_config["clip_low_threshold"] = float("nan") if value is None else value
+    elif value is None:
+        message.loss_fn_config_v2["clip_low_threshold"].SetInParent()
+    else:
+        message.loss_fn_config_v2["clip_low_threshold"].number = value
+    request = wire.train_request_of_protobuf(message.SerializeToString(), 10)
+    with pytest.raises(ConfigError, match="clip_low"):
+        loss_of(request.loss, request.settings)
 
 
 def test_switches_mean_layers_of_the_model() -> None:

@@ -38,7 +38,9 @@ class Limits(Section):
     """Limits of one request, one model and one tenant. Requests beyond them are refused, or answered with 429."""
 
     body_bytes: Size = Field(64 * 2**20, description="largest body of a request, decompressed")
-    samples: Size = Field(4096, description="most samples of one request")
+    samples: Size = Field(
+        4096, description="most samples of one request; of targets [n, k], 16 times as many columns in all"
+    )
     pending: Size = Field(256, description="unfinished requests of one model; one more is answered with 429")
     tokens: Size = Field(2**24, description="tokens of one tenant's unfinished requests; more are answered with 429")
     answer_bytes: Size = Field(
@@ -55,7 +57,9 @@ class Limits(Section):
         1024,
         description="requests of one tenant being read or waiting for an answer; one more is answered with 429",
     )
-    storage_bytes: Size = Field(2**40, description="bytes of one tenant's checkpoints")
+    storage_bytes: Size = Field(
+        2**40, description="bytes of one tenant's checkpoints; a save beyond them is removed, and fails"
+    )
 
 
 class ServeConfig(Section):

@@ -122,7 +122,7 @@ class AdapterQueue:
         if max_batch_tokens < 1 or max_pending < 1:
             raise ConfigError(f"max_batch_tokens={max_batch_tokens} and max_pending={max_pending} must be at least 1")
         self._backend = backend
-        self._max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens = max_batch_tokens
         self._max_pending = max_pending
         self._lines: dict[
             str, deque[_QueuedRequest]
@@ -259,7 +259,7 @@ class AdapterQueue:
         heads = [line[0] for line in self._lines.values() if line[0].kind != "call"]
         if not heads:
             return False
-        unit = next_unit(heads, self._ledger, self._max_batch_tokens)
+        unit = next_unit(heads, self._ledger, self.max_batch_tokens)
         # Charged before it runs: a unit that fails has used the model, too.
         self._ledger = self._ledger.charged(unit)
         for waiting in unit:

@@ -6,10 +6,12 @@ and is ignored.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from megascend.errors import CheckpointError
+from megascend.errors import CheckpointError, ConfigError
 from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
 from megascend.serve.api.bodies import LoraSettings
@@ -147,39 +149,62 @@ class CheckpointRecord:
 
 
 class Checkpoints:
-    """The checkpoints below a directory.
+    """The checkpoints below a directory. Methods that read or write several files are for threads.
 
     Args:
         root: directory with one subdirectory per tenant.
+        quota: most bytes of one tenant's checkpoints.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, quota: int = 2**62) -> None:
+        self.root, self._quota = root, quota
         self._saving: Counter[CheckpointPath] = Counter()
+        # Held for a moment, as the event loop takes it; and one for what waits for the disk.
+        self._lock, self._changing = threading.Lock(), threading.Lock()
         make_directory(root)
+        self._bytes = Counter(
+            {
+                tenant.name: sum(record.size for record in self._records(tenant.name, None, expired=True))
+                for tenant in root.iterdir()
+                if tenant.is_dir()
+            }
+        )
 
     def begin_save(self, path: CheckpointPath) -> None:
         """Protect a checkpoint's directory from removal until :meth:`end_save`.
 
         Without it, the removal of an earlier checkpoint of that name would take the new files before their record is written.
         """
-        self._saving[path] += 1
+        with self._lock:
+            self._saving[path] += 1
 
     def end_save(self, path: CheckpointPath) -> None:
         """End :meth:`begin_save`; ignored without one."""
-        if self._saving[path] <= 1:
-            del self._saving[path]
-        else:
+        with self._lock:
             self._saving[path] -= 1
+            self._saving = +self._saving
 
     def commit(self, tenant: str, record: CheckpointRecord) -> CheckpointRecord:
-        """Write the record of a complete checkpoint directory, which publishes it; fill in its size."""
+        """Write the record of a complete checkpoint directory, which publishes it; fill in its size.
+
+        Raises:
+            ConfigError: it exceeds the tenant's quota, and was removed.
+        """
         directory = record.path.directory(self.root, tenant)
         if not directory.is_dir():
             raise CheckpointError(f"{record.path} was saved, and its files are missing")
         # The size is stored, since quotas and listings ask for it often, and a checkpoint does not change once it is published.
         sized = replace(record, size=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))
-        self._write(tenant, sized)
+        with self._changing:
+            earlier = self._size(tenant, record.path)
+            # Here, where its size is known: several saves may be in progress. One that replaces a checkpoint is as large as that.
+            if earlier is None and self._bytes[tenant] + sized.size > self._quota:
+                shutil.rmtree(directory, ignore_errors=True)
+                raise ConfigError(
+                    f"your checkpoints take {self._bytes[tenant]} bytes, and this one {sized.size}; {self._quota} are allowed"
+                )
+            self._write(tenant, sized)
+            self._bytes[tenant] += sized.size - (earlier or 0)
         return sized
 
     def find(self, tenant: str, path: CheckpointPath, *, public: bool = False) -> tuple[CheckpointRecord, Path]:
@@ -212,12 +237,13 @@ class Checkpoints:
 
     def total_bytes(self, tenant: str) -> int:
         """Sum the bytes of a tenant's checkpoints."""
-        return sum(record.size for record in self._records(tenant, None))
+        return self._bytes[tenant]
 
     def change(self, tenant: str, path: CheckpointPath, **values: Any) -> CheckpointRecord:
         """Update fields of a checkpoint's record: ``public``, ``expires``."""
-        record = replace(self.find(tenant, path)[0], **values)
-        self._write(tenant, record)
+        with self._changing:
+            record = replace(self.find(tenant, path)[0], **values)
+            self._write(tenant, record)
         return record
 
     def delete(self, tenant: str, path: CheckpointPath) -> None:
@@ -226,30 +252,51 @@ class Checkpoints:
         Raises:
             RequestRefusedError: 404 as :meth:`find`; 409, it is being saved again.
         """
-        _, directory = self.find(tenant, path)
-        if path in self._saving:
-            raise RequestRefusedError(f"{path} is being saved; delete it afterwards", 409)
-        self._remove(directory)
+        with self._changing, self._lock:
+            record, _ = self.find(tenant, path)
+            if path in self._saving:
+                raise RequestRefusedError(f"{path} is being saved; delete it afterwards", 409)
+            trash = self._take_away(tenant, record)
+        shutil.rmtree(trash, ignore_errors=True)
 
     def remove_expired(self) -> int:
         """Delete expired checkpoints; return their number."""
         count = 0
         for tenant in [directory for directory in self.root.iterdir() if directory.is_dir()]:
             for record in list(self._records(tenant.name, None, expired=True)):
-                expired = record.expires is not None and record.expires < time.time()
-                if expired and record.path not in self._saving:
-                    self._remove(record.path.directory(self.root, tenant.name))
-                    count += 1
+                with self._changing, self._lock:
+                    current = self._read(tenant.name, record.path, expired=True)
+                    expired = current is not None and current.expires is not None and current.expires < time.time()
+                    if current is None or not expired or record.path in self._saving:
+                        continue
+                    trash = self._take_away(tenant.name, current)
+                shutil.rmtree(trash, ignore_errors=True)
+                count += 1
         return count
 
     def exists(self, tenant: str, path: CheckpointPath) -> bool:
         """Check whether a tenant has this checkpoint."""
         return self._read(tenant, path) is not None
 
-    def _remove(self, directory: Path) -> None:
+    def _take_away(self, tenant: str, record: CheckpointRecord) -> Path:
+        """Remove a checkpoint's record and rename its directory, for a removal that takes long; return the new path."""
+        directory = record.path.directory(self.root, tenant)
         # The record first: without it, an interrupted removal leaves a directory that is ignored.
         _record_file(directory).unlink(missing_ok=True)
-        shutil.rmtree(directory, ignore_errors=True)
+        self._bytes[tenant] -= record.size
+        # Renamed, as another save under this name may begin while its files are removed.
+        trash = directory.with_name(f".{directory.name}-{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):
+            directory.rename(trash)
+        return trash
+
+    def _size(self, tenant: str, path: CheckpointPath) -> int | None:
+        """Return the size of a checkpoint; None if there is none, 0 if its record cannot be read."""
+        try:
+            record = self._read(tenant, path, expired=True)
+        except RequestRefusedError:
+            return 0
+        return None if record is None else record.size
 
     def _records(self, tenant: str, model: str | None, *, expired: bool = False) -> Iterator[CheckpointRecord]:
         runs = [run_directory(self.root, tenant, model)] if model is not None else (self.root / tenant).glob("s-*")

@@ -5,63 +5,95 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from megascend.batch.loss import Loss
 from megascend.config import Adam
-from megascend.errors import ConfigError, DataError
+from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.serve.api.bodies import CreateModel, LoadNewModel, LoadWeights, SaveWeights, parse_adam
-from megascend.serve.api.wire import TrainAnswer, TrainRequest, number_of
+from megascend.serve.api.wire import TrainAnswer, TrainRequest, dumps, json_of_train_request, number_of
 from megascend.serve.checkpoints import RECORD_SUFFIX, CheckpointPath, CheckpointRecord, Kind, sampler_name
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.samples import arrange_as_targets, loss_of, samples_of, value_of, with_recorded
+from megascend.serve.samples import RequestSamples, TrainResult, loss_of, with_recorded
 from megascend.serve.scheduler.commands import Command, Create, Forward, ForwardBackward, Load, OptimizerStep, Save
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service, unload_name
 from megascend.serve.tenancy import Model, Session
 
 
-def train(service: Service, tenant: str, request: TrainRequest) -> Future:
-    """Compute gradients or only log-probabilities. Invalid samples or loss settings fail the future, not the request."""
-    model = service.tenancy.model(request.model, tenant)
-    kind = "forward" if request.forward_only else "forward_backward"
+@dataclass(frozen=True)
+class CheckedRequest:
+    """A training request whose samples have been checked.
+
+    Attributes:
+        samples: None if the request is invalid, for the reason ``problem``.
+        stored: encoding for the database, if not that of the client.
+    """
+
+    model: str
+    number: int | None
+    digest: str | None
+    forward_only: bool
+    loss: Loss | None = None
+    samples: RequestSamples | None = None
+    problem: MegascendError | None = None
+    stored: bytes | None = None
+
+
+def checked(service: Service, tenant: str, request: TrainRequest) -> CheckedRequest:
+    """Check a request and prepare its samples. For a thread: it takes time for each sample."""
+    result = CheckedRequest(request.model, request.number, request.digest, request.forward_only)
     try:
         loss = loss_of(request.loss, request.settings)
         if request.problem is not None:
             raise DataError(request.problem)
-        data = request.data
-        recorded = loss.name == "stable_reinforce" and not request.resolved
-        if recorded:
-            data = [with_recorded(datum, partial(service.sequences.find, tenant, model.session)) for datum in data]
-        samples = [samples_of(datum, loss) for datum in data]
-        flat = [sample for group in samples for sample in group]
-        if not flat:
+        data, stored = request.data, None
+        if loss.name == "stable_reinforce" and not request.resolved:
+            find = partial(service.sequences.find, tenant, request.model.partition(":")[0])
+            data = [with_recorded(datum, find) for datum in data]
+            # Stored with its log-probabilities: the sequences may be dropped before a restart, which repeats the request.
+            if service.settings.durable and not request.forward_only:
+                stored = dumps(json_of_train_request(replace(request, data=data))).encode()
+        if not data:
             raise DataError("the request has no samples")
+        return replace(result, loss=loss, samples=RequestSamples(data, loss), stored=stored)
     except (ConfigError, DataError) as error:
-        future = service.enqueue_failure(model, request.number, kind, error, spoils=not request.forward_only)
+        return replace(result, problem=error)
+
+
+def train(service: Service, tenant: str, request: TrainRequest | CheckedRequest) -> Future:
+    """Compute gradients or only log-probabilities. Invalid samples or loss settings fail the future, not the request."""
+    if isinstance(request, TrainRequest):
+        request = checked(service, tenant, request)
+    model = service.tenancy.model(request.model, tenant)
+    kind = "forward" if request.forward_only else "forward_backward"
+    loss, samples, forward_only = request.loss, request.samples, request.forward_only
+    if request.problem is not None or samples is None:
+        error = request.problem or DataError("the request has no samples")
+        future = service.enqueue_failure(model, request.number, kind, error, spoils=not forward_only)
         service.require_same_body(future, request.digest)
         return future
-    tokens = sum(map(len, flat))
 
-    def answer(value: Any) -> TrainAnswer:
-        if request.forward_only:
-            return TrainAnswer(arrange_as_targets(request.data, value), {"loss:sum": value_of(loss, flat, value)})
+    def answer(value: TrainResult) -> TrainAnswer:
+        if forward_only:
+            return TrainAnswer(value.logprobs, {"loss:sum": value.loss})
         # A new list: a save that is being written holds the old one.
         model.losses = [*model.losses[-199:], (model.steps, value.loss, value.tokens)]
         metrics = {f"{name}:mean": metric for name, metric in value.metrics.items()}
-        return TrainAnswer(arrange_as_targets(request.data, value.logprobs), {"loss:sum": value.loss, **metrics})
+        return TrainAnswer(value.logprobs, {"loss:sum": value.loss, **metrics})
 
     def command(number: int) -> Command:
-        if request.forward_only:
-            return Forward(number, model.adapter, flat)
-        return ForwardBackward(number, model.adapter, flat, loss)
+        if forward_only:
+            return Forward(number, model.adapter, samples, loss)
+        return ForwardBackward(number, model.adapter, samples, loss)
 
+    tokens = int(samples.lengths.sum())
     future = service.enqueue(model, request.number, kind, command, answer_of=answer, tokens=tokens)
     service.require_same_body(future, request.digest)
-    # Stored with its log-probabilities: the sequences may be dropped before a restart, which repeats the request.
-    if recorded and not request.forward_only:
-        service.durability.note_resolved_request(future, replace(request, data=data))
+    if request.stored is not None:
+        service.durability.note_request(future, "resolved", request.stored, request.number)
     return future
 
 
@@ -77,7 +109,7 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         path, sampler = _save_target(model, options, kind, number)
         if options.kind != "snapshot":
             raise ConfigError(f"kind {str(options.kind)[:40]!r}: this server saves snapshots only")
-        # Stored checkpoints only: the size of this one is unknown, so a tenant can exceed its limit by one checkpoint.
+        # The size of this one, and of those in progress, is known once they are written: commit() checks it.
         used = service.checkpoints.total_bytes(model.tenant)
         if used > service.settings.limits.storage_bytes:
             raise ConfigError(
@@ -96,8 +128,10 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         )  # fmt: skip
 
     # The record is written after the ranks have the files, and before the client knows of them: it publishes the checkpoint.
-    def answer(_: Any) -> dict[str, Any]:
+    def work(_: Any) -> None:
         service.checkpoints.commit(model.tenant, record())
+
+    def answer(_: Any) -> dict[str, Any]:
         if sampler is not None:
             session = service.tenancy.sessions.get(model.session)
             if session is not None:
@@ -118,7 +152,7 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         directory = path.directory(service.settings.storage, model.tenant)
         return Save(ticket, model.adapter, str(directory), kind == "weights")
 
-    return service.enqueue(model, number, request, command, answer_of=answer)
+    return service.enqueue(model, number, request, command, answer_of=answer, work=work)
 
 
 def _saved_by(service: Service, model: Model, path: CheckpointPath, number: int | None) -> bool:
@@ -219,7 +253,8 @@ def unload_model(service: Service, tenant: str, body: Mapping[str, Any]) -> Futu
 def optim_step(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
     """Take an optimizer step with the client's AdamW settings."""
     model = service.tenancy.model(body.get("model_id"), tenant)
-    settings = body.get("adam_params") or body.get("optimizer_params") or body.get("optim_params") or {}
+    sent = [body[name] for name in ("adam_params", "optimizer_params", "optim_params") if body.get(name) is not None]
+    settings = sent[0] if sent else {}
     try:
         adam = parse_adam(settings if isinstance(settings, dict) else {"learning_rate": settings})
         problem = None

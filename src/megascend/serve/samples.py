@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -14,10 +15,11 @@ from megascend.app.measurement import loss_values
 from megascend.batch.loss import Loss
 from megascend.batch.losses import BUILT_IN
 from megascend.batch.policy_losses import POLICY
+from megascend.batch.results import AdapterLoss
 from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api.bodies import as_float
-from megascend.serve.api.wire import Datum, ProvenanceSpan
+from megascend.serve.api.wire import MAX_COLUMNS, Datum, ProvenanceSpan
 from megascend.serve.samplers.sequences import RecordedSequence
 
 
@@ -92,8 +94,6 @@ def with_ratio_mask(datum: Datum) -> Datum:
 
 
 _RENAMED = {"target_tokens": "target_ids", "weights": "weights", "logprobs": "old_logprobs", "advantages": "advantages"}
-MAX_COLUMNS = 64
-"""Maximum number of targets at one position."""
 
 
 def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
@@ -124,8 +124,69 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
     return replace(BUILT_IN[name], reduction="sum").with_settings(**numbers)
 
 
+@dataclass(frozen=True)
+class TrainResult:
+    """Result of a request: sum of its loss, targets with a weight, metrics, and log-probabilities by datum."""
+
+    loss: float
+    tokens: int
+    metrics: Mapping[str, float]
+    logprobs: list[np.ndarray]
+
+
+class RequestSamples(Sequence[Sample]):
+    """The samples of a request: one per column of its datums' targets, [n] or [n, k], built when they are read.
+
+    A column takes the time and the memory of a sample only while its batch runs.
+
+    Raises:
+        DataError: a datum does not fit the loss.
+    """
+
+    def __init__(self, data: Sequence[Datum], loss: Loss) -> None:
+        self._data: list[Datum] = []
+        for index, datum in enumerate(data):
+            try:
+                self._data.append(_checked(datum, loss))
+            except DataError as error:
+                raise error if len(data) == 1 else DataError(f"sample {index}: {error}") from None
+        columns = [datum.columns for datum in self._data]
+        self._ends = np.cumsum(columns, dtype=np.int64)
+        self.lengths = np.repeat([len(datum.tokens) for datum in self._data], columns)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, key: int) -> Sample: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Sample]: ...
+    def __getitem__(self, key: int | slice) -> Sample | list[Sample]:
+        if isinstance(key, slice):
+            return [self[index] for index in range(len(self))[key]]
+        index = range(len(self))[key]
+        number = int(np.searchsorted(self._ends, index, "right"))
+        datum = self._data[number]
+        column = index - int(self._ends[number]) + datum.columns
+        # Copies: the arrays may be read-only views of the request's body, and a tensor would keep all of it in memory.
+        inputs: dict[str, Any] = {
+            _RENAMED[k]: torch.from_numpy(np.array(v[:, column] if v.ndim == 2 else v)) for k, v in datum.inputs.items()
+        }
+        return Sample(torch.from_numpy(np.ascontiguousarray(datum.tokens)), **inputs, images=datum.model_input.sources)
+
+    def arrange(self, value: AdapterLoss) -> TrainResult:
+        """Arrange the log-probabilities of all samples by datum."""
+        arrays = arrange_as_targets(self._data, value.logprobs or [])
+        return TrainResult(value.loss, value.tokens, value.metrics, arrays)
+
+
 def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
-    """Build the samples of one datum: one per column of its targets, [n] or [n, k]."""
+    """Build the samples of one datum."""
+    return list(RequestSamples([datum], loss))
+
+
+def _checked(datum: Datum, loss: Loss) -> Datum:
+    """Check a datum's inputs; return it with weights."""
     datum = with_ratio_mask(datum) if loss.name == "gspo" else datum
     required = ["target_tokens", *(["logprobs", "advantages"] if loss.requires else [])]
     missing = [name for name in required if name not in datum.inputs]
@@ -150,18 +211,17 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
         raise DataError(
             f"target_tokens {list(targets.shape)}: from 1 to {MAX_COLUMNS} targets at each position, 1 for gspo"
         )
+    if not len(targets):
+        raise DataError("a sample must hold at least one token")
     inputs = {"weights": np.ones(targets.shape, np.float32), **datum.inputs}
     if datum.images:
         inputs["weights"] = _weights_beside_images(datum, inputs["weights"])
-    columns = targets.shape[1] if targets.ndim == 2 else 1
-    # Copies: the arrays may be read-only views of the request's body, and a tensor would keep all of it in memory.
-    column_inputs: list[dict[str, Any]] = [
-        {_RENAMED[k]: torch.from_numpy(np.array(v[:, i] if v.ndim == 2 else v)) for k, v in inputs.items()}
-        for i in range(columns)
-    ]
-    tokens = torch.from_numpy(np.ascontiguousarray(datum.tokens))
-    images = datum.model_input.sources
-    return [Sample(tokens, **inputs_of_column, images=images) for inputs_of_column in column_inputs]
+    for name, values in inputs.items():
+        # As Sample does, of all columns at once; of tokens without a weight only the weight has to be finite.
+        used = values if name == "weights" else np.where(inputs["weights"] == 0, 0, values)
+        if values.dtype.kind == "f" and not np.isfinite(used).all():
+            raise DataError(f"{name} holds {used[~np.isfinite(used)][0]}; all values must be finite")
+    return replace(datum, inputs=inputs)
 
 
 def _weights_beside_images(datum: Datum, weights: np.ndarray) -> np.ndarray:
@@ -180,14 +240,13 @@ def _weights_beside_images(datum: Datum, weights: np.ndarray) -> np.ndarray:
 
 def arrange_as_targets(data: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[np.ndarray]:
     """Arrange the log-probabilities of all samples as one float32 array per datum, in the shape of its targets."""
-    arrays, start = [], 0
+    flat, arrays, start = torch.cat(list(logprobs)).numpy(), [], 0
     for datum in data:
-        targets = datum.inputs["target_tokens"]
-        columns = targets.shape[1] if targets.ndim == 2 else 1
-        part = [column.numpy() for column in logprobs[start : start + columns]]
-        # A copy: answers are retained for minutes, and a view would retain the batch's tensor with them.
-        arrays.append(np.stack(part, axis=1) if targets.ndim == 2 else part[0].copy())
-        start += columns
+        shape = datum.inputs["target_tokens"].shape
+        part = flat[start : start + math.prod(shape)]
+        # A copy: answers are retained for minutes, and a view would retain those of the whole request with it.
+        arrays.append(np.array(part if len(shape) == 1 else part.reshape(shape[::-1]).T, order="C"))
+        start += len(part)
     return arrays
 
 

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -186,51 +186,56 @@ def http_server(
     from megascend.rollout.connections import BoundedServer
     from megascend.serve.api.application import make_application
     from megascend.serve.service import Service
+    from megascend.serve.store.recovery import lock
 
-    service = Service(settings, base, inbox)
-    service.memory = memory
-    # Before listening: a client that reconnects must find its session, and requests must queue behind the replayed ones.
-    if settings.durable:
-        from megascend.serve.store.recovery import keep_state
+    with ExitStack() as resources:
+        # Before the checkpoints are read; a durable one is locked with its state.
+        if not settings.durable:
+            resources.callback(lock(settings.storage))
+        service = Service(settings, base, inbox)
+        service.memory = memory
+        # Before listening: a client that reconnects must find its session, and requests must queue behind the replayed ones.
+        if settings.durable:
+            from megascend.serve.store.recovery import keep_state
 
-        keep_state(service)
-    if vllm is not None:
-        service.vllm = vllm(service.finish)
-        service.figures.registry.register(service.vllm.pool)
-    application = make_application(service, api_keys.Keys(keys))
-    tls = settings.tls_certificate is not None
-    listening = _listen(settings)
-    # Forwarded headers count only from the proxies that are configured: clients could choose the address in the audit log.
-    server = BoundedServer(
-        application, _max_connections(), log_level="error", lifespan="on",
-        timeout_keep_alive=75, timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536,
-        proxy_headers=bool(settings.proxies), forwarded_allow_ips=settings.proxies,
-        ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key,
-    )  # fmt: skip
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="http", daemon=True)
-    thread.start()
-    while not server.started:  # uvicorn has no event to wait for
-        thread.join(0.01)
-        if not thread.is_alive():
-            raise ConfigError("the HTTP server did not start; see its messages above")
-    loop = server.servers[0].get_loop()  # created in the thread by uvicorn
-    service.ready = True
+            keep_state(service)
+        if vllm is not None:
+            service.vllm = vllm(service.finish)
+            service.figures.registry.register(service.vllm.pool)
+        application = make_application(service, api_keys.Keys(keys))
+        tls = settings.tls_certificate is not None
+        listening = _listen(settings)
+        # Forwarded headers count only from the proxies that are configured: clients could choose the address in the audit log.
+        server = BoundedServer(
+            application, _max_connections(), log_level="error", lifespan="on",
+            timeout_keep_alive=75, timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536,
+            proxy_headers=bool(settings.proxies), forwarded_allow_ips=settings.proxies,
+            ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key,
+        )  # fmt: skip
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="http", daemon=True)
+        thread.start()
+        while not server.started:  # uvicorn has no event to wait for
+            thread.join(0.01)
+            if not thread.is_alive():
+                raise ConfigError("the HTTP server did not start; see its messages above")
+        loop = server.servers[0].get_loop()  # created in the thread by uvicorn
+        service.ready = True
 
-    def report(outcomes: list[Outcome]) -> None:
-        # Called on the ranks' thread; the service's state belongs to the event loop.
-        loop.call_soon_threadsafe(service.finish, outcomes)
+        def report(outcomes: list[Outcome]) -> None:
+            # Called on the ranks' thread; the service's state belongs to the event loop.
+            loop.call_soon_threadsafe(service.finish, outcomes)
 
-    host, port = listening.getsockname()[:2]
-    try:
-        yield f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}", report
-    finally:
+        host, port = listening.getsockname()[:2]
         try:
-            if service.vllm is not None:  # while the loop still runs
-                asyncio.run_coroutine_threadsafe(service.vllm.close(), loop).result(30)
+            yield f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}", report
         finally:
-            server.should_exit = True
-            inbox.close()
-            thread.join(10)  # longer than uvicorn's grace for open requests; the thread is a daemon
+            try:
+                if service.vllm is not None:  # while the loop still runs
+                    asyncio.run_coroutine_threadsafe(service.vllm.close(), loop).result(30)
+            finally:
+                server.should_exit = True
+                inbox.close()
+                thread.join(10)  # longer than uvicorn's grace for open requests; the thread is a daemon
 
 
 MAX_CONNECTIONS = 4096

@@ -10,27 +10,32 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from megascend.config import Lora
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.platforms.base import MemoryFigures
 from megascend.serve.api.bodies import CreateModel, LoraSettings
-from megascend.serve.api.wire import TrainRequest
 from megascend.serve.checkpoints import Checkpoints, model_name
 from megascend.serve.errors import Failure, RequestRefusedError
 from megascend.serve.figures import Figures
 from megascend.serve.samplers.sequences import Sequences
 from megascend.serve.samplers.vllm import VllmSampling
 from megascend.serve.scheduler.commands import Cancel, Command, Create, ForwardBackward, Outcome, Remove
-from megascend.serve.scheduler.futures import Future, Futures
+from megascend.serve.scheduler.futures import MAX_ANSWERS, Future, Futures
 from megascend.serve.scheduler.inbox import Inbox
 from megascend.serve.served_model import ServedModel
 from megascend.serve.tenancy import Model, Session, Tenancy, sampling_line
 
+T = TypeVar("T")
+MAX_THREADS, THREADS_EACH = 32, 2
+"""Threads that read requests and encode answers, of all tenants and of one."""
 MAX_AHEAD = 4096
 """Largest distance of a request's number from that of its model's next request; clients send few requests at a time."""
 log = logging.getLogger("megascend.serve")
@@ -84,9 +89,6 @@ class Durability:
             body: body to replay the request from; a mapping is stored as JSON.
         """
 
-    def note_resolved_request(self, future: Future, request: TrainRequest) -> None:
-        """Record a training request after recorded log-probabilities were filled in, which a restart may no longer have."""
-
     def note_turn(self, model: Model, future: Future, number: int | None) -> None:
         """Record that a request had its turn: its command, if any, was handed to the ranks."""
 
@@ -125,7 +127,8 @@ class Service:
         swept: clock time of the last search for expired checkpoints.
         memory: returns the device's name and memory figures; None if unavailable.
         vllm: samples in place of the ranks, if configured.
-        packing: limits archives being packed, each of which takes a thread and a temporary file.
+        packing: limits archives being packed, each of which takes a thread and a temporary file; ``packing_turns`` those of a
+            tenant.
         downloads: number of archives being sent to each tenant.
     """
 
@@ -140,10 +143,15 @@ class Service:
             sessions_each=settings.limits.sessions,
         )
         self.futures = Futures(clock, settings.answer_s, settings.limits.answer_bytes)
-        self.checkpoints = Checkpoints(settings.storage)
+        self.checkpoints = Checkpoints(settings.storage, settings.limits.storage_bytes)
         self.sequences = Sequences(clock, settings.limits.tokens)
         self.figures = Figures()
         self.packing = asyncio.Semaphore(2)
+        self.packing_turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(1))
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "serve")
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(THREADS_EACH))
+        self._behind: dict[str, list[Outcome]] = {}  # outcomes behind disk work of the same model
         self.downloads: Counter[str] = Counter()
         self.durability = Durability()
         self.ready = False
@@ -159,6 +167,16 @@ class Service:
         if not figures.total:
             return None
         return {"device": device, "allocated": figures.allocated, "peak": figures.peak, "total": figures.total}
+
+    def close(self) -> None:
+        """Write remaining state, and end the threads. Waits for the disk."""
+        self._threads.shutdown(wait=False)
+        self.durability.close()
+
+    async def in_thread(self, tenant: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function in a thread. A tenant's calls take turns, so that one tenant's cannot occupy all threads."""
+        async with self._turns[tenant]:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments))
 
     # --- sessions ---
 
@@ -224,6 +242,8 @@ class Service:
             raise RequestRefusedError(
                 f"model {number} of {session.name} exists, and the answer to its creation is no longer kept"
             )
+        if not self.durability.replaying:
+            self.check_answers(session.tenant)
         model = self.tenancy.add_model(session, number, lora, metadata)
 
         # The model exists from here on, before the ranks have it: clients send its first requests without waiting, and they are
@@ -251,7 +271,7 @@ class Service:
         self.tenancy.remove_model(model)
         self.durability.note_unload(model)
         answer = {"model_id": model.name, "type": "unload_model"}
-        self.futures.forget_fetched(model.name)
+        self.futures.forget_fetched(model.tenant, model.name)
         future = self.futures.make(
             unload_name(model.name),
             model.tenant,
@@ -273,7 +293,7 @@ class Service:
         self.sequences.forget(session)
         for model in self.tenancy.close_session(session):
             self.unload(model, internal=True)
-        self.futures.forget_fetched(sampling_line(session))
+        self.futures.forget_fetched(session.tenant, sampling_line(session))
         self.durability.note_session_end(session)
 
     def _count_models(self) -> None:
@@ -363,18 +383,23 @@ class Service:
         if self.futures.pending(model.name) >= limits.pending:
             raise RequestRefusedError(f"{limits.pending} requests of {model.name} are pending; fetch some first", 429)
         self.check_answers(model.tenant)
-        pending = self.futures.tokens(model.tenant)
-        # A request larger than the limit is accepted when nothing else is pending; otherwise it could never run.
-        if pending and pending + tokens > limits.tokens:
-            raise RequestRefusedError(f"{pending} tokens of yours are pending, {limits.tokens} may be", 429)
+        self.check_tokens(model.tenant, tokens)
 
     def check_answers(self, tenant: str) -> None:
         """Raise 429 if a tenant has too many answers that it has not fetched."""
         if self.futures.full(tenant):
             limit = self.settings.limits.answer_bytes
             raise RequestRefusedError(
-                f"your answers take more than {limit} bytes (limits.answer_bytes); fetch some first", 429
+                f"your answers are more than {MAX_ANSWERS}, or than {limit} bytes (limits.answer_bytes); fetch some first",
+                429,
             )
+
+    def check_tokens(self, tenant: str, tokens: int) -> None:
+        """Raise 429 if a request of so many tokens exceeds a tenant's limit with those that are pending."""
+        pending, limit = self.futures.tokens(tenant), self.settings.limits.tokens
+        # A request larger than the limit is accepted when nothing else is pending; otherwise it could never run.
+        if pending and pending + tokens > limit:
+            raise RequestRefusedError(f"{pending} tokens of yours are pending, {limit} may be", 429)
 
     # --- commands and their outcomes ---
 
@@ -411,10 +436,14 @@ class Service:
         return f"{kind}:{secrets.token_hex(16)}"
 
     def make_internal(
-        self, kind: str, tenant: str = "", then: Callable[[bool], None] = lambda succeeded: None
+        self,
+        kind: str,
+        tenant: str = "",
+        then: Callable[[bool], None] = lambda succeeded: None,
+        model: str | None = None,
     ) -> Future:
         """Make a future for a command of the server's own, whose outcome no client fetches."""
-        return self.futures.make(self.new_label(kind), tenant, None, kind, then=then, internal=True)
+        return self.futures.make(self.new_label(kind), tenant, model, kind, then=then, internal=True)
 
     def break_future(self, number: int, error: Exception) -> None:
         """Fail a future that has no command on the ranks."""
@@ -426,13 +455,39 @@ class Service:
         """Complete the futures of finished commands, at most one batch of gradients among them."""
         ended = []
         for outcome in outcomes:
-            # A load whose state is not saved yet is deferred: a client must not learn of what a restart would lose.
             future = self.futures.by_number(outcome.number)
-            if future is None or self.durability.defers(future, outcome):
-                continue  # None: ended and dropped meanwhile
-            self.end(future, outcome)
-            ended.append(future)
+            if future is None:
+                continue  # ended and dropped meanwhile
+            behind = self._behind.get(future.model or "")
+            if behind is not None:
+                behind.append(outcome)
+            elif future.work is not None and future.ended is None and outcome.error is None:
+                self._behind[future.model or ""] = []
+                task = asyncio.ensure_future(self._finish_with_work(future, future.work, outcome))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            # A load whose state is not saved yet is deferred: a client must not learn of what a restart would lose.
+            elif not self.durability.defers(future, outcome):
+                self.end(future, outcome)
+                ended.append(future)
         self.figures.count_batch(ended)
+
+    async def _finish_with_work(self, future: Future, work: Callable[[Any], Any], outcome: Outcome) -> None:
+        """Do a command's disk work in a thread, then end its future, and those of the same model that have ended meanwhile.
+
+        In their order: with --durable, a save of the model stores the answers of the requests before it.
+        """
+        try:
+            # Not in turns with the tenant's other calls: everything of the model waits for it.
+            outcome = replace(outcome, value=await asyncio.to_thread(work, outcome.value))
+        except Exception as error:  # an error in one answer must not end the server
+            if not isinstance(error, MegascendError):  # the client gets only its class
+                log.exception("the answer to a %s cannot be built", future.kind)
+            outcome = replace(outcome, error=error)
+        try:
+            self.end(future, outcome)
+        finally:
+            self.finish(self._behind.pop(future.model or ""))
 
     def end(self, future: Future, outcome: Outcome) -> None:
         """Complete a future with the outcome of its command."""

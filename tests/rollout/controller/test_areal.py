@@ -103,7 +103,13 @@ def test_a_workers_callback_completes_the_rollout_of_its_number(served: Served, 
     with served.client() as client:
         client.expect(["7"], deadline_s=60)
         assert areal.rollout_complete(7) == {"status": "ok"}
+        assert areal.rollout_complete(7) == {"status": "ok"}, "repeated by a worker that lost the answer"
         assert dict(client.results(["7"])) == {"7": {"task_id": 7}}
+        assert areal.rollout_complete(7) == {"status": "ok"}, "and after its result was fetched"
+        client.expect(["9"], deadline_s=60)
+        client.fail("9", "out of memory")
+    with pytest.raises(requests.HTTPError, match="400"):
+        areal.rollout_complete(9)
     with pytest.raises(requests.HTTPError, match="400"):
         areal.rollout_complete(8)
 

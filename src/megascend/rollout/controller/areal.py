@@ -61,7 +61,9 @@ class ArealCallbacks:
             task = fields.get("task_id")
             if type(task) is not int:
                 raise MessageError(f"task_id is {task!r:.80}; a number was expected")
-            self._controller.tasks.complete(str(task), {"task_id": task})
+            # A worker that lost the answer repeats the call.
+            if not self._controller.tasks.completed(str(task)):
+                self._controller.tasks.complete(str(task), {"task_id": task})
             return
         async with self._changing:
             if name == "pause_generation":

@@ -21,6 +21,7 @@ class _Task:
     timer: Timer
     keep: bool
     size: int = 0
+    completed: bool = False
 
 
 class RolloutTasks:
@@ -38,7 +39,7 @@ class RolloutTasks:
         self._max_tasks = max_tasks
         self._max_kept_bytes = max_kept_bytes
         self._tasks: dict[str, _Task] = {}
-        self._over: OrderedDict[str, str] = OrderedDict()
+        self._over: OrderedDict[str, tuple[str, bool]] = OrderedDict()  # reason, and whether it was completed
         self._kept_bytes = 0
         self._closed = ""
 
@@ -103,7 +104,12 @@ class RolloutTasks:
             raise ControllerBusyError(
                 f"{self._kept_bytes} bytes of results have not been fetched; no more are taken before some are"
             )
+        self._tasks[name].completed = True
         self._settle(name, result, f"rollout {name!r} is completed", size, keep_s)
+
+    def completed(self, name: str) -> bool:
+        """Check whether a rollout was completed, as far as its name is remembered."""
+        return self._tasks[name].completed if name in self._tasks else self._over.get(name, ("", False))[1]
 
     def fail(self, name: str, reason: str, *, keep_s: float = 600.0) -> None:
         """Set a rollout's error, a :class:`RolloutTaskError`. Raises like :meth:`complete`."""
@@ -130,7 +136,7 @@ class RolloutTasks:
                 waiting[self._tasks[name].future] = name, self._tasks[name]
             elif name in self._over:
                 # Not raised: one result that nobody fetched in time must not cost the caller the others.
-                results[name] = RolloutTaskError(self._over[name])
+                results[name] = RolloutTaskError(self._over[name][0])
             else:
                 raise RolloutTaskError(f"rollout {name!r} is not expected here")
         if waiting:
@@ -178,7 +184,7 @@ class RolloutTasks:
     def _check_expected(self, name: str) -> None:
         if name not in self._tasks or self._tasks[name].future.done():
             state = "completed" if name in self._tasks else "not expected here"
-            raise RolloutTaskError(self._over.get(name) or f"rollout {name!r} is {state}")
+            raise RolloutTaskError(self._over[name][0] if name in self._over else f"rollout {name!r} is {state}")
 
     def _settle(self, name: str, result: Any, reason: str, size: int, keep_s: float) -> None:
         """Set a future's result; then keep it for ``keep_s``, or remove it with ``reason`` for late callbacks."""
@@ -206,7 +212,7 @@ class RolloutTasks:
         if not task.future.done():
             task.future.cancel()
         # Remembered for late callbacks; the oldest are forgotten, so that memory is bounded.
-        self._over[name] = reason
+        self._over[name] = reason, task.completed
         while len(self._over) > FORGOTTEN:
             self._over.popitem(last=False)
 

@@ -24,13 +24,18 @@ from megascend.serve.api.guard import Audit, Handler, Json, RequestGuard
 from megascend.serve.api.keys import Keys
 from megascend.serve.api.page import ServiceGauges, show_page, status
 from megascend.serve.api.reading import LARGE, read_body, read_json
-from megascend.serve.api.wire import PROTOBUF, TrainAnswer, train_request_of_json, train_request_of_protobuf
+from megascend.serve.api.wire import (
+    PROTOBUF,
+    TrainAnswer,
+    dumps,
+    train_request_of_json,
+    train_request_of_protobuf,
+)
 from megascend.serve.checkpoints import CheckpointPath, sampler_name
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.images import holds_images
-from megascend.serve.operations import BY_PATH, number_in, settled, train
+from megascend.serve.operations import BY_PATH, CheckedRequest, checked, number_in, settled, train
 from megascend.serve.samplers.adapters import Samplers
-from megascend.serve.samplers.messages import SampleAnswer, prompt_of
+from megascend.serve.samplers.messages import SampleAnswer
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
@@ -156,15 +161,18 @@ class Api:
         max_samples, image_processor = self.service.settings.limits.samples, self.service.base.image_processor
         if PROTOBUF in request.headers.get("content-type", ""):
             path, body = "protobuf", await read_body(request)
-            # in a thread, like all parsing of large bodies: it would block the event loop
-            train_request = await asyncio.to_thread(train_request_of_protobuf, body, max_samples, image_processor)
+            read = partial(train_request_of_protobuf, body, max_samples, image_processor)
         else:
-            path, body = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
-            train_request = await asyncio.to_thread(
-                train_request_of_json, body, max_samples, image_processor, forward_only=forward_only
-            )
+            path, content = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
+            body = request.state.body
+            read = partial(train_request_of_json, content, max_samples, image_processor, forward_only=forward_only)
+
+        def read_and_check() -> CheckedRequest:
+            return checked(self.service, tenant, replace(read(), digest=request.state.digest))
+
+        train_request = await self.service.in_thread(tenant, read_and_check)
         # No await from here to note_request: requests must reach the database in the order in which they were enqueued.
-        future = train(self.service, tenant, replace(train_request, digest=request.state.digest))
+        future = train(self.service, tenant, train_request)
         self.service.durability.note_request(future, path, body, train_request.number)
         return _pending_answer(future)
 
@@ -185,7 +193,8 @@ class Api:
         options = CreateSampler.read(body)
         name = sampler_name(session.name, options.sampling_session_seq_id)
         if options.model_path is not None:  # a missing checkpoint is refused here, not with the first request to sample
-            self.service.checkpoints.find(tenant, CheckpointPath.parse(options.model_path), public=True)
+            path = CheckpointPath.parse(options.model_path)
+            await self.service.in_thread(tenant, partial(self.service.checkpoints.find, tenant, path, public=True))
         self.service.add_sampler(session, name, options.model_path)
         return Json({"type": "create_sampling_session", "sampling_session_id": name})
 
@@ -195,11 +204,9 @@ class Api:
         return Json({"sampler_id": name, "base_model": self.service.base.names[0], "model_path": path})
 
     async def asample(self, request: Request, tenant: str) -> Response:
-        body, prompt = await read_json(request, LARGE), None
-        if holds_images(body.get("prompt")):
-            # In a thread, as decoding would block the event loop; its errors belong to the future.
-            prompt = await asyncio.to_thread(prompt_of, body["prompt"], self.service.base.image_processor)
-        future = self._samplers.sample(tenant, body, prompt)
+        body = await read_json(request, LARGE)
+        prepared = await self.service.in_thread(tenant, self._samplers.prepare, tenant, body)
+        future = self._samplers.sample(tenant, body, prepared)
         self.service.require_same_body(future, request.state.digest)
         names = [f"{future.name}:{part}" for part in range(future.parts)]
         return Json({"request_id": future.name, "sample_sequence_ids": names})
@@ -217,9 +224,11 @@ class Api:
         if not isinstance(future.answer, TrainAnswer | SampleAnswer):
             return Json(future.answer)
         # In threads: an answer of megabytes takes long enough to encode to delay other tenants.
+        answer = future.answer
         if PROTOBUF in request.headers.get("accept", ""):
-            return Response(await asyncio.to_thread(future.answer.protobuf), media_type=PROTOBUF)
-        return Json(await asyncio.to_thread(future.answer.json))
+            return Response(await self.service.in_thread(tenant, answer.protobuf), media_type=PROTOBUF)
+        text = await self.service.in_thread(tenant, lambda: dumps(answer.json()))
+        return Response(text.encode("ascii"), media_type=Json.media_type)
 
     # --- clients that share a sampler ---
 
@@ -237,7 +246,7 @@ class Api:
         query, futures = RetrieveFutures.read(await read_json(request)), self.service.futures
         sampler, timeout, retrieved = query.target.sampling_session_id, query.timeout, query.retrieved_request_ids
         self.service.tenancy.sampler(sampler, tenant)
-        timeout_s = LONG_POLL_S if not isinstance(timeout, int | float) else min(max(float(timeout), 0.0), LONG_POLL_S)
+        timeout_s = LONG_POLL_S if timeout is None else min(max(float(timeout), 0.0), LONG_POLL_S)
         # Names outside this sampler are ignored: the call acknowledges its own answers only.
         for name in retrieved if isinstance(retrieved, list) else []:
             if isinstance(name, str) and name.startswith(f"{sampler}:request:"):
@@ -269,10 +278,14 @@ class Api:
         raise RequestRefusedError(f"{path} is not supported by this server: {feature}")
 
     async def health(self, request: Request) -> Response:
-        """Answer health (always) and readiness (once the ranks have the model)."""
-        # Not ready while requests are replayed: new ones would wait behind them for as long as that takes.
-        if request.scope["path"] == "/readyz" and not (self.service.ready and self.service.durability.recovered):
-            return Json({"status": "starting"}, 503)
+        """Answer health (always) and readiness (once the ranks have the model, while state can be written)."""
+        durability = self.service.durability
+        if request.scope["path"] == "/readyz":
+            # Not ready while requests are replayed: new ones would wait behind them for as long as that takes.
+            if not (self.service.ready and durability.recovered):
+                return Json({"status": "starting"}, 503)
+            if durability.stalled:
+                return Json({"status": "state cannot be written"}, 503)
         return Json({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
@@ -311,7 +324,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
                             "this process was stopped or blocked for %.0f s; timeouts start again", loop.time() - start
                         )
                         restart_timeouts(service)
-                    sweep(service)  # on the event loop, like all that touches the service's state
+                    await sweep(service)  # on the event loop, like all that touches the service's state
                 except Exception:  # storage that cannot be read, for one
                     log.exception("timeouts could not be applied; trying again in %g s", TICK_S)
                 if service.clock() - returned > TRIM_S:
@@ -327,7 +340,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
             with suppress(asyncio.CancelledError):
                 await task
             # In a thread, as it waits for the disk.
-            await asyncio.to_thread(service.durability.close)
+            await asyncio.to_thread(service.close)
             api.audit.close()
 
     async def not_found(request: Request, error: Exception) -> Response:
@@ -337,7 +350,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
     return Starlette(routes=api.routes(), lifespan=lifespan, exception_handlers={404: not_found, 405: not_found})
 
 
-def sweep(service: Service) -> None:
+async def sweep(service: Service) -> None:
     """Apply timeouts: silent sessions, requests missing from a model's order, unfetched answers, expired checkpoints."""
     if service.durability.stalled:
         restart_timeouts(service)
@@ -351,7 +364,7 @@ def sweep(service: Service) -> None:
     service.sequences.expire()
     if service.clock() - service.swept > SWEEP_S:
         service.swept = service.clock()
-        service.checkpoints.remove_expired()
+        await asyncio.to_thread(service.checkpoints.remove_expired)
 
 
 def restart_timeouts(service: Service) -> None:

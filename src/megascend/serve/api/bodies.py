@@ -1,9 +1,13 @@
-"""Pydantic models of small JSON requests. Unknown fields are ignored, as the protocol grows; null counts as left out."""
+"""Pydantic models of small JSON requests. Unknown fields are ignored, as the protocol grows.
+
+Null counts as left out, except where a number belongs.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -33,6 +37,13 @@ def _check_size(metadata: dict[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in metadata.items()}
 
 
+def _check_64_bits(value: float) -> float:
+    if not abs(value) < 2**63:
+        raise ValueError("must be below 2**63")
+    return value
+
+
+Bounded = Annotated[int | float, AfterValidator(_check_64_bits)]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**62)]
 Lifetime = Annotated[int, Field(ge=0, le=LONGEST_S)]
@@ -50,8 +61,15 @@ class Body(BaseModel):
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
-            return {name: value for name, value in values.items() if value is not None}
+            return {name: value for name, value in values.items() if value is not None or name in cls._numbers()}
         return values
+
+    @classmethod
+    @cache
+    def _numbers(cls) -> frozenset[str]:
+        """Return the fields that are numbers in any case: JSON has no NaN and no infinity, and clients send null for them."""
+        numbers = (float, int, int | float)
+        return frozenset(name for name, entry in cls.model_fields.items() if entry.annotation in numbers)
 
     @classmethod
     def read(cls: type[B], values: Any, part: str = "", error: type[MegascendError] = RequestRefusedError) -> B:
@@ -154,7 +172,7 @@ def parse_adam(settings: Mapping[str, Any]) -> Adam:
         betas=(params.beta1, params.beta2),
         eps=params.eps,
         weight_decay=params.weight_decay,
-        max_grad_norm=max(params.grad_clip_norm, 0.0),
+        max_grad_norm=max(params.grad_clip_norm, 0.0),  # NaN stays, and is refused
     )
 
 
@@ -212,7 +230,7 @@ class RetrieveFutures(Body):
 
     target: SamplerTarget
     prev_cursor: NonNegative = 0
-    timeout: Any = None
+    timeout: Bounded | None = None
     retrieved_request_ids: Any = None
 
 
@@ -247,12 +265,6 @@ class MaxTokens(Body):
     max_tokens: NonNegative | None = None
 
 
-def _check_64_bits(value: float) -> float:
-    if not abs(value) < 2**63:
-        raise ValueError("must be below 2**63")
-    return value
-
-
 def as_integer(value: Any) -> Any:
     """Convert a float that is a whole number to int, as some JSON libraries write integers."""
     if isinstance(value, float):
@@ -262,7 +274,6 @@ def as_integer(value: Any) -> Any:
     return value
 
 
-Bounded = Annotated[int | float, AfterValidator(_check_64_bits)]
 Integer = Annotated[int, BeforeValidator(as_integer), Field(gt=-(2**63), lt=2**63)]
 
 

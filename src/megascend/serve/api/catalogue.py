@@ -103,6 +103,10 @@ def _checkpoint(record: CheckpointRecord) -> dict[str, Any]:
     }
 
 
+def _checkpoints(service: Service, tenant: str, model: str | None = None) -> list[dict[str, Any]]:
+    return [_checkpoint(record) for record in service.checkpoints.list_records(tenant, model)]
+
+
 def _page(request: Request) -> tuple[int, int]:
     """Return (offset, limit) of a listing."""
     numbers = []
@@ -116,7 +120,7 @@ def _page(request: Request) -> tuple[int, int]:
 
 async def weights_info(service: Service, request: Request, tenant: str) -> Response:
     path = CheckpointPath.parse(WeightsInfo.read(await read_json(request)).tinker_path)
-    record, _ = service.checkpoints.find(tenant, path, public=True)
+    record, _ = await service.in_thread(tenant, partial(service.checkpoints.find, tenant, path, public=True))
     return Json({
         "base_model": record.base_model, "is_lora": True, "lora_rank": record.rank, "train_unembed": record.output,
         "train_mlp": record.mlp, "train_attn": record.attention,
@@ -124,7 +128,7 @@ async def weights_info(service: Service, request: Request, tenant: str) -> Respo
 
 
 def _run(service: Service, model: Model, tenant: str) -> dict[str, Any]:
-    checkpoints = [_checkpoint(record) for record in service.checkpoints.list_records(tenant, model.name)]
+    checkpoints = _checkpoints(service, tenant, model.name)
     last = {
         kind: next((c for c in checkpoints if c["checkpoint_type"] == kind), None) for kind in ("training", "sampler")
     }
@@ -146,38 +150,40 @@ def _run(service: Service, model: Model, tenant: str) -> dict[str, Any]:
 async def list_runs(service: Service, request: Request, tenant: str) -> Response:
     offset, limit = _page(request)
     models = [model for model in service.tenancy.models.values() if model.tenant == tenant]
-    runs = [_run(service, model, tenant) for model in models[offset : offset + limit]]
+    page = models[offset : offset + limit]
+    runs = await service.in_thread(tenant, lambda: [_run(service, model, tenant) for model in page])
     return Json({"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(models)}})
 
 
 async def get_run(service: Service, request: Request, tenant: str) -> Response:
-    return Json(_run(service, service.tenancy.model(request.path_params["model"], tenant), tenant))
+    model = service.tenancy.model(request.path_params["model"], tenant)
+    return Json(await service.in_thread(tenant, _run, service, model, tenant))
 
 
 async def list_run_checkpoints(service: Service, request: Request, tenant: str) -> Response:
-    records = service.checkpoints.list_records(tenant, request.path_params["model"])
-    return Json({"checkpoints": [_checkpoint(record) for record in records]})
+    model = request.path_params["model"]
+    return await service.in_thread(tenant, lambda: Json({"checkpoints": _checkpoints(service, tenant, model)}))
 
 
 async def list_checkpoints(service: Service, request: Request, tenant: str) -> Response:
     offset, limit = _page(request)
-    records = service.checkpoints.list_records(tenant)
-    cursor = {"offset": offset, "limit": limit, "total_count": len(records)}
-    return Json({"checkpoints": [_checkpoint(record) for record in records[offset : offset + limit]], "cursor": cursor})
+    checkpoints = await service.in_thread(tenant, _checkpoints, service, tenant)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(checkpoints)}
+    return Json({"checkpoints": checkpoints[offset : offset + limit], "cursor": cursor})
 
 
 async def delete(service: Service, request: Request, tenant: str) -> Response:
-    await asyncio.to_thread(service.checkpoints.delete, tenant, _path(request))
+    await service.in_thread(tenant, service.checkpoints.delete, tenant, _path(request))
     return Response(status_code=204)
 
 
 async def publish(service: Service, request: Request, tenant: str) -> Response:
-    service.checkpoints.change(tenant, _path(request), public=True)
+    await _change(service, request, tenant, public=True)
     return Response(status_code=204)
 
 
 async def unpublish(service: Service, request: Request, tenant: str) -> Response:
-    service.checkpoints.change(tenant, _path(request), public=False)
+    await _change(service, request, tenant, public=False)
     return Response(status_code=204)
 
 
@@ -185,20 +191,26 @@ async def keep_for(service: Service, request: Request, tenant: str) -> Response:
     """Set the lifetime of a checkpoint, from now on."""
     seconds = KeepFor.read(await read_json(request)).ttl_seconds
     expires = None if seconds is None else time.time() + seconds
-    service.checkpoints.change(tenant, _path(request), expires=expires)
+    await _change(service, request, tenant, expires=expires)
     return Response(status_code=204)
+
+
+async def _change(service: Service, request: Request, tenant: str, **values: Any) -> None:
+    await service.in_thread(tenant, partial(service.checkpoints.change, tenant, _path(request), **values))
 
 
 async def archive(service: Service, request: Request, tenant: str) -> Response:
     """Answer with the checkpoint's files as one archive (tar, gzip)."""
-    record, directory = service.checkpoints.find(tenant, _path(request), public=True)
+    find = partial(service.checkpoints.find, tenant, _path(request), public=True)
+    record, directory = await service.in_thread(tenant, find)
     if service.downloads[tenant] >= MAX_DOWNLOADS:
         raise RequestRefusedError(f"{MAX_DOWNLOADS} of your archives are being sent; wait for one to finish", 429)
     download = ExitStack()
     service.downloads[tenant] += 1
     download.callback(service.downloads.subtract, [tenant])
     try:
-        async with service.packing:
+        # The tenant's own turn first: its second archive must not wait in the place of another tenant's.
+        async with service.packing_turns[tenant], service.packing:
             packed = download.enter_context(await asyncio.to_thread(pack, directory))
         headers = {"content-disposition": f'attachment; filename="{record.path.name}.tar.gz"'}
         headers["content-length"] = str(packed.seek(0, 2))

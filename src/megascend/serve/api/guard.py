@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ class RequestGuard:
             try:
                 with self._bodies.reserve(tenant) as charge:
                     request.state.charge, request.state.max_body_bytes = charge, self._max_body_bytes
+                    request.state.in_thread = partial(self._service.in_thread, tenant)
                     response = await self._respond(handler, request, tenant)
             finally:
                 self._open[tenant] -= 1

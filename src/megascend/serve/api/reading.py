@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from collections import Counter
@@ -66,6 +65,9 @@ def check_json(body: bytes) -> None:
 TIMEOUT_S = 120.0
 """Deadline for receiving a body."""
 
+INLINE = 2**16
+"""Maximum bytes of a body that is parsed on the event loop."""
+
 SMALL = 2**20
 """Maximum bytes of a JSON request without tokens."""
 
@@ -104,10 +106,10 @@ class Bodies:
 
 
 async def read_body(request: Request, limit: int | None = None) -> bytes:
-    """Read and decompress the body, and set the state's ``digest`` to that of its bytes.
+    """Read and decompress the body, and set the state's ``body``, and ``digest`` to that of its bytes.
 
     Args:
-        request: its state has ``charge`` and ``max_body_bytes`` (:class:`~megascend.serve.api.guard.RequestGuard`).
+        request: its state has ``charge``, ``max_body_bytes`` and ``in_thread`` (:mod:`~megascend.serve.api.guard`).
         limit: maximum bytes; None: the server's limit.
 
     Raises:
@@ -122,10 +124,11 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         # In a thread, which zstd runs in without the GIL: other tenants' requests are answered meanwhile.
-        body = await asyncio.to_thread(decompress, body, encoding, bound)
+        body = await request.state.in_thread(decompress, body, encoding, bound)
         charge(len(body))
     # The same for the digest, of all but small bodies.
-    request.state.digest = digest_of(body) if len(body) <= SMALL else await asyncio.to_thread(digest_of, body)
+    request.state.digest = digest_of(body) if len(body) <= SMALL else await request.state.in_thread(digest_of, body)
+    request.state.body = body
     return body
 
 
@@ -141,11 +144,17 @@ async def read_json(request: Request, limit: int = SMALL) -> dict[str, Any]:
         RequestRefusedError: 400 or 422, not a JSON object; 413, larger than ``limit`` or with too many objects.
     """
     body = await read_body(request, limit)
-    check_json(body)
-    try:
-        content = json.loads(body or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise RequestRefusedError(f"the body is not valid JSON: {str(error)[:120]}") from None
+    content = parse(body) if len(body) <= INLINE else await request.state.in_thread(parse, body)
     if not isinstance(content, dict):
         raise RequestRefusedError("the body must be a JSON object", 422)
     return content
+
+
+def parse(body: bytes) -> Any:
+    """Parse a JSON body."""
+    check_json(body)
+    try:
+        # With a hook of Python: the parser is one call of C, in which no other thread runs between two objects without it.
+        return json.loads(body or b"{}", object_hook=lambda content: content)
+    except (ValueError, RecursionError) as error:
+        raise RequestRefusedError(f"the body is not valid JSON: {str(error)[:120]}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -133,10 +134,16 @@ def _varint(body: bytes, position: int, end: int) -> tuple[int, int]:
 
 
 PROTOBUF = "application/x-protobuf"
+PART = 4096
+"""Numbers encoded in one call."""
 ARRAY_BYTES = 128
 """Memory overhead of an array."""
 PIECES = 64
 """Maximum message fields per allowed sample; about twenty describe one."""
+MAX_COLUMNS = 64
+"""Maximum number of targets at one position; each column is computed as a sample of its own."""
+COLUMNS_EACH = 16
+"""Columns of targets per allowed sample, over all samples of a request: 1024 samples of 64 columns with the default limit."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,12 @@ class Datum:
     token_spans: Sequence[ProvenanceSpan] = ()
     target_spans: Sequence[ProvenanceSpan] = ()
     images: tuple[PlacedImage, ...] = ()
+
+    @property
+    def columns(self) -> int:
+        """Columns of the targets, each of which is computed as a sample."""
+        targets = self.inputs.get("target_tokens")
+        return targets.shape[1] if targets is not None and targets.ndim == 2 else 1
 
     @property
     def model_input(self) -> ModelInput:
@@ -264,7 +277,20 @@ def train_request_of_json(
     settings = settings if isinstance(settings, dict) else {"": settings}
     request = TrainRequest(fields.model_id, number_of(fields.seq_id), str(inside.loss_fn), settings, forward_only)
     reader = ImageReader(image_processor)
-    return _with_data(request, inside.data, partial(_datum_of_json, reader=reader), _sparse_shapes_of_json)
+    read = partial(_datum_of_json, reader=reader)
+    return _with_data(request, inside.data, read, _sparse_shapes_of_json, COLUMNS_EACH * max_data)
+
+
+def dumps(value: Any) -> str:
+    """Encode as JSON, a bounded part at a time: within a call of the encoder no other thread runs, the event loop's neither."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(str(name))}:{dumps(entry)}" for name, entry in value.items()) + "}"
+    if isinstance(value, list | tuple) and value:
+        if isinstance(value[0], dict | list | tuple):
+            return "[" + ",".join(map(dumps, value)) + "]"
+        if len(value) > PART:
+            return "[" + ",".join(json.dumps(value[at : at + PART])[1:-1] for at in range(0, len(value), PART)) + "]"
+    return json.dumps(value)
 
 
 def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
@@ -308,12 +334,14 @@ def train_request_of_protobuf(
     settings: dict[str, Any] = dict(message.loss_fn_config)
     if "loss_fn_config_v2" in message.DESCRIPTOR.fields_by_name:
         values = message.loss_fn_config_v2.items()
-        settings |= {name: value.text if value.HasField("text") else value.number for name, value in values}
+        # None for one without a value, which would read as 0.
+        settings |= {name: getattr(value, value.WhichOneof("value") or "", None) for name, value in values}
     request = TrainRequest(
         message.model_id, number_of(message.seq_id), message.loss_fn, settings, bool(message.forward_only)
     )
     reader = ImageReader(image_processor)
-    return _with_data(request, message.data, partial(_datum_of_message, reader=reader), _sparse_shapes_of_message)
+    read = partial(_datum_of_message, reader=reader)
+    return _with_data(request, message.data, read, _sparse_shapes_of_message, COLUMNS_EACH * max_data)
 
 
 @cache
@@ -330,9 +358,9 @@ def number_of(value: Any) -> int | None:
     return value
 
 
-def _with_data(request: TrainRequest, data: Any, read: Any, sparse_shapes: Any) -> TrainRequest:
+def _with_data(request: TrainRequest, data: Any, read: Any, sparse_shapes: Any, max_columns: int) -> TrainRequest:
     # An error in a sample fails the future and not the request, whose number must have its turn for later ones to run.
-    datums, opened = [], 0
+    datums, opened, columns = [], 0, 0
     for index, datum in enumerate(data):
         try:
             # from the shapes alone, before anything is allocated
@@ -340,6 +368,9 @@ def _with_data(request: TrainRequest, data: Any, read: Any, sparse_shapes: Any) 
             if opened > MAX_DENSE:
                 raise DataError(f"the sparse tensors up to here have more than {MAX_DENSE} values")
             datums.append(read(datum))
+            columns += datums[-1].columns
+            if columns > max_columns:
+                raise RequestRefusedError(f"the request has more than {max_columns} columns of targets", 413)
         except DataError as error:
             return replace(request, problem=f"sample {index}: {error}")
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
@@ -359,33 +390,39 @@ def _sparse_shapes_of_message(datum: Any) -> list[Any]:
 
 
 def _datum_of_json(datum: Any, reader: ImageReader) -> Datum:
-    inputs = {str(name): tensor_of_json(value) for name, value in datum["loss_fn_inputs"].items()}
     model_input = reader.read(chunks_of_json(datum["model_input"]))
+    bounds = (len(model_input.tokens), MAX_COLUMNS)
+    inputs = {str(name): tensor_of_json(value, bounds) for name, value in datum["loss_fn_inputs"].items()}
     return Datum(model_input.tokens, inputs, images=model_input.images)
 
 
-def tensor_of_json(value: Any) -> np.ndarray:
-    """Read a tensor from JSON."""
+def tensor_of_json(value: Any, bounds: tuple[int, int] | None = None) -> np.ndarray:
+    """Read a tensor from JSON.
+
+    Args:
+        bounds: rows and most columns of a sparse one.
+    """
     dtype = value["dtype"]
     if dtype not in ("float32", "int64"):
         raise DataError(f"dtype {str(dtype)[:40]!r}; expected float32 or int64")
     flat = integers(value["data"]) if dtype == "int64" else np.asarray(value["data"], np.float32)
     if value.get("sparse_crow_indices") is not None:
         return dense(
-            flat, integers(value["sparse_crow_indices"]), integers(value["sparse_col_indices"]), value["shape"]
+            flat, integers(value["sparse_crow_indices"]), integers(value["sparse_col_indices"]), value["shape"], bounds
         )
     shape = value.get("shape")
     return flat if shape is None else flat.reshape([int(size) for size in shape])
 
 
 def _datum_of_message(datum: Any, reader: ImageReader) -> Datum:
-    inputs = {name: tensor_of_message(value) for name, value in datum.loss_fn_inputs.items()}
     model_input = reader.read(chunks_of_message(datum.model_input))
+    bounds = (len(model_input.tokens), MAX_COLUMNS)
+    inputs = {name: tensor_of_message(value, bounds) for name, value in datum.loss_fn_inputs.items()}
     return Datum(model_input.tokens, inputs, *spans_of_message(datum), model_input.images)
 
 
-def tensor_of_message(tensor: Any) -> np.ndarray:
-    """Read a protobuf ``Tensor``."""
+def tensor_of_message(tensor: Any, bounds: tuple[int, int] | None = None) -> np.ndarray:
+    """Read a protobuf ``Tensor``; ``bounds`` as of :func:`tensor_of_json`."""
     messages = messages_of_client()
     kinds = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64, messages.DTYPE_INT32: np.int32}
     if tensor.dtype not in kinds:
@@ -394,7 +431,7 @@ def tensor_of_message(tensor: Any) -> np.ndarray:
     if tensor.HasField("sparse_csr"):
         csr = tensor.sparse_csr
         rows, columns = (np.frombuffer(part, np.int64) for part in (csr.crow_indices, csr.col_indices))
-        values = dense(np.frombuffer(csr.values, kind), rows, columns, tensor.shape)
+        values = dense(np.frombuffer(csr.values, kind), rows, columns, tensor.shape, bounds)
     else:
         values = np.frombuffer(tensor.dense, kind)
         values = values.reshape(list(tensor.shape)) if tensor.shape else values
@@ -405,11 +442,15 @@ MAX_DENSE = 2**24
 """Maximum dense values of a request's sparse tensors: a large shape costs the client nothing."""
 
 
-def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Any) -> np.ndarray:
-    """Build a dense [n, k] tensor from compressed sparse rows."""
+def dense(
+    values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Any, bounds: tuple[int, int] | None = None
+) -> np.ndarray:
+    """Build a dense [n, k] tensor from compressed sparse rows; refuse a shape outside ``bounds`` before it is allocated."""
     sizes = [int(size) for size in shape]
     if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] > MAX_DENSE:
         raise DataError(f"a sparse tensor of shape {sizes}; expected two dimensions and at most {MAX_DENSE} values")
+    if bounds is not None and (sizes[0] != bounds[0] or sizes[1] > bounds[1]):
+        raise DataError(f"a sparse tensor of shape {sizes}; expected [{bounds[0]}, k], k from 1 to {bounds[1]}")
     counts = np.diff(rows)
     fits = (
         len(rows) == sizes[0] + 1 and rows[0] == 0 and rows[-1] == len(values) == len(columns) and (counts >= 0).all()

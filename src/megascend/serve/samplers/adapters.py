@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from megascend.errors import ConfigError, DataError, MegascendError
+from megascend.sampling.request import SampleRequest
 from megascend.serve.api.bodies import SampleBody
 from megascend.serve.checkpoints import CheckpointPath, CheckpointRecord
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.images import ModelInput
-from megascend.serve.samplers.messages import SampleAnswer, prompt_of, sample_request_of, targets_of
+from megascend.serve.samplers.messages import SampleAnswer, prompt_of, sample_request_of
 from megascend.serve.scheduler.commands import Command, Create, Remove, Respond
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service
@@ -54,11 +56,22 @@ class Samplers:
         self._waiting: dict[str, float] = {}  # time of the last refusal, of tenants without any adapter
         self._count = 0
 
-    def sample(self, tenant: str, body: Mapping[str, Any], prompt: ModelInput | DataError | None = None) -> Future:
+    def prepare(self, tenant: str, body: Mapping[str, Any]) -> SampleRequest | MegascendError:
+        """Read a request, of the base model, or return its error. For a thread: it takes time for every token and image."""
+        options, base = SampleBody.read(body), self._service.base
+        try:
+            prompt = prompt_of(options.prompt, base.image_processor)
+            return sample_request_of(options, None, base.max_length, prompt)
+        except (ConfigError, DataError, RequestRefusedError) as error:
+            return error
+
+    def sample(
+        self, tenant: str, body: Mapping[str, Any], prepared: SampleRequest | MegascendError | None = None
+    ) -> Future:
         """Accept a request to sample from a sampling session's model, or from the checkpoint that it names.
 
         Args:
-            prompt: prompt of a body with images, or the reason why it cannot be read.
+            prepared: as of :meth:`prepare`.
 
         Raises:
             RequestRefusedError: 404 or 410, unknown session or checkpoint; 429, too much is pending.
@@ -76,13 +89,15 @@ class Samplers:
         if self._service.futures.pending(owner) >= 4 * self._service.settings.limits.pending:
             raise RequestRefusedError("too many of your samples are pending", 429)
         self._service.check_answers(tenant)
-        if prompt is None:
-            prompt = prompt_of(options.prompt, self._service.base.image_processor)
-        future = self._enqueue(tenant, label, owner, path, options, prompt)
+        if prepared is None:
+            prepared = self.prepare(tenant, body)
+        if not isinstance(prepared, MegascendError):
+            self._service.check_tokens(tenant, len(prepared.prompt) + prepared.num_samples * prepared.params.max_tokens)
+        future = self._enqueue(tenant, label, owner, path, options, prepared)
         # A future that has ended is one that failed above, without responses.
         if options.record_stability_info and session is not None and future.ended is None:
-            assert isinstance(prompt, ModelInput)
-            self._service.sequences.watch(future, session, prompt.tokens)
+            assert isinstance(prepared, SampleRequest)
+            self._service.sequences.watch(future, session, np.array(prepared.prompt, np.int64))
         return future
 
     def _enqueue(
@@ -92,15 +107,16 @@ class Samplers:
         owner: str,
         path: str | None,
         options: SampleBody,
-        prompt: ModelInput | DataError,
+        prepared: SampleRequest | MegascendError,
     ) -> Future:
         service = self._service
         loaded: _LoadedAdapter | None = None
         try:
             if path is not None:
                 loaded = self._load(tenant, path)
-            adapter = None if loaded is None else loaded.adapter
-            request = sample_request_of(options, adapter, service.base.max_length, prompt)
+            if isinstance(prepared, MegascendError):
+                raise prepared
+            request = replace(prepared, adapter=None if loaded is None else loaded.adapter)
         # Mistakes in the request fail its future; only a refusal (RequestRefusedError) is an HTTP status.
         except (ConfigError, DataError) as error:
             return self._fail(tenant, label, owner, error)
@@ -114,7 +130,7 @@ class Samplers:
         def answer(result: Any) -> SampleAnswer:
             if result.error is not None:
                 raise ConfigError(result.error)
-            return SampleAnswer(result, options.prompt_logprobs_last_n, targets_of(options.target_prompt_logprobs))
+            return SampleAnswer(result, options.prompt_logprobs_last_n, options.target_prompt_logprobs)
 
         tokens = len(request.prompt) + request.num_samples * request.params.max_tokens
         future = service.futures.make(label, tenant, owner, "sample", answer_of=answer, then=then, tokens=tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,13 +56,23 @@ class PromptTargets:
         return values[row_of_value, self.sparse["col"]], {**self.sparse, "shape": np.array(values.shape)}
 
 
-def targets_of(value: Any) -> PromptTargets | None:
-    """Read ``target_prompt_logprobs`` of a sampling request."""
-    if value is None:
-        return None
+def targets_of(value: Any, positions: int | None = None) -> PromptTargets | None:
+    """Read ``target_prompt_logprobs`` of a sampling request.
+
+    Args:
+        positions: positions of the prompt but the first; None: the tensor has been read before.
+    """
+    if value is None or isinstance(value, PromptTargets):
+        return value
     try:
         if not isinstance(value, Mapping) or value["dtype"] != "int64":
             raise DataError("an int64 tensor is expected")
+        shape = [int(size) for size in value.get("shape") or (0, 0)]
+        # Before a sparse one is expanded, which may be as wide as the vocabulary.
+        if len(shape) != 2 or min(shape) < 0 or math.prod(shape) > MAX_CELLS:
+            raise DataError(f"target_prompt_logprobs {shape}: [prompt - 1, k], at most {MAX_CELLS} values")
+        if positions is not None and value.get("shape") is not None and shape[0] != positions:
+            raise DataError(f"target_prompt_logprobs {shape}: the prompt has {positions} positions after the first")
         if value.get("sparse_crow_indices") is None:
             cells, sparse = tensor_of_json(value), None
         else:
@@ -167,7 +178,7 @@ def sample_request_of(
     # The answer is kept in memory until it is fetched: as Python numbers, this many pairs take half a gigabyte.
     if prompt_count * len(prompt) + sample_count * count * longest > MAX_TOP:
         raise ConfigError(f"top-k log-probabilities of all positions exceed {MAX_TOP} values: request fewer at a time")
-    targets = targets_of(body.target_prompt_logprobs)
+    targets = targets_of(body.target_prompt_logprobs, len(prompt) - 1)
     return SampleRequest(
         prompt,
         SamplingParams(
@@ -220,12 +231,12 @@ class SampleAnswer:
 
     Attributes:
         last_n: return prompt log-probabilities of the last n tokens only; None: of all.
-        targets: tokens per prompt position requested by the client.
+        targets: the client's ``target_prompt_logprobs``, which are read again when the answer is encoded.
     """
 
     result: SampleResult
     last_n: int | None = None
-    targets: PromptTargets | None = None
+    targets: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -233,7 +244,7 @@ class SampleAnswer:
         result = self.result
         numbers = sum(2 * len(sample.tokens) + _pairs(sample.topk_logprobs) for sample in result.samples)
         numbers += len(result.prompt_logprobs or ()) + _pairs(result.topk_prompt_logprobs) + _pairs(result.prompt_draws)
-        numbers += sum(map(len, result.target_logprobs or ()))
+        numbers += len(result.target_logprobs or ()) * len((result.target_logprobs or ((),))[0])
         return NUMBER_BYTES * numbers
 
     def _prompt(self) -> list[float | None] | None:
@@ -246,8 +257,9 @@ class SampleAnswer:
     def _position_tensors(self, encode: Callable[[np.ndarray, dict[str, np.ndarray] | None], Any]) -> dict[str, Any]:
         """Return the tensors of target tokens and of drawn alternatives, encoded by ``encode``."""
         tensors: dict[str, Any] = {}
-        if self.targets is not None and self.result.target_logprobs is not None:
-            tensors["target_prompt_logprobs"] = encode(*self.targets.arranged(self.result.target_logprobs))
+        targets = None if self.result.target_logprobs is None else targets_of(self.targets)
+        if targets is not None and self.result.target_logprobs is not None:
+            tensors["target_prompt_logprobs"] = encode(*targets.arranged(self.result.target_logprobs))
         if self.result.prompt_draws is not None:
             pairs = np.array(self.result.prompt_draws, np.float64).reshape(len(self.result.prompt_draws), -1, 2)
             tokens, values = pairs[..., 0].astype(np.int64), pairs[..., 1].astype(np.float32)
@@ -293,8 +305,8 @@ class SampleAnswer:
 
 
 def _pairs(positions: Sequence[Sequence[Any] | None] | None) -> int:
-    """Count the numbers in (token, log-probability) pairs; each tuple costs as much as two more."""
-    return sum(4 * len(pairs) for pairs in positions or () if pairs is not None)
+    """Count the numbers in (token, log-probability) pairs, as many at each position; each tuple costs as much as two more."""
+    return 4 * len(positions or ()) * len(next((pairs for pairs in positions or () if pairs is not None), ()))
 
 
 def _reason(sequence: SampledSequence) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from megascend.serve.tenancy import Session
 
 KEEP_S = 24 * 3600.0
 """Retention of a response after its last use."""
+MAX_SEQUENCES = 2**18
+"""Most responses of one tenant: one of no token takes memory, too."""
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Sequences:
         self._clock, self._max_tokens = clock, max_tokens
         self._sequences: dict[str, OrderedDict[str, RecordedSequence]] = {}
         self._tokens: dict[str, int] = {}
+        self._lock = threading.RLock()  # find() is called from threads that check training requests
         self.on_keep: Callable[[str, RecordedSequence], None] = lambda name, sequence: None
         self.on_drop: Callable[[str], None] = lambda name: None
 
@@ -66,10 +70,13 @@ class Sequences:
     def keep(self, tenant: str, name: str, sequence: RecordedSequence) -> None:
         """Add a tenant's response; drop older ones beyond the limit."""
         sequence.used = self._clock()
-        self._sequences.setdefault(tenant, OrderedDict())[name] = sequence
-        self._tokens[tenant] = self._tokens.get(tenant, 0) + len(sequence.prompt) + len(sequence.tokens)
-        while self._tokens.get(tenant, 0) > self._max_tokens:
-            self._drop(tenant, next(iter(self._sequences[tenant])))
+        with self._lock:
+            self._sequences.setdefault(tenant, OrderedDict())[name] = sequence
+            self._tokens[tenant] = self._tokens.get(tenant, 0) + len(sequence.prompt) + len(sequence.tokens)
+            while (
+                self._tokens.get(tenant, 0) > self._max_tokens or len(self._sequences.get(tenant, ())) > MAX_SEQUENCES
+            ):
+                self._drop(tenant, next(iter(self._sequences[tenant])))
 
     def watch(self, future: Future, session: Session, prompt: np.ndarray) -> None:
         """Record the responses of a pending sampling request when it completes, under the names that its client has."""
@@ -84,28 +91,31 @@ class Sequences:
 
     def find(self, tenant: str, session: str, name: str) -> RecordedSequence:
         """Return a session's response and restart its retention."""
-        sequence = self._sequences.get(tenant, {}).get(name)
-        # The same error for another session's as for none, so that names cannot be probed.
-        if sequence is None or sequence.session != session:
-            raise DataError(
-                f"no sequence {name[:160]!r} was recorded in this session (record_stability_info), or it was dropped since"
-            )
-        sequence.used = self._clock()
-        self._sequences[tenant].move_to_end(name)
-        return sequence
+        with self._lock:
+            sequence = self._sequences.get(tenant, {}).get(name)
+            # The same error for another session's as for none, so that names cannot be probed.
+            if sequence is None or sequence.session != session:
+                raise DataError(
+                    f"no sequence {name[:160]!r} was recorded in this session (record_stability_info), or it was dropped since"
+                )
+            sequence.used = self._clock()
+            self._sequences[tenant].move_to_end(name)
+            return sequence
 
     def forget(self, session: Session) -> None:
         """Drop the responses of a session."""
-        sequences = self._sequences.get(session.tenant, {})
-        for name in [name for name, sequence in sequences.items() if sequence.session == session.name]:
-            self._drop(session.tenant, name)
+        with self._lock:
+            sequences = self._sequences.get(session.tenant, {})
+            for name in [name for name, sequence in sequences.items() if sequence.session == session.name]:
+                self._drop(session.tenant, name)
 
     def expire(self) -> None:
         """Drop responses past their retention."""
-        for tenant, sequences in list(self._sequences.items()):
-            # Ordered by last use: the first one is the oldest.
-            while sequences and self._clock() - next(iter(sequences.values())).used > KEEP_S:
-                self._drop(tenant, next(iter(sequences)))
+        with self._lock:
+            for tenant, sequences in list(self._sequences.items()):
+                # Ordered by last use: the first one is the oldest.
+                while sequences and self._clock() - next(iter(sequences.values())).used > KEEP_S:
+                    self._drop(tenant, next(iter(sequences)))
 
     def _drop(self, tenant: str, name: str) -> None:
         sequence = self._sequences[tenant].pop(name)

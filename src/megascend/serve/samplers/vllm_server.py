@@ -6,6 +6,7 @@ unmodified distribution (``--logprobs-mode raw_logprobs``, vLLM's default).
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,7 +94,7 @@ class VllmServer:
         """
         answer = await self._ask("POST", "/v1/completions", body_of(request, model, ends), self._answer_s)
         try:
-            return result_of(request, answer)
+            return await asyncio.to_thread(result_of, request, answer)  # takes time for every token
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerFailedError(
                 f"{self.name}: the answer cannot be read ({error!r}): {str(answer)[:MAX_SHOWN]}"
@@ -110,7 +111,7 @@ class VllmServer:
             kind = {400: RefusedError, 404: UnknownModelError, 422: RefusedError}.get(answer.status, ServerFailedError)
             message = message_of(answer.body.decode("utf-8", "replace"))
             raise kind(f"{self.name}: {target}: status {answer.status}: {message[:MAX_SHOWN]}")
-        content = answer.json()
+        content = await asyncio.to_thread(answer.json)
         return content if isinstance(content, dict) else {"text": content}
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from megascend.batch.loss import Loss
 from megascend.batch.sample import Sample
 from megascend.config import Adam, Lora
 from megascend.sampling.request import SampleRequest
+from megascend.serve.samples import RequestSamples
 
 
 # Compared by identity: samples have no equality, and two clients may send the same request.
@@ -78,20 +82,32 @@ class ForwardBackward(Command):
     loss: Loss | None
     problem: str | None = None
 
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.samples))
+    @cached_property
+    def tokens(self) -> int:  # type: ignore[override]
+        return int(lengths_of(self.samples).sum())
 
 
 @dataclass(frozen=True, eq=False)
 class Forward(Command):
-    """Compute log-probabilities of samples."""
+    """Compute log-probabilities of samples.
+
+    Attributes:
+        loss: loss to evaluate, too; then the value is an AdapterLoss.
+    """
 
     samples: Sequence[Sample]
+    loss: Loss | None = None
 
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.samples))
+    @cached_property
+    def tokens(self) -> int:  # type: ignore[override]
+        return int(lengths_of(self.samples).sum())
+
+
+def lengths_of(samples: Sequence[Sample]) -> np.ndarray:
+    """Return the number of tokens of each sample, without building those of a request."""
+    return (
+        samples.lengths if isinstance(samples, RequestSamples) else np.array([len(sample) for sample in samples], int)
+    )
 
 
 @dataclass(frozen=True, eq=False)

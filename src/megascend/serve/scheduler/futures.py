@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from typing import Any
 
 from megascend.errors import MegascendError
@@ -20,7 +21,9 @@ from megascend.serve.errors import Failure
 RETRIEVED_S = 120.0
 """Retention of a fetched answer, for a client that lost the response."""
 MAX_ANSWERS = 16384
-"""Maximum number of answers retained per tenant; beyond it the oldest is dropped, fetched or not."""
+"""Number of one tenant's answers beyond which fetched ones are dropped, oldest first, and then new requests are refused."""
+MAX_COMPLETIONS = 1024
+"""Most finished requests named in one answer to a poll for many."""
 ANSWER_OVERHEAD_BYTES = 2048
 """Bytes charged for an answer in addition to its arrays."""
 log = logging.getLogger("megascend.serve")
@@ -36,7 +39,8 @@ class Future:
         kind: kind of the request, for logs and metrics.
         tokens: number of tokens that it processes.
         parts: number of responses of a sampling request.
-        answer_of: builds the answer from the ranks' return value.
+        work: disk work on the ranks' return value, done in a thread before ``answer_of``; None: there is none.
+        answer_of: builds the answer from the ranks' return value, or from that of ``work``.
         then: callback, called with True on success and False on failure.
         answer: answer for the client, once finished.
         number_in_line: number in its model's order, or None.
@@ -54,6 +58,7 @@ class Future:
     created: float
     tokens: int = 0
     parts: int = 1
+    work: Callable[[Any], Any] | None = None
     answer_of: Callable[[Any], Any] = field(default=lambda value: {})
     then: Callable[[bool], None] = field(default=lambda succeeded: None)
     answer: Any = None
@@ -89,7 +94,8 @@ class Futures:
     Args:
         clock: monotonic seconds.
         keep_s: retention of an answer that is not fetched.
-        max_bytes: limit of one tenant's answers; beyond it, fetched answers are dropped, oldest first.
+        max_bytes: limit of one tenant's answers; beyond it, and beyond :data:`MAX_ANSWERS`, fetched ones are dropped, oldest
+            first.
     """
 
     def __init__(self, clock: Callable[[], float], keep_s: float, max_bytes: int = 2**62) -> None:
@@ -98,6 +104,7 @@ class Futures:
         self._by_name: dict[str, Future] = {}
         self._accounts: defaultdict[str, Account] = defaultdict(Account)
         self._pending: Counter[str] = Counter()
+        self._pending_by_kind: Counter[str] = Counter()
         self._count = 0
         self.completions = Completions()
 
@@ -107,7 +114,8 @@ class Futures:
         future = Future(self._count, name, tenant, model, kind, self._clock(), **values)
         self._by_name[name] = self._by_number[future.number] = future
         self._accounts[tenant].tokens += future.tokens
-        self._pending[model or ""] += 1
+        self._pending[model or ""] += not future.internal
+        self._pending_by_kind[kind] += 1
         return future
 
     def get(self, name: str, tenant: str) -> Future | None:
@@ -133,22 +141,28 @@ class Futures:
         account = self._accounts.get(tenant)
         if account is None:
             return False
-        # Unfetched answers are not dropped for their size: their clients would lose results that they paid a step for. The
-        # tenant is refused instead until it fetches some.
-        for future in list(account.answers.values()):  # oldest first
-            if account.bytes <= self._max_bytes:
-                break
-            if future.retrieved is not None:
+        # Unfetched answers are never dropped: their clients would lose results that they paid a step for. The tenant is refused
+        # instead until it fetches some.
+        if self._over(account):
+            for future in [
+                future for future in account.answers.values() if future.retrieved is not None
+            ]:  # oldest first
                 self._drop(future)
-        return account.bytes > self._max_bytes
+                if not self._over(account):
+                    break
+        return self._over(account)
+
+    def _over(self, account: Account) -> bool:
+        return account.bytes > self._max_bytes or len(account.answers) > MAX_ANSWERS
 
     def pending_by_kind(self) -> Mapping[str, int]:
         """Count pending futures by kind."""
-        return Counter(future.kind for future in self._by_number.values() if future.ended is None)
+        return +self._pending_by_kind
 
-    def ended_of(self, model: str) -> list[Future]:
-        """List a model's finished futures that are still retained, in the order of creation."""
-        return [future for future in self._by_number.values() if future.model == model and future.ended is not None]
+    def ended_of(self, tenant: str, model: str) -> list[Future]:
+        """List the finished futures of a tenant's model that are still retained."""
+        account = self._accounts.get(tenant)
+        return [] if account is None else [future for future in account.answers.values() if future.model == model]
 
     def restart_retention(self) -> None:
         """Restart the retention of all answers, after a time in which they could not be fetched."""
@@ -179,7 +193,8 @@ class Futures:
         future.ended = self._clock()
         account = self._accounts[future.tenant]
         account.tokens -= future.tokens
-        self._pending[future.model or ""] -= 1
+        self._pending[future.model or ""] -= not future.internal
+        self._pending_by_kind[future.kind] -= 1
         if not self._pending[future.model or ""]:
             del self._pending[future.model or ""]
         if future.internal:
@@ -195,12 +210,10 @@ class Futures:
         )  # releases the request's samples, which the closures hold
 
     def _make_room(self, account: Account, future: Future) -> None:
-        """Charge a new answer to its tenant; drop the tenant's oldest beyond the limit."""
+        """Charge a new answer to its tenant; drop fetched ones beyond the limits."""
         future.size = ANSWER_OVERHEAD_BYTES + getattr(future.answer, "nbytes", 0)
         account.answers[future.number] = future
         account.bytes += future.size
-        while len(account.answers) > MAX_ANSWERS:
-            self._drop(next(iter(account.answers.values())))
         self.full(future.tenant)
 
     def mark_fetched(self, future: Future) -> None:
@@ -208,9 +221,9 @@ class Futures:
         if future.ended is not None and future.retrieved is None:
             future.retrieved = self._clock()
 
-    def forget_fetched(self, model: str) -> None:
+    def forget_fetched(self, tenant: str, model: str) -> None:
         """Drop fetched answers of a removed model: its client will not ask again."""
-        for future in self.ended_of(model):
+        for future in self.ended_of(tenant, model):
             if future.retrieved is not None:
                 self._drop(future)
 
@@ -271,6 +284,7 @@ class Completions:
             return
         self._count += 1
         log = self._logs.setdefault((match[1], int(match[2]) // CLONE), _Log())
+        log.ended.pop(request, None)  # sent again after its answer was dropped: its place is the last
         log.ended[request] = (self._count, succeeded)
         log.changed.set()
 
@@ -285,7 +299,8 @@ class Completions:
         log = self._logs.setdefault((sampler, clone), _Log())
         log.waiting += 1
         try:
-            for name in [name for name, (position, _) in log.ended.items() if position <= cursor]:
+            # In order of their positions: a poll takes time for what it acknowledges and returns, not for all that has ended.
+            for name in [name for name, _ in takewhile(lambda entry: entry[1][0] <= cursor, log.ended.items())]:
                 del log.ended[name]
             if not log.ended and timeout_s > 0:
                 log.changed.clear()  # no await since the look at log.ended, so no completion can be missed
@@ -295,8 +310,9 @@ class Completions:
         finally:
             log.waiting -= 1
             self._tidy(sampler, clone, log)
-        last = max((position for position, _ in log.ended.values()), default=cursor)
-        return {name: succeeded for name, (_, succeeded) in log.ended.items()}, last
+        ended = dict(islice(log.ended.items(), MAX_COMPLETIONS))
+        last = max((position for position, _ in ended.values()), default=cursor)
+        return {name: succeeded for name, (_, succeeded) in ended.items()}, last
 
     def drop(self, request: str) -> None:
         """Remove a request whose answer has been dropped."""

@@ -10,21 +10,26 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from megascend.backend import Backend
 from megascend.batch.image_sources import ImageSources
 from megascend.batch.images import SampleImages
+from megascend.batch.results import AdapterLoss
+from megascend.batch.sample import Sample
 from megascend.config import Lora
 from megascend.data.images import ImageProcessor
 from megascend.errors import ConfigError, DataError
 from megascend.lora.fairness import Ledger, Request, next_unit
 from megascend.lora.queue import CALLS_AT_ONCE, AdapterFuture, AdapterQueue, out_of_memory_error
 from megascend.sampling.request import SampleRequest, SampleResult
+from megascend.serve.samples import RequestSamples, value_of
 from megascend.serve.scheduler.commands import (
     Cancel,
     Command,
@@ -37,6 +42,7 @@ from megascend.serve.scheduler.commands import (
     Remove,
     Respond,
     Save,
+    lengths_of,
 )
 from megascend.serve.scheduler.inbox import Inbox
 
@@ -50,6 +56,8 @@ SLICE_TOKENS = 16
 """Tokens of each response sampled between two units of training: a training request waits for one slice, not for a response."""
 UNLIMITED = 2**62
 """Queue limit per model, which is never reached: requests are bounded on arrival instead (``limits.pending``)."""
+MAX_SAMPLES = 1024
+"""Maximum number of samples of one request in a batch: even a sample of one token takes a fixed time on the host."""
 CANCELLED = ConfigError("the client has cancelled this request")
 
 Cancelled = Callable[[], Collection[int]]
@@ -128,11 +136,71 @@ class _Entry:
 
     Attributes:
         since: units of work and clock seconds at which it became its model's first; None before.
+        future: of the part in the queue; None while it is not its model's first.
+        part: the samples of that part; the first of the next one is ``next``.
+        values: results of the parts that have run.
     """
 
     command: Command
-    future: AdapterFuture[Any]
     since: tuple[int, float] | None = None
+    future: AdapterFuture[Any] | None = None
+    part: Sequence[Sample] = ()
+    next: int = 0
+    values: list[AdapterLoss | list[Tensor]] = field(default_factory=list)
+
+    @property
+    def left(self) -> bool:
+        """True if samples remain after the part in the queue."""
+        return isinstance(self.command, ForwardBackward | Forward) and self.next < len(self.command.samples)
+
+    def take_part(self, max_tokens: int) -> Sequence[Sample]:
+        """Build the samples of the next part: those that fit into a batch, at least one."""
+        assert isinstance(self.command, ForwardBackward | Forward)
+        lengths = lengths_of(self.command.samples)[self.next : self.next + MAX_SAMPLES]
+        count = max(1, int(np.searchsorted(lengths.cumsum(), max_tokens, "right")))
+        start, self.next = self.next, self.next + count
+        return self.command.samples[start : self.next]
+
+    def keep(self, value: Any) -> None:
+        """Add the result of a part."""
+        command = self.command
+        if isinstance(command, Forward) and command.loss is not None:
+            trained = sum(int((sample.weights != 0).sum()) for sample in self.part)
+            tokens = sum(map(len, self.part))
+            value = AdapterLoss(value_of(command.loss, self.part, value), trained, tokens, {}, value)
+        self.values.append(value)
+        self.part = ()
+
+    @property
+    def value(self) -> Any:
+        """Result of the command."""
+        if isinstance(self.command, ForwardBackward | Forward):
+            value = self.values[0] if len(self.values) == 1 else _joined(self.values)
+            if isinstance(value, AdapterLoss) and isinstance(self.command.samples, RequestSamples):
+                return self.command.samples.arrange(value)
+            return value
+        assert self.future is not None
+        return self.future.result()
+
+
+def _joined(values: Sequence[AdapterLoss | list[Tensor]]) -> AdapterLoss | list[Tensor]:
+    """Join the results of a request's parts: sums add up, and metrics are averaged over the targets with a weight."""
+    losses = [value for value in values if isinstance(value, AdapterLoss)]
+    if not losses:
+        return [logprobs for value in values if isinstance(value, list) for logprobs in value]
+    counted = [loss for loss in losses if loss.tokens] or losses[:1]
+    weights = [loss.tokens or 1 for loss in counted]
+    metrics = {
+        name: sum(weight * loss.metrics[name] for weight, loss in zip(weights, counted, strict=True)) / sum(weights)
+        for name in counted[0].metrics
+    }
+    return AdapterLoss(
+        sum(loss.loss for loss in losses),
+        sum(loss.tokens for loss in losses),
+        sum(loss.total_tokens for loss in losses),
+        metrics,
+        [logprobs for loss in losses for logprobs in loss.logprobs or ()],
+    )
 
 
 class CommandRunner:
@@ -191,16 +259,18 @@ class CommandRunner:
                 images = self._deferred(command.request.images)
                 self._to_sample.append(replace(command, request=replace(command.request, images=images)))
             else:
-                self._unfinished.setdefault(command.adapter, deque()).append(_Entry(command, self._submit(command)))
+                self._unfinished.setdefault(command.adapter, deque()).append(_Entry(command))
         return outcomes
 
     def run_once(self) -> list[Outcome]:
         """Run a few calls, a slice of sampling, and one unit of the queue. Collective."""
         # One of each in every turn, so that saves, responses and training steps cannot starve one another.
-        self._mark_heads()
+        self._submit_heads()
         return [*self._run_calls(), *self._sample(), *self._run_unit()]
 
-    def _submit(self, command: Command) -> AdapterFuture[Any]:
+    def _submit(self, entry: _Entry) -> AdapterFuture[Any]:
+        """Put a command, or the next part of its samples, into the queue."""
+        command = entry.command
         queue, backend, adapter = self._queue, self._backend, command.adapter
         problem = command.problem if isinstance(command, ForwardBackward | OptimizerStep) else None
         if problem is not None:
@@ -208,14 +278,20 @@ class CommandRunner:
             # The failed step drops its gradients, so that they do not leak into the next one.
             return failed if isinstance(command, ForwardBackward) else queue.optimizer_step(adapter)
         if isinstance(command, ForwardBackward | Forward):
-            for sample in command.samples:
+            try:
+                entry.part = entry.take_part(queue.max_batch_tokens)
+            except (
+                DataError
+            ) as error:  # samples are checked on arrival; one that slipped through must not end the server
+                return queue.failed(adapter, error)
+            for sample in entry.part:
                 sample.images = self._deferred(sample.images)
         if isinstance(command, ForwardBackward):
-            return queue.forward_backward(adapter, command.samples, command.loss or "cross_entropy", logprobs=True)
+            return queue.forward_backward(adapter, entry.part, command.loss or "cross_entropy", logprobs=True)
         if isinstance(command, OptimizerStep):
             return queue.optimizer_step(adapter, command.adam)
         if isinstance(command, Forward):
-            return queue.forward(adapter, command.samples)
+            return queue.forward(adapter, entry.part)
         if isinstance(command, Create) and command.path is None:
             return queue.call(adapter, partial(backend.add_adapter, adapter, command.lora))
         if isinstance(command, Create | Load):
@@ -243,7 +319,7 @@ class CommandRunner:
             self._units += 1
             for adapter in list(self._unfinished):
                 outcomes += [_outcome(entry) for entry in self._take_finished(adapter)]
-        self._mark_heads()
+        self._submit_heads()
         return outcomes
 
     def _run_unit(self) -> list[Outcome]:
@@ -263,22 +339,33 @@ class CommandRunner:
             waited = (self._units - entry.since[0], start - entry.since[1]) if entry.since else (None, 0.0)
             outcomes.append(_outcome(entry, batch_adapters, *waited))
         self._units += 1
-        self._mark_heads()
+        self._submit_heads()
         self.finished_models = [adapter for adapter in models if adapter not in self._unfinished]
         return outcomes
 
-    def _mark_heads(self) -> None:
-        """Begin the wait of commands that have become the first of their model."""
-        now = time.monotonic()
+    def _submit_heads(self) -> None:
+        """Put the first command of every model into the queue; its wait begins."""
+        # The first only, and a batch of its samples at a time: what later ones take on the host, before they run, would delay
+        # other models; and between two parts, these have their turns.
         for entries in self._unfinished.values():
-            entries[0].since = entries[0].since or (self._units, now)
+            entry = entries[0]
+            if entry.future is None:
+                entry.future = self._submit(entry)
+            entry.since = entry.since or (self._units, time.monotonic())
 
     def _take_finished(self, adapter: str) -> list[_Entry]:
-        # Only from the head of the queue: a request that failed validation is done at once, but clients expect answers in order.
         entries = self._unfinished[adapter]
         finished = []
-        while entries and entries[0].future.done():
+        while entries and (future := entries[0].future) is not None and future.done():
+            entry = entries[0]
+            if future.error is None and isinstance(entry.command, ForwardBackward | Forward):
+                entry.keep(future.result())
+                if entry.left:
+                    entry.future = None
+                    break
             finished.append(entries.popleft())
+            if entries:
+                entries[0].future = self._submit(entries[0])
         if not entries:
             del self._unfinished[adapter]
         return finished
@@ -368,12 +455,14 @@ def _outcome(
     entry: _Entry, batch_adapters: int = 0, wait_units: int | None = None, wait_seconds: float = 0.0
 ) -> Outcome:
     """Build the Outcome of a finished command."""
-    command, future = entry.command, entry.future
-    if future.error is None:
-        return Outcome(command.number, future.result(), None, batch_adapters, wait_units, wait_seconds)
+    command, error = entry.command, None if entry.future is None else entry.future.error
+    if error is None:
+        return Outcome(command.number, entry.value, None, batch_adapters, wait_units, wait_seconds)
+    if isinstance(error, DataError) and (start := entry.next - len(entry.part)) > 0:
+        error = DataError(f"counted from sample {start}: {error}")
     # The queue reports that the step was skipped for an earlier failure; the client needs the reason, its own settings.
     problem = command.problem if isinstance(command, OptimizerStep) else None
-    return Outcome(command.number, None, future.error if problem is None else DataError(problem), batch_adapters)
+    return Outcome(command.number, None, error if problem is None else DataError(problem), batch_adapters)
 
 
 class SamplingBatch:

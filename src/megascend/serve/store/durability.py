@@ -9,6 +9,7 @@ import secrets
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megascend.errors import CheckpointError
-from megascend.serve.api.wire import TrainAnswer, TrainRequest, json_of_train_request
+from megascend.serve.api.wire import TrainAnswer
 from megascend.serve.errors import Failure, RequestRefusedError
 from megascend.serve.samplers.sequences import RecordedSequence
 from megascend.serve.scheduler.commands import Outcome, Save
@@ -88,7 +89,7 @@ class DurableState(Durability):
 
     @property
     def stalled(self) -> bool:
-        return self._writer.problem is not None
+        return self._writer.stalled
 
     def check_number(self, number: int | None) -> None:
         if number is None:
@@ -129,10 +130,6 @@ class DurableState(Durability):
     def note_unload(self, model: Model) -> None:
         if self._models.pop(model.name, None) is not None:
             self._writer.enqueue(Removal("model", model.name))
-
-    def note_resolved_request(self, future: Future, request: TrainRequest) -> None:
-        if not future.recorded:
-            self.note_request(future, "resolved", json_of_train_request(request), request.number)
 
     def note_sequence(self, name: str, sequence: RecordedSequence) -> None:
         """Record a sampled response."""
@@ -201,7 +198,7 @@ class DurableState(Durability):
                 progress.steps = self._steps  # due again with the next step
                 self._refuse(model, progress)
 
-        future = self._service.make_internal("keep_model", then=then)
+        future = self._service.make_internal("keep_model", model.tenant, then, model.name)
         self._service.submit(Save(future.number, model.adapter, str(self._saves / directory), True))
 
     def _note_save(self, model: Model, directory: str, following: int) -> None:
@@ -211,7 +208,7 @@ class DurableState(Durability):
             "directory": directory, "following": following, "steps": model.steps, "losses": model.losses, "rank": lora.rank,
             "parts": [lora.train_attn, lora.train_mlp, lora.train_unembed],
         }  # fmt: skip
-        futures = self._service.futures.ended_of(model.name)
+        futures = self._service.futures.ended_of(model.tenant, model.name)
         answers = [answer_row(future) for future in futures if (future.number_in_line or following) < following]
         self._writer.enqueue(StoredRow("save", model.name, values, parent=model.name), *answers)
 
@@ -276,6 +273,7 @@ class StateWriter:
         self._pending: list[StoredRow | Removal] = []
         self._enqueued_count = self._written_count = 0
         self._closed = False
+        self._writing_since: float | None = None
         self.problem: Exception | None = None
         # With their loops: an asyncio.Event must be set in its own thread, and this object is made before the loop exists.
         self._callers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -284,6 +282,12 @@ class StateWriter:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    @property
+    def stalled(self) -> bool:
+        """True while the disk refuses what is written, or has not answered for ``wait_s``."""
+        since = self._writing_since
+        return self.problem is not None or (since is not None and time.monotonic() - since > self._wait_s)
 
     def enqueue(self, *changes: StoredRow | Removal) -> None:
         """Queue changes to be written in one transaction."""
@@ -331,7 +335,9 @@ class StateWriter:
                 changes, self._pending = self._pending, []
             if not changes:
                 return
+            self._writing_since = time.monotonic()
             unneeded = self._write(changes)
+            self._writing_since = None
             if unneeded is None:
                 return
             with self._changed:

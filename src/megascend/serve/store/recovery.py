@@ -7,7 +7,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -45,15 +45,11 @@ def keep_state(service: Service) -> None:
             "away, or use another storage"
         )
     folder, saves = storage / NAME, storage / NAME / "saves"
-    make_directory(saves)
-    folder.chmod(0o700)  # the database has the tenants' training data
     start = time.monotonic()
     resources = ExitStack()
+    resources.callback(lock(storage))
     try:
-        resources.callback(hold(folder / "lock", LOCK_S).release)
-    except TimeoutError:
-        raise ConfigError(f"another server uses {folder}; give each its own storage") from None
-    try:
+        make_directory(saves)
         database = StateDatabase(folder / "state.sqlite")
         resources.callback(database.close)
         _check_settings(database, service.settings)
@@ -74,6 +70,17 @@ def keep_state(service: Service) -> None:
     if sessions:
         log.warning("state: %d sessions, %d models, %d requests to repeat", len(sessions), len(models), count)
         state.when_recovered = lambda: log.warning("state: recovered in %.1f s", time.monotonic() - start)
+
+
+def lock(storage: Path) -> Callable[[], None]:
+    """Lock a storage against other servers, durable or not; return the function that unlocks it."""
+    folder = storage / NAME
+    make_directory(folder)
+    folder.chmod(0o700)  # the database has the tenants' training data
+    try:
+        return hold(folder / "lock", LOCK_S).release
+    except TimeoutError:
+        raise ConfigError(f"another server uses {folder}; give each its own storage") from None
 
 
 def _check_saves(saves: Path, database: StateDatabase) -> None:
