@@ -1,4 +1,4 @@
-"""Programs of the ranks of test_optimizer_layouts.py and test_main_parameters.py, for engines that need a process without Megatron.
+"""Programs of the ranks of two tests of optimizers, for engines that need a process without Megatron.
 
 python optimizer_ranks.py JOB RESULT
 """
@@ -83,9 +83,11 @@ def mains(
             core = backend.engine
             state = core.state(include_replicas=True)
             state = {name: value for name, value in state.items() if hasattr(value, "slices")}
-            # fp32 parameters are their own main parameters.
+            # fp32 parameters are their own main parameters; of others a rank may have no part.
             tensors = {
-                name: state.get(f"{MAIN}{name}", value) for name, value in state.items() if "optimizer." not in name
+                name: state.get(f"{MAIN}{name}", value)
+                for name, value in state.items()
+                if "optimizer." not in name and (f"{MAIN}{name}" in state or value.dtype == torch.float32)
             }
             values: dict[str, torch.Tensor] = {}
             if by_weight:

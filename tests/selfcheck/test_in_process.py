@@ -51,7 +51,7 @@ class Padded(Subject):
         self.built += 1
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
-    def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
+    def logits(self, model: Any, samples: Sequence[Tensor], images: Any = None) -> list[Tensor]:
         rows = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
         return [row[: len(ids)] for row, ids in zip(model(rows).logits, samples, strict=True)]
 
@@ -63,7 +63,7 @@ class Borderless(Padded):
     packing = True
     remedy = "set batching.packing: false"
 
-    def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
+    def logits(self, model: Any, samples: Sequence[Tensor], images: Any = None) -> list[Tensor]:
         positions = torch.cat([torch.arange(len(ids)) for ids in samples])[None]
         mask = torch.full((positions.shape[1],) * 2, -torch.inf).triu(1)[None, None]
         logits = model(torch.cat(list(samples))[None], position_ids=positions, attention_mask=mask).logits[0]
@@ -75,7 +75,7 @@ class Raising(Padded):
 
     engine = "raising"
 
-    def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
+    def logits(self, model: Any, samples: Sequence[Tensor], images: Any = None) -> list[Tensor]:
         return model(samples[0][None], words="of nobody")["missing"]
 
 
@@ -183,7 +183,7 @@ class FailingLater(Padded):
     engine = "failing later"
     calls = 0
 
-    def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
+    def logits(self, model: Any, samples: Sequence[Tensor], images: Any = None) -> list[Tensor]:
         self.calls += 1
         if self.calls > 3:
             raise RuntimeError("no more")

@@ -77,7 +77,7 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     ``raw``: its ``config.json``; ``full``: with all defaults; ``longest``: tokens of the longest sample that a run allows.
     Without ``window_active`` samples are never longer than the model's sliding window.
     """
-    if isinstance(raw.get("vision_config"), Mapping):
+    if isinstance(raw.get("vision_config") or full.get("vision_config"), Mapping):
         return _slice_with_tower(raw, full, longest, window_active)
     architecture = architecture_named(str(raw.get("model_type") or ""))
     full = architecture.normalise(full)
@@ -115,8 +115,8 @@ def _slice_with_tower(raw: Mapping[str, Any], full: Mapping[str, Any], longest: 
     special = [name for name, value in full.items() if name.endswith("_token_id") and isinstance(value, int)]
     last = text.config["vocab_size"] - 1
     tokens = {name: last - number for number, name in enumerate(sorted(special))}
-    tower = dict(raw["vision_config"])
     sizes = full["vision_config"]
+    tower = dict(raw.get("vision_config") or {})
     inner = range(min(len(sizes.get("deepstack_visual_indexes") or ()), text.layers))
     heads = min(sizes["num_heads"], TOWER_HEADS)
     tower |= {

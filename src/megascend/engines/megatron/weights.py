@@ -159,8 +159,8 @@ def load_mains(
 ) -> None:
     """Copy the numbers of the files, which 16-bit parameters have rounded, into the fp32 main parameters. Collective.
 
-    The files are read again, since only the optimizer knows this rank's part of the main parameters. Beside the model there is one
-    fp32 parameter at a time.
+    The files are read again, since only the optimizer knows this rank's part of the main parameters. Beside the model, one
+    parameter at a time is in memory in fp32.
 
     Args:
         tensors: as for :func:`load`; rounded: the names of those that the parameters have rounded; others are not read.
@@ -177,8 +177,9 @@ def load_mains(
             if rounded:
                 with _no_progress_bars(), _loads(tensors, unread):
                     bridge.load_weights(chunks, str(model_dir))
-                writes.require_all()
             scalar_head.fill(chunks, fresh)
+        if rounded:
+            writes.require_all()
     except (CheckpointError, OSError, RuntimeError) as error:  # files that have changed since the parameters were read
         problem = CheckpointError(f"{model_dir}: main parameters cannot be read (rank {groups.rank}): {error}")
     raise_on_all_ranks(problem, groups, f"the main parameters of {model_dir}")
