@@ -23,6 +23,8 @@ WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_windo
 """Settings that limit attention to a window of preceding tokens."""
 LENGTHS = (3, 8, 13, 40, 48)
 MAX_LAYERS = 8
+FIXED_ROPE = ("default", "linear", "yarn", "llama3")
+"""Kinds of RoPE whose angles do not depend on the length of a sample."""
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
 
 WITH_TOWER = "no slice is made of a model with a vision tower that megascend does not declare"
@@ -219,8 +221,9 @@ def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) ->
     changed["max_position_embeddings"] = max(2, limit * ORIGINAL_POSITIONS // original)
     if full.get("original_max_position_embeddings"):
         changed["original_max_position_embeddings"] = ORIGINAL_POSITIONS
-    # Samples shrink with the positions: a run whose samples are all shorter than the switch is not refused for longer ones.
-    longest = longest * ORIGINAL_POSITIONS // original
+    if any((section.get("rope_type") or section.get("type") or "default") not in FIXED_ROPE for section in sections):
+        # Samples shrink with the positions: a run whose samples are all shorter than the switch is not refused for longer ones.
+        longest = longest * ORIGINAL_POSITIONS // original
     return changed, max(2, min(longest, changed["max_position_embeddings"]))
 
 
