@@ -33,7 +33,13 @@ SIZES = {
     name: value
     for name, value in tiny_config("llama").items()
     if name not in ("architectures", "model_type", "rope_theta", "hidden_act")
-} | {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+} | {
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 131072,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
 class Padded(Subject):
