@@ -1,4 +1,4 @@
-"""Programs of the ranks of test_optimizer_layouts.py, for engines that need a process without Megatron.
+"""Programs of the ranks of two tests of optimizers, for engines that need a process without Megatron.
 
 python optimizer_ranks.py JOB RESULT
 """
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 import megascend
+from megascend.checkpoint.hf_slices import held_weights
+from megascend.checkpoint.slices import index_of
 from megascend.errors import MegascendError
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
@@ -57,6 +59,54 @@ def train(
     assert all(rank.get("losses") == ranks[0].get("losses") for rank in ranks)
     assert all(("error" in rank) == ("error" in ranks[0]) for rank in ranks)
     return ranks[0]
+
+
+MAIN = "optimizer.state.param."
+
+
+def mains(
+    checkpoint: str, engine: str, world_size: int, steps: int = 0, by_weight: bool = True, **options: Any
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the main parameters after some steps, and the exported weights.
+
+    Args:
+        by_weight: main parameters by weights of the checkpoint, NaN where no rank has them; else by tensors of the engine.
+    """
+
+    def on_rank() -> dict[str, dict[str, torch.Tensor]]:
+        settings: dict[str, Any] = {"platform": "cpu", "timeout_s": 60, "self_check": False}
+        settings["batching"] = megascend.Batching(micro_batch_tokens=64)
+        with megascend.make_backend(engine, model=checkpoint, **settings | options) as backend:
+            for _ in range(steps):
+                backend.forward_backward(backend.shard(causal_samples(token_lists())))
+                backend.optimizer_step()
+            core = backend.engine
+            state = core.state(include_replicas=True)
+            state = {name: value for name, value in state.items() if hasattr(value, "slices")}
+            # fp32 parameters are their own main parameters; of others a rank may have no part.
+            tensors = {
+                name: state.get(f"{MAIN}{name}", value)
+                for name, value in state.items()
+                if "optimizer." not in name and (f"{MAIN}{name}" in state or value.dtype == torch.float32)
+            }
+            values: dict[str, torch.Tensor] = {}
+            if by_weight:
+                for name, offsets, part in held_weights(tensors, core.hf_slices()):
+                    shape = core.info.tensors[name].shape
+                    whole = values.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+                    whole[index_of(offsets, part.shape)] = part.double().cpu()
+            else:
+                for name, tensor in tensors.items():
+                    values |= {f"{name} at {offsets}": part.double().cpu() for offsets, part in tensor.slices}
+            exports = {name: tensor.cpu().clone() for name, tensor in backend.named_weights()}
+            return {"mains": values, "exports": exports}
+
+    ranks = run_distributed(on_rank, world_size, init=False, timeout_s=180)
+    merged: dict[str, torch.Tensor] = {}
+    for rank in ranks:
+        for name, part in rank["mains"].items():
+            merged[name] = torch.where(part.isnan(), merged.get(name, part), part)
+    return {"mains": merged, "exports": ranks[0]["exports"]}
 
 
 if __name__ == "__main__":

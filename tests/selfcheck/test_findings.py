@@ -5,17 +5,20 @@ All models of a test are built in one process, as in the check's worker.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megascend.app import self_check_worker
 from megascend.selfcheck import process, suspects
 from megascend.selfcheck.process import BOUND, Trial, TrialResult
 from megascend.selfcheck.slicing import LENGTHS
 from megascend.selfcheck.trial_inputs import MIN_MARGIN
-from megascend.testing import tiny_config
+from megascend.testing import run_distributed, tiny_config
 from megascend.testing.self_checks import slice_of
 
 LONGROPE = {
@@ -78,6 +81,9 @@ HONOURED = {
     "relu2 in llama": tiny_config("llama", hidden_act="relu2"),
     "128 experts": tiny_config("qwen3_moe", num_experts=128, num_experts_per_tok=8),
     "norm_topk_prob: false in qwen3_moe": tiny_config("qwen3_moe", norm_topk_prob=False),
+    "experts of 120 bytes": tiny_config("qwen3_moe", moe_intermediate_size=30),
+    "gpt_oss at its limit": tiny_config("gpt_oss"),
+    **{f"{arch} with an image": tiny_config(arch) for arch in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")},
 }
 
 
@@ -141,6 +147,28 @@ def test_unbuildable_models_do_not_agree_and_honoured_settings_do() -> None:
     assert "spiral" in results[1].problem
     assert not results[0].agrees
     assert_agree([*HONOURED, "short longrope"], results[2:])
+
+
+WRONG = {
+    "gpt_oss": ({"swiglu_limit": 12.0}, {"swiglu_limit": 7.0}),
+    "olmoe": ({"clip_qkv": 8.0}, {"clip_qkv": None}),
+}
+"""By architecture, settings of its model, and those that a stack computes in their place."""
+
+
+@pytest.mark.usefixtures("megatron_imported")
+@pytest.mark.parametrize("arch", WRONG)
+def test_stack_with_another_limit_differs(arch: str, tmp_path: Path) -> None:
+    settings, wrong = WRONG[arch]
+    part = slice_of(tiny_config(arch, **settings))
+    trial = {"config": part.config, "lengths": part.lengths, "seed": 1}
+    (reference,) = run_distributed(lambda: self_check_worker.reference(trial, tmp_path / "model"), 1, init=False)
+    assert list(reference["models"]) == ["plain", "at limits"]
+    for name in reference["models"]:
+        (tmp_path / "model" / name / "config.json").write_text(json.dumps(part.config | wrong))
+    (values,) = run_distributed(lambda: self_check_worker.compare(reference, tmp_path / "model"), 1, init=False)
+    assert not TrialResult(**values).problem
+    assert TrialResult(**values).largest > 100 * BOUND
 
 
 # --- random shapes ---

@@ -25,11 +25,21 @@ from megascend.huggingface.scalar_head import ScalarHead
 from megascend.selfcheck import check, in_process
 from megascend.selfcheck.in_process import Subject
 from megascend.selfcheck.process import BOUND
-from megascend.selfcheck.slicing import CannotSliceError
 from megascend.testing import run_distributed, tiny_config
 from megascend.topology.topology import plan
 
 QWEN = tiny_config("qwen3", num_hidden_layers=2)
+SIZES = {
+    name: value
+    for name, value in tiny_config("llama").items()
+    if name not in ("architectures", "model_type", "rope_theta", "hidden_act")
+} | {
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 131072,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
 class Padded(Subject):
@@ -51,7 +61,7 @@ class Padded(Subject):
         self.built += 1
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
-    def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
+    def logits(self, model: Any, samples: Sequence[Tensor], images: Any = None) -> list[Tensor]:
         rows = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
         return [row[: len(ids)] for row, ids in zip(model(rows).logits, samples, strict=True)]
 
@@ -63,7 +73,7 @@ class Borderless(Padded):
     packing = True
     remedy = "set batching.packing: false"
 
-    def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
+    def logits(self, model: Any, samples: Sequence[Tensor], images: Any = None) -> list[Tensor]:
         positions = torch.cat([torch.arange(len(ids)) for ids in samples])[None]
         mask = torch.full((positions.shape[1],) * 2, -torch.inf).triu(1)[None, None]
         logits = model(torch.cat(list(samples))[None], position_ids=positions, attention_mask=mask).logits[0]
@@ -75,7 +85,7 @@ class Raising(Padded):
 
     engine = "raising"
 
-    def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
+    def logits(self, model: Any, samples: Sequence[Tensor], images: Any = None) -> list[Tensor]:
         return model(samples[0][None], words="of nobody")["missing"]
 
 
@@ -132,7 +142,7 @@ def test_scalar_heads_are_compared_through_their_base_model(head: ScalarHead) ->
         verdict = examine(subject)
         assert (verdict.status, verdict.layers) == ("agrees", 2)
     borderless = FsdpSubject(head, packing=True, context=1, npu=False)
-    see_all = lambda model, samples: list(  # noqa: E731
+    see_all = lambda model, samples, images: list(  # noqa: E731
         model(torch.cat(list(samples))[None], use_cache=False, **plain_rows()).logits[0].split([*map(len, samples)])
     )
     borderless.logits = see_all  # type: ignore[method-assign]
@@ -171,10 +181,57 @@ def test_slice_supports_aliased_names_and_nested_configs() -> None:
     assert (part.config["model_type"], part.config["num_hidden_layers"]) == ("gemma3_text", 6)
 
 
-def test_model_with_a_tower_has_no_slice() -> None:
-    raw = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 8}}
-    with pytest.raises(CannotSliceError, match="no slice is made of a model with a vision tower"):
-        in_process.slice_transformers_model(raw, config_of(raw), 10**6)
+def with_settings(subject: type[Subject], **settings: Any) -> Subject:
+    """Return an engine that computes with other values of these settings than the configuration has."""
+
+    class Wrong(subject):
+        engine = "wrong"  # a part of the verdict's key
+
+        def build(self, config: Any) -> Any:
+            for name, value in settings.items():
+                setattr(config.get_text_config(), name, value)
+            return super().build(config)
+
+    return Wrong(None)
+
+
+LIMITS = {
+    "swiglu_limit": ("gpt_oss", 12.0, 7.0),
+    "clip_qkv": ("olmoe", 8.0, None),
+    "clip_qkv, a little": ("olmoe", 8.0, 9.0),
+    "sliding_window": ("gpt_oss", 16, 17),
+    "sliding_window, of mistral": ("mistral", 16, 15),
+    "attn_logit_softcapping": ("gemma2", 50.0, 40.0),
+}
+"""Architecture, the value in its configuration, and the one with which a wrong engine computes."""
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_engine_with_another_limit_differs(limit: str) -> None:
+    (arch, value, wrong), name = LIMITS[limit], limit.split(",")[0]
+    settings: dict[str, Any] = {"model_type": arch} | SIZES | {name: value}
+    settings |= {"final_logit_softcapping": None} if arch == "gemma2" else {}
+    right = examine(SingleSubject(None), settings)
+    assert (right.status, right.not_shown) == ("agrees", "")
+    assert examine(with_settings(SingleSubject, **{name: wrong}), settings).largest > 100 * BOUND
+
+
+@pytest.mark.parametrize("arch", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_models_with_vision_towers_are_compared_with_an_image(arch: str) -> None:
+    settings = tiny_config(arch)
+    for subject in (SingleSubject(None), FsdpSubject(None, packing=False, context=1, npu=False)):
+        verdict = examine(subject, settings)
+        assert (verdict.status, verdict.lengths) == ("agrees", [3, 8, 13, 40, 48])
+    assert examine(WithoutImages(None), settings).largest > 100 * BOUND
+
+
+class WithoutImages(SingleSubject):
+    """An engine that computes an image's positions, and leaves its features out."""
+
+    engine = "without images"
+
+    def image_arguments(self, *args: Any, **options: Any) -> dict[str, Tensor]:
+        return {"position_ids": super().image_arguments(*args, **options)["position_ids"]}
 
 
 class FailingLater(Padded):
@@ -183,7 +240,7 @@ class FailingLater(Padded):
     engine = "failing later"
     calls = 0
 
-    def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
+    def logits(self, model: Any, samples: Sequence[Tensor], images: Any = None) -> list[Tensor]:
         self.calls += 1
         if self.calls > 3:
             raise RuntimeError("no more")

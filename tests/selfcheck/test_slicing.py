@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -67,8 +68,8 @@ def test_lengths_lie_on_both_sides_of_the_rope_switch() -> None:
     assert part.config["rope_scaling"]["original_max_position_embeddings"] == 24
     assert part.config["max_position_embeddings"] == 24 * 16
     assert part.lengths == (3, 8, 13, 40, 48)
-    # A run that allows no longer sample is checked without one.
-    assert sliced(LLAMA_8B, longest=8192).lengths == (3, 8, 13)
+    # Angles that do not depend on the length are the same for short samples: windows and limits need long ones.
+    assert sliced(LLAMA_8B, longest=8192).lengths == (3, 8, 13, 40, 48)
 
 
 @pytest.mark.parametrize("section", ["top", "rope_scaling", "rope_parameters"])
@@ -84,6 +85,8 @@ def test_original_positions_are_rescaled_in_each_section(section) -> None:
     holder = cut if section == "top" else cut[section]
     assert holder["original_max_position_embeddings"] == 24
     assert cut["max_position_embeddings"] == 24 * 32
+    # A run that allows no longer sample is checked without one.
+    assert sliced(config, longest=4096).lengths == (3, 8, 13)
 
 
 def test_slice_has_every_kind_of_layer() -> None:
@@ -114,17 +117,30 @@ def test_experts_and_their_groups_stay() -> None:
     assert cut["moe_intermediate_size"] == 32
 
 
-def test_model_with_a_vision_tower_is_not_sliced() -> None:
+def test_slice_of_a_model_with_a_vision_tower_has_a_small_one() -> None:
     from transformers import AutoConfig
 
     from megascend.selfcheck.in_process import slice_transformers_model
 
-    raw = tiny_config("qwen3_vl")
-    config = AutoConfig.for_model(**raw)
+    raw = tiny_config("qwen3_vl", num_hidden_layers=36, vocab_size=150000)
+    raw["vision_config"] |= {"depth": 27, "num_heads": 16, "hidden_size": 1152, "deepstack_visual_indexes": [8, 16, 24]}
+    config = AutoConfig.for_model(**copy.deepcopy(raw))
     full = json.loads(config.to_json_string(use_diff=False))
-    for make in (lambda: slice_model(raw, full, 64, False), lambda: slice_transformers_model(raw, config, 64)):
-        with pytest.raises(CannotSliceError, match="no slice is made of a model with a vision tower"):
-            make()
+    part = slice_model(raw, full, 64, False)
+    assert slice_transformers_model(raw, config, 64) == part
+    assert (part.layers, part.text_config["vocab_size"], part.text_config["hidden_size"]) == (2, 128, 64)
+    tower = part.config["vision_config"]
+    sizes = [tower[name] for name in ("depth", "num_heads", "hidden_size", "out_hidden_size")]
+    assert sizes == [2, 2, 144, 64]
+    assert tower["deepstack_visual_indexes"] == [0, 1]
+    tokens = {part.config[name] for name in full if name.endswith("_token_id") and isinstance(full[name], int)}
+    assert tokens == set(range(128 - len(tokens), 128))
+
+
+def test_vision_tower_of_an_undeclared_family_is_not_sliced() -> None:
+    raw = tiny_config("qwen3_vl") | {"model_type": "qwen2_5_vl"}
+    with pytest.raises(CannotSliceError, match="a vision tower that megascend does not declare"):
+        slice_model(raw, raw, 64, False)
 
 
 def test_unsliceable_configuration_raises_with_reason() -> None:

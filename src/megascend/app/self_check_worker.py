@@ -26,7 +26,17 @@ from megascend.bootstrap.providers import packages
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.models import register_architecture
 from megascend.models.registry import from_reference
-from megascend.selfcheck.trial_inputs import choose_samples, description, difference, randomise, settings
+from megascend.selfcheck.process import TrialResult
+from megascend.selfcheck.trial_inputs import (
+    ImageTokens,
+    choose_samples,
+    description,
+    difference,
+    randomise,
+    reach_limits,
+    settings,
+    text_vocabulary,
+)
 from megascend.surroundings import die_with_parent
 
 HIDDEN_PACKAGES = ("torch_npu", *reference_fla.PACKAGES, *packages())
@@ -57,7 +67,7 @@ def main() -> None:
 
     megascend.bootstrap("cpu")
     findings = [
-        finding if "samples" not in finding else compare(finding, folder / str(i))
+        finding if "models" not in finding else compare(finding, folder / str(i))
         for i, finding in enumerate(references)
     ]
     result = {
@@ -77,7 +87,7 @@ def reference(trial: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     Samples come in ascending order of length: transformers' dynamic RoPE remembers the longest sequence it has seen.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -87,25 +97,53 @@ def reference(trial: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         make_known_to_transformers(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        # Eager experts: a grouped product would need widths that are multiples of 16 bytes.
+        options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
+        images = ImageTokens.of(trial["config"], trial["seed"])
+        loader = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
+        model = loader.from_config(config, **options).eval()
         randomise(model, trial["seed"])
-        chosen = choose_samples(model, config.vocab_size, sorted(trial["lengths"]), trial["seed"])
-        model.save_pretrained(folder, safe_serialization=True)
+        models = write_models(model, trial, images, folder)
     except Exception as error:  # noqa: BLE001  any architecture's code may raise anything; the report carries it
         return {"transformers_problem": description(error)}
-    # The user's own config.json: transformers would write the configuration in another form.
-    (folder / "config.json").write_text(json.dumps(trial["config"]), encoding="utf-8")
-    return chosen | {"full": settings(config), "default": settings(type(config)())}
+    return {"models": models, "full": settings(config), "default": settings(type(config)())}
+
+
+def write_models(
+    model: Any, trial: dict[str, Any], images: ImageTokens | None, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Write a model, and another one at its limits if it has some; return the samples of each by its folder's name."""
+    models: dict[str, dict[str, Any]] = {}
+    vocabulary, unreached = text_vocabulary(trial["config"]), ""
+    for name in ("plain", "at limits"):
+        chosen = choose_samples(model, vocabulary, sorted(trial["lengths"]), trial["seed"], images)
+        models[name] = chosen | {"images": images, "unreached": unreached}
+        model.save_pretrained(folder / name, safe_serialization=True)
+        # The user's own config.json: transformers would write the configuration in another form.
+        (folder / name / "config.json").write_text(json.dumps(trial["config"]), encoding="utf-8")
+        if (unreached := reach_limits(model, chosen, images)) is None:
+            break
+    return models
 
 
 # --- Megatron ---
 
 
 def compare(reference: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Compare each model of a trial with transformers'; return the worst result."""
+    results = [compare_model(chosen, folder / name) for name, chosen in reference["models"].items()]
+    return vars(TrialResult.worst(results)) | {"full": reference["full"], "default": reference["default"]}
+
+
+def compare_model(chosen: dict[str, Any], folder: Path) -> TrialResult:
     """Compare log-probabilities and logits with transformers', for each sample alone and for all in one micro batch."""
     import megascend
 
-    samples = [megascend.Sample.causal(ids.tolist()) for ids in reference["samples"]]
+    images = chosen["images"]
+    samples = [
+        megascend.Sample.causal(ids.tolist(), images=None if images is None else images.images(ids))
+        for ids in chosen["samples"]
+    ]
     lengths = [len(sample) for sample in samples]
     batching = megascend.Batching(micro_batch_tokens=sum(lengths), max_length=max(lengths))
     try:
@@ -119,25 +157,22 @@ def compare(reference: dict[str, Any], folder: Path) -> dict[str, Any]:
             separate = [part for sample in samples for part in scores(backend, [sample])]
             batched = scores(backend, samples)
     except Exception as error:  # noqa: BLE001  mcore-bridge raises anything; the report carries it
-        return {"megatron_problem": description(error)}
-    expected = [(logits, ids[1:]) for logits, ids in zip(reference["logits"], reference["samples"], strict=True)]
+        return TrialResult(megatron_problem=description(error))
+    expected = [(logits, ids[1:]) for logits, ids in zip(chosen["logits"], chosen["samples"], strict=True)]
     largest = max(float(logits.abs().max()) for logits, _ in expected)
-    return {
-        "largest_logit": largest,
-        "margin": reference["margin"],
-        "rounding": reference["rounding"],
-        "full": reference["full"],
-        "default": reference["default"],
-        "lengths": lengths,
-        "separate": [
-            difference(engine_scores, hf_scores) / largest
-            for engine_scores, hf_scores in zip(separate, expected, strict=True)
-        ],
-        "batched": [
-            difference(engine_scores, hf_scores) / largest
-            for engine_scores, hf_scores in zip(batched, expected, strict=True)
-        ],
-    }
+    differences = [
+        [difference(ours, theirs) / largest for ours, theirs in zip(outputs, expected, strict=True)]
+        for outputs in (separate, batched)
+    ]
+    return TrialResult(
+        lengths=lengths,
+        separate=differences[0],
+        batched=differences[1],
+        largest_logit=largest,
+        margin=chosen["margin"],
+        rounding=chosen["rounding"],
+        unreached=chosen["unreached"],
+    )
 
 
 def scores(backend: Any, samples: list[Any]) -> list[tuple[Tensor, Tensor]]:

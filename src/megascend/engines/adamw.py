@@ -237,6 +237,13 @@ class ModelAdamW(MainAdamW):
         slices = {name: TensorSlices.whole(main.detach()) for name, (_, main) in pairs.items()}
         super().__init__(pairs, adam, schedule, precision, slices, weights)
 
+    @torch.no_grad()
+    def start_from(self, model: nn.Module) -> None:
+        """Copy the parameters of ``model``, the same one in fp32, into the main parameters of 16-bit parameters."""
+        for name, (parameter, main) in self._pairs.items():
+            if parameter is not main:
+                main.copy_(model.get_parameter(name))
+
 
 def _main(parameter: nn.Parameter) -> Tensor:
     """Return the tensor to update, the parameter or its fp32 copy, with a ``grad`` that always exists."""

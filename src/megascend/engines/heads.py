@@ -184,9 +184,9 @@ def plain_slice(config: Any, head: ScalarHead | None) -> Any:
     Args:
         config: changed to have the head.
     """
-    # Eager attention is plain torch: the reference must not depend on a kernel.
-    model = model_class(config, head, config.vocab_size).from_config(
-        config, attn_implementation="eager", dtype=torch.float32
+    # Eager attention and experts are plain torch: the reference must not depend on a kernel, nor on what it can compute.
+    model = model_class(config, head, config.get_text_config().vocab_size).from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
     without_bias(model, head)
     return model

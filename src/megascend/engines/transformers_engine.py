@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megascend.batch.images import joined, positions
 from megascend.engines import linear_attention
 from megascend.engines.adamw import MainAdamW, WeightMap
 from megascend.engines.base import Engine, refuse_quantised_base
@@ -17,6 +19,7 @@ from megascend.engines.heads import plain_slice
 from megascend.errors import ConfigError
 from megascend.selfcheck.check import require_agreement_in_process
 from megascend.selfcheck.in_process import Subject
+from megascend.selfcheck.trial_inputs import ImageTokens
 
 
 class TransformersEngine(Engine):
@@ -89,6 +92,25 @@ class TransformersSubject(Subject):
 
     def plain(self, config: Any) -> Any:
         return plain_slice(config, self.scalar_head)
+
+    @staticmethod
+    def image_arguments(
+        samples: Sequence[Tensor], rows: Tensor, images: ImageTokens, packed: bool
+    ) -> dict[str, Tensor]:
+        """Return positions and images of samples as an engine passes them to the model, in place of plain positions."""
+        present = [images.images(ids) for ids in samples]
+        parts = [
+            positions(ids, None if item is None else item.grids, images.layout)
+            for ids, item in zip(samples, present, strict=True)
+        ]
+        if packed:
+            position_ids = torch.cat(parts, 1)[:, None]
+        else:  # of padding, 0
+            width = rows.shape[1]
+            position_ids = torch.stack([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts], 1)
+        batch = joined(present, rows.device)
+        pixels = {} if batch is None else {"pixel_values": batch.pixel_values, "image_grid_thw": batch.grids}
+        return {"position_ids": position_ids, **pixels}
 
     def on_the_cpu(self, plain: Any) -> contextlib.AbstractContextManager[None]:
         return linear_attention.on_the_cpu(plain)

@@ -29,6 +29,8 @@ WEIGHT_INDEX = f"{WEIGHT_FILE}.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 _SHARD_OF_RANKS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _DTYPE_KEYS = ("torch_dtype", "dtype")
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""safetensors' names of the dtypes of weights that are not quantised."""
 # Buffers that old versions of transformers saved. No Megatron model has them: they are derived from the configuration.
 DERIVED = ("rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 

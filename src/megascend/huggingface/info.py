@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface import scalar_head as scalar_heads
 from megascend.huggingface.exported import OUTPUT, derived_tensors, prediction_tensors
-from megascend.huggingface.files import TensorHeader, read_config, tensor_headers
+from megascend.huggingface.files import FLOATS, TensorHeader, read_config, tensor_headers
 from megascend.huggingface.quantised import QuantisedHeader, dequantised_headers, read_tensor
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
 from megascend.models import (
@@ -29,7 +29,7 @@ from megascend.models.base import ATTENTION_LAYERS, LINEAR, LinearAttention, Sta
 from weightwire.manifest import LAYER
 
 if TYPE_CHECKING:
-    from megascend.config import Mtp, VisionTower
+    from megascend.config import Mtp, Precision, VisionTower
 
 EMBEDDINGS = ("embed_tokens.weight", "backbone.embeddings.weight")
 """Ends of names of embeddings."""
@@ -191,6 +191,12 @@ class ModelInfo:
         """Return how the checkpoint stores quantised weights, or None."""
         headers = (header for header in self.tensors.values() if isinstance(header, QuantisedHeader))
         return next((header.method for header in headers), None)
+
+    def rounded_tensors(self, precision: Precision) -> set[str]:
+        """Return the names of the weights that ``precision`` rounds: those whose main parameters are read from the files."""
+        stored = {"bf16": "BF16", "fp16": "F16"}.get(precision)
+        floats = {name: header.dtype for name, header in self.tensors.items() if header.dtype in FLOATS and header.file}
+        return set() if stored is None else {name for name, dtype in floats.items() if dtype != stored}
 
     @property
     def tensor_names(self) -> list[str]:

@@ -200,7 +200,7 @@ def _load(path: Path) -> Verdict | None:
 
 def compare(part: Slice, worker: Worker | None = None) -> tuple[Verdict, bool]:
     """Compare Megatron with transformers on a slice; also return whether the verdict is final."""
-    layers = part.config["num_hidden_layers"]
+    layers = part.layers
     try:
         report = process.run([Trial(part.config, part.lengths)], worker)
     except PlatformError as error:
@@ -219,8 +219,9 @@ def compare(part: Slice, worker: Worker | None = None) -> tuple[Verdict, bool]:
 
 def find_settings(part: Slice, result: TrialResult) -> tuple[list[DisagreeingSetting], bool]:
     """Return the settings that cause a difference, and whether samples on the short side of RoPE's switch agree."""
-    first_suspects = suspects.known_suspects(part.config, result.full)
-    other_suspects = suspects.other_suspects(part.config, result.default, first_suspects)
+    full, default = (values.get("text_config", values) for values in (result.full, result.default))
+    first_suspects = suspects.known_suspects(part.text_config, full)
+    other_suspects = suspects.other_suspects(part.text_config, default, first_suspects)
     first, second = suspects.plan(part.config, first_suspects), suspects.plan(part.config, other_suspects)
     # Below the switch of RoPE both sides may agree: then the remedy is a shorter max_length, not another engine.
     short = [length for length in part.lengths if length <= ORIGINAL_POSITIONS]

@@ -24,8 +24,16 @@ from megascend.errors import ConfigError, MegascendError
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.models import architecture_named
 from megascend.selfcheck.process import Trial, TrialResult
-from megascend.selfcheck.slicing import WINDOWS, WITH_TOWER, CannotSliceError, Slice, slice_model
-from megascend.selfcheck.trial_inputs import choose_samples, description, difference, randomise
+from megascend.selfcheck.slicing import WINDOWS, Slice, slice_model
+from megascend.selfcheck.trial_inputs import (
+    ImageTokens,
+    choose_samples,
+    description,
+    difference,
+    randomise,
+    reach_limits,
+    text_vocabulary,
+)
 from megascend.selfcheck.verdict import Verdict
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
@@ -65,15 +73,16 @@ class Subject(ABC):
         """Return a model of a configuration, in fp32 on the CPU, prepared by the engine."""
 
     @abstractmethod
-    def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
-        """Return [n, vocabulary] of every sample, int64 [n], from one micro batch."""
+    def logits(self, model: Any, samples: Sequence[Tensor], images: ImageTokens | None = None) -> list[Tensor]:
+        """Return [n, vocabulary] of every sample, int64 [n], from one micro batch; ``images``: of a model that takes them."""
 
 
 def slice_transformers_model(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
     """Return the slice of a model (``raw``: its ``config.json``); accept nested configurations and other names of sizes."""
-    if architecture_named(config.model_type).images is not None:
-        raise CannotSliceError(WITH_TOWER)
     text = config.get_text_config()
+    if architecture_named(config.model_type).images is not None and text is not config:
+        full = json.loads(config.to_json_string(use_diff=False))
+        return slice_model(raw, full, longest, window_active=_has_window(full["text_config"], longest))
     if text is not config:
         name = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
         raw = {**((raw.get(name) if name else None) or {}), "model_type": text.model_type}
@@ -87,10 +96,14 @@ def slice_transformers_model(raw: Mapping[str, Any], config: Any, longest: int) 
         if isinstance(kinds, list) and len(kinds) == total:
             full[name] = kinds
     raw = dict(raw) | {common: raw[specific] for common, specific in aliases.items() if specific in raw}
-    window_active = any(isinstance(full.get(name), int) and full[name] < longest for name in WINDOWS)
-    part = slice_model(raw, full, longest, window_active=window_active)
+    part = slice_model(raw, full, longest, window_active=_has_window(full, longest))
     settings = {aliases.get(name, name): value for name, value in part.config.items() if name not in aliases.values()}
     return Slice(settings | {"model_type": text.model_type}, part.lengths, part.not_shown)
+
+
+def _has_window(full: Mapping[str, Any], longest: int) -> bool:
+    """Check whether samples may be longer than a window of attention."""
+    return any(isinstance(full.get(name), int) and full[name] < longest for name in WINDOWS)
 
 
 def check_first_pass(model_dir: Path, config: Any, longest: int, subject: Subject, *, runs_forward: bool) -> None:
@@ -115,13 +128,20 @@ def check_first_pass(model_dir: Path, config: Any, longest: int, subject: Subjec
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _engine_errors(subject, plain), subject.on_the_cpu(plain):
         model = subject.build(copy.deepcopy(small)).eval()
         if runs_forward:
-            subject.logits(model, [torch.arange(length) % small.vocab_size for length in sorted(part.lengths)])
+            images = ImageTokens.of(part.config, seed=1)
+            subject.logits(model, _first_samples(part.config, part.lengths, images), images)
+
+
+def _first_samples(config: Mapping[str, Any], lengths: Sequence[int], images: ImageTokens | None) -> list[Tensor]:
+    """Return samples of consecutive tokens, for a pass whose results do not matter."""
+    samples = [torch.arange(length) % text_vocabulary(config) for length in sorted(lengths)]
+    return samples if images is None else [images.insert(ids) for ids in samples]
 
 
 def compare(part: Slice, subject: Subject) -> Verdict:
     """Compare the engine with transformers on a slice."""
     start = time.perf_counter()
-    layers = next((part.config[name] for name in LAYER_COUNTS if name in part.config), 0)
+    layers = next((part.text_config[name] for name in LAYER_COUNTS if name in part.text_config), 0)
     verdict = run(Trial(part.config, part.lengths), subject).verdict(part, layers)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return replace(verdict, seconds=time.perf_counter() - start, peak_bytes=peak_bytes)
@@ -140,20 +160,36 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
         except Exception as error:  # noqa: BLE001  an architecture's code may raise any exception; the verdict reports it
             return TrialResult(transformers_problem=description(error))
         stack.enter_context(subject.on_the_cpu(plain))
+        images = ImageTokens.of(trial.config, trial.seed)
         with _engine_errors(subject, plain):
             model = subject.build(copy.deepcopy(config)).eval()
-            model.load_state_dict(plain.state_dict())
             # A first pass, before samples are drawn: a model that the engine cannot call fails here with a ConfigError.
-            subject.logits(model, [torch.arange(length) % config.vocab_size for length in sorted(trial.lengths)])
-        try:
-            chosen = choose_samples(plain, config.vocab_size, sorted(trial.lengths), trial.seed)
-        except Exception as error:  # noqa: BLE001  as above
-            return TrialResult(transformers_problem=description(error))
-        samples = [ids[:-1] for ids in chosen["samples"]]
-        with _engine_errors(subject, plain):
-            # Both ways: a mistake of packing or of masks shows only where samples share a micro batch, and has its own remedy.
-            separate = [subject.logits(model, [ids])[0] for ids in samples]
-            batched = subject.logits(model, samples)
+            subject.logits(model, _first_samples(trial.config, trial.lengths, images), images)
+        results, unreached = [], ""
+        while True:
+            try:
+                vocabulary = text_vocabulary(trial.config) if images else config.get_text_config().vocab_size
+                chosen = choose_samples(plain, vocabulary, sorted(trial.lengths), trial.seed, images)
+            except Exception as error:  # noqa: BLE001  as above
+                return TrialResult(transformers_problem=description(error))
+            results.append(replace(_compare(plain, model, chosen, subject, images), unreached=unreached))
+            # A second time at the model's limits, if it has some.
+            reached = reach_limits(plain, chosen, images) if len(results) == 1 else None
+            if reached is None:
+                return TrialResult.worst(results)
+            unreached = reached
+
+
+def _compare(
+    plain: Any, model: Any, chosen: Mapping[str, Any], subject: Subject, images: ImageTokens | None
+) -> TrialResult:
+    """Compare the engine's ``model`` with ``plain``, whose weights it takes, on samples."""
+    samples = [ids[:-1] for ids in chosen["samples"]]
+    with _engine_errors(subject, plain):
+        model.load_state_dict(plain.state_dict())
+        # Both ways: a mistake of packing or of masks shows only where samples share a micro batch, and has its own remedy.
+        separate = [subject.logits(model, [ids], images)[0] for ids in samples]
+        batched = subject.logits(model, samples, images)
     expected = [(logits, ids[1:]) for logits, ids in zip(chosen["logits"], chosen["samples"], strict=True)]
     largest = max(float(logits.abs().max()) for logits, _ in expected)
     return TrialResult(

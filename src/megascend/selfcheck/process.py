@@ -62,6 +62,7 @@ class TrialResult:
         batched: the same with all samples in one micro batch.
         margin: the narrowest margin of an expert choice, over the spread of the scores; None without experts.
         rounding: change of transformers' logits by fp32 rounding of the parameters, over the largest logit.
+        unreached: description of limits that no values have reached, or empty.
         full, default: the model's configuration and its architecture's default one, with all settings.
     """
 
@@ -73,6 +74,7 @@ class TrialResult:
     largest_logit: float = 0.0
     margin: float | None = None
     rounding: float = 0.0
+    unreached: str = ""
     full: dict[str, Any] = field(default_factory=dict)
     default: dict[str, Any] = field(default_factory=dict)
 
@@ -93,6 +95,11 @@ class TrialResult:
         """Check whether both sides computed the same."""
         return not self.problem and self.largest <= self.bound
 
+    @classmethod
+    def worst(cls, results: Sequence[TrialResult]) -> TrialResult:
+        """Return the result that is farthest from agreement, each by its own bound."""
+        return max(results, key=lambda result: float("inf") if result.problem else result.largest / result.bound)
+
     @property
     def bound(self) -> float:
         """Return the largest difference, over the largest logit, that counts as agreement."""
@@ -100,7 +107,8 @@ class TrialResult:
 
     def verdict(self, part: Slice, layers: int) -> Verdict:
         """Return the verdict on a slice of ``layers`` layers, without the settings that cause a difference."""
-        verdict = Verdict("not checked", layers=layers, lengths=list(part.lengths), not_shown=part.not_shown)
+        not_shown = "; ".join(filter(None, [part.not_shown, self.unreached]))
+        verdict = Verdict("not checked", layers=layers, lengths=list(part.lengths), not_shown=not_shown)
         if self.problem:
             return replace(verdict, reason=f"its slice cannot be built by {self.problem}")
         mixed_only = max(self.separate) <= self.bound and not self.agrees

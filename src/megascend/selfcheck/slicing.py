@@ -23,9 +23,12 @@ WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_windo
 """Settings that limit attention to a window of preceding tokens."""
 LENGTHS = (3, 8, 13, 40, 48)
 MAX_LAYERS = 8
+FIXED_ROPE = ("default", "linear", "yarn", "llama3")
+"""Kinds of RoPE whose angles do not depend on the length of a sample."""
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
 
-WITH_TOWER = "no slice is made of a model with a vision tower"
+WITH_TOWER = "no slice is made of a model with a vision tower that megascend does not declare"
+TOWER_HEADS = 2
 IRRELEVANT_SETTINGS = (
     "_name_or_path",
     "auto_map",
@@ -59,6 +62,16 @@ class Slice:
     lengths: tuple[int, ...]
     not_shown: str = ""
 
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """Return the settings of the language model."""
+        return self.config.get("text_config", self.config)
+
+    @property
+    def layers(self) -> int:
+        """Return the number of its layers."""
+        return self.text_config["num_hidden_layers"]
+
 
 def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_active: bool) -> Slice:
     """Return the slice of a model, or raise CannotSliceError.
@@ -66,8 +79,8 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     ``raw``: its ``config.json``; ``full``: with all defaults; ``longest``: tokens of the longest sample that a run allows.
     Without ``window_active`` samples are never longer than the model's sliding window.
     """
-    if isinstance(raw.get("vision_config"), Mapping):
-        raise CannotSliceError(WITH_TOWER)
+    if isinstance(raw.get("vision_config") or full.get("vision_config"), Mapping):
+        return _slice_with_tower(raw, full, longest, window_active)
     architecture = architecture_named(str(raw.get("model_type") or ""))
     full = architecture.normalise(full)
     missing = [
@@ -91,6 +104,35 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
             config[name] = WINDOW
     lengths = tuple(length for length in LENGTHS if length <= longest)
     return Slice(config, lengths if len(lengths) > 1 else (1, max(2, longest)), not_shown)
+
+
+def _slice_with_tower(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_active: bool) -> Slice:
+    """Return the slice of a model with a vision tower: that of its language model, with a small tower."""
+    architecture = architecture_named(str(raw.get("model_type") or ""))
+    if architecture.images is None or not isinstance(full.get("text_config"), Mapping):
+        raise CannotSliceError(WITH_TOWER)
+    kind = {"model_type": architecture.text_type or full["text_config"].get("model_type")}
+    text = slice_model({**raw.get("text_config", {}), **kind}, {**full["text_config"], **kind}, longest, window_active)
+    # The last tokens of the vocabulary are special; samples draw the others.
+    special = [name for name, value in full.items() if name.endswith("_token_id") and isinstance(value, int)]
+    last = text.config["vocab_size"] - 1
+    tokens = {name: last - number for number, name in enumerate(sorted(special))}
+    sizes = full["vision_config"]
+    tower = dict(raw.get("vision_config") or {})
+    inner = range(min(len(sizes.get("deepstack_visual_indexes") or ()), text.layers))
+    heads = min(sizes["num_heads"], TOWER_HEADS)
+    tower |= {
+        "depth": max(2, len(inner)),
+        "num_heads": heads,
+        "hidden_size": heads * (sizes["hidden_size"] // sizes["num_heads"]),
+        "intermediate_size": min(sizes["intermediate_size"], FFN),
+        "out_hidden_size": text.config["hidden_size"],
+    }
+    if "deepstack_visual_indexes" in sizes:
+        tower["deepstack_visual_indexes"] = [*inner]
+    outer = {name: value for name, value in raw.items() if name not in IRRELEVANT_SETTINGS}
+    config = outer | tokens | {"dtype": "float32", "text_config": text.config, "vision_config": tower}
+    return Slice(config, text.lengths, text.not_shown)
 
 
 def _layers(full: Mapping[str, Any]) -> tuple[int, str]:
@@ -179,8 +221,9 @@ def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) ->
     changed["max_position_embeddings"] = max(2, limit * ORIGINAL_POSITIONS // original)
     if full.get("original_max_position_embeddings"):
         changed["original_max_position_embeddings"] = ORIGINAL_POSITIONS
-    # Samples shrink with the positions: a run whose samples are all shorter than the switch is not refused for longer ones.
-    longest = longest * ORIGINAL_POSITIONS // original
+    if any((section.get("rope_type") or section.get("type") or "default") not in FIXED_ROPE for section in sections):
+        # Samples shrink with the positions: a run whose samples are all shorter than the switch is not refused for longer ones.
+        longest = longest * ORIGINAL_POSITIONS // original
     return changed, max(2, min(longest, changed["max_position_embeddings"]))
 
 

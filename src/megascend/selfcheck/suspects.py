@@ -127,13 +127,13 @@ class Plan:
 
 
 def plan(config: Mapping[str, Any], suspects: Sequence[Suspect]) -> Plan:
-    """Return the configurations to try."""
+    """Return the configurations to try; the suspects are of the language model's."""
 
     def config_without(chosen: Sequence[Suspect]) -> Config:
-        changed = dict(config)
+        changed = dict(config.get("text_config", config))
         for suspect in chosen:
             changed |= suspect.changes
-        return changed
+        return {**config, "text_config": changed} if "text_config" in config else changed
 
     one_plain = [config_without([suspect]) for suspect in suspects]
     but_one = [config_without([other for other in suspects if other is not suspect]) for suspect in suspects]

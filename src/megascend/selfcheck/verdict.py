@@ -84,8 +84,9 @@ def objection(verdict: Verdict, config: Mapping[str, Any], versions: Mapping[str
         cause = f"They disagree about {', '.join(_setting_name(setting, config) for setting in verdict.disagreeing)}"
     else:
         cause = "No setting of config.json explains it"
-    inner = [section.get("original_max_position_embeddings") for section in rope_settings(config)]
-    original = config.get("original_max_position_embeddings") or next(filter(None, inner), None)
+    text = config.get("text_config", config)
+    inner = [section.get("original_max_position_embeddings") for section in rope_settings(text)]
+    original = text.get("original_max_position_embeddings") or next(filter(None, inner), None)
     sides = (
         f"transformers {versions['transformers']} and Megatron-Core {versions['megatron-core']} (through mcore-bridge "
         f"{versions['mcore-bridge']})"
@@ -129,6 +130,6 @@ def warnings_about(verdict: Verdict, config: Mapping[str, Any]) -> list[str]:
 
 def _setting_name(setting: DisagreeingSetting, config: Mapping[str, Any]) -> str:
     # The slice may have scaled the value; the message shows the one of the user's config.json.
-    value = config.get(setting.name)
+    value = config.get("text_config", config).get(setting.name)
     text = repr(value) if isinstance(value, str | int | float) else setting.value
     return f"{setting.name}={text} (they agree with {setting.plain})"

@@ -44,7 +44,7 @@ def warm(configs: Sequence[dict[str, Any]]) -> None:
             return
         report = process.run([Trial(part.config, part.lengths) for part in missing.values()])
         for (path, part), finding in zip(missing.items(), report.findings, strict=True):
-            verdict = finding.verdict(part, part.config["num_hidden_layers"])
+            verdict = finding.verdict(part, part.layers)
             if verdict.status != "agrees":
                 raise DistributedTestError(f"the self-check of {part.config}: {verdict}")
             check.store(path, verdict)

@@ -40,6 +40,7 @@ from megascend.huggingface.scalar_head import ScalarHead
 from megascend.lora.factors import merged
 from megascend.lora.target_modules import RefusedTargets, TargetModule
 from megascend.selfcheck import in_process
+from megascend.selfcheck.trial_inputs import ImageTokens
 from megascend.topology.topology import Receivers, Topology
 
 
@@ -332,7 +333,7 @@ class FsdpSubject(TransformersSubject):
         self.remedy = "set batching.packing: false" + (" and parallel.context: 1" if context > 1 else "")
 
     def build(self, config: Any) -> Any:
-        model = transformers_api.engine_model(config, self.scalar_head, config.vocab_size)
+        model = transformers_api.engine_model(config, self.scalar_head, config.get_text_config().vocab_size)
         if self._npu and transformers_api.has_experts(model):
             transformers_api.use_experts(model.config, "eager", "a slice on the CPU has no operator of the NPU's")
         self._rotary = RotaryByLength(model)
@@ -340,7 +341,9 @@ class FsdpSubject(TransformersSubject):
             pass_borders(model)
         return model
 
-    def logits(self, model: Any, samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def logits(
+        self, model: Any, samples: Sequence[torch.Tensor], images: ImageTokens | None = None
+    ) -> list[torch.Tensor]:
         lengths = [len(ids) for ids in samples]
         total = max(lengths)
         ids = [ids if self.packing else torch.nn.functional.pad(ids, (0, total - len(ids))) for ids in samples]
@@ -355,8 +358,10 @@ class FsdpSubject(TransformersSubject):
         # afterwards would silently lose that.
         hook = output_layer(model).register_forward_hook(lambda module, inputs, product: products.append(product))
         try:
-            position_ids = torch.cat(positions).view(rows.shape)
-            output = model(input_ids=rows, position_ids=position_ids, use_cache=False, **options)
+            options["position_ids"] = torch.cat(positions).view(rows.shape)
+            if images is not None:
+                options |= self.image_arguments(samples, rows, images, self.packing)
+            output = model(input_ids=rows, use_cache=False, **options)
         finally:
             hook.remove()
         if len(products) != 1 or output.logits is not products[0]:  # identity: any change of the logits is a new tensor

@@ -213,6 +213,17 @@ class MegatronEngine(Engine):
             self.routers,
             page_locked=self.runtime.platform.page_locks_memory,
         )
+        # Before settings by weight, which divide the parameter groups that main parameters are found by.
+        weights.load_mains(
+            self.bare_chunks,
+            self.config.bridge,
+            self.model_dir,
+            self.info.tensors,
+            self.info.rounded_tensors(spec.precision),
+            self.groups,
+            self.optimizer.main_values(),
+            {} if spec.precision == "fp32" else self._fresh,
+        )
         if self.adam.by_weight:
             self._set_by_weight(self.optimizer, spec)
         self._connect_schedule(self.optimizer)

@@ -97,6 +97,17 @@ class MegatronOptimizer:
         for _, parameter, start, main in self._mains:
             yield parameter, start, main
 
+    def main_values(self) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
+        """Yield (16-bit parameter of the model, start of a run, its live main parameter), wherever that is in memory."""
+        for part, parameter, start, main in self._mains:
+            if parameter.dtype == torch.float32:
+                continue
+            if isinstance(part.optimizer, OffloadedAdam):
+                for offset, tensors in part.optimizer.state_of(main).runs():
+                    yield parameter, start + offset, tensors["param"]
+            else:
+                yield parameter, start, main.detach().view(-1)
+
     def set_by_weight(
         self, parameters: Sequence[tuple[MainParameter, WeightSettings]], info: ModelInfo, precision: Precision
     ) -> None:

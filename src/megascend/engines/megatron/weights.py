@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from mcore_bridge.bridge import gpt_bridge
 from mcore_bridge.utils import SafetensorLazyLoader
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megascend.changes import patched
 from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
@@ -20,7 +23,7 @@ from megascend.engines.megatron import scalar_head
 from megascend.engines.megatron.quantised_base import QuantisedBase
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import abbreviated
-from megascend.huggingface.files import TensorHeader
+from megascend.huggingface.files import FLOATS, TensorHeader
 from megascend.huggingface.quantised import read_tensor
 from megascend.kernels.reductions import names_with_nan, out_of_range
 
@@ -50,10 +53,13 @@ class _TrackedTensor:
 
 
 class _Loader(SafetensorLazyLoader):
-    """mcore-bridge's loader, restricted to given headers: it would prefer the index file, which transformers tries last."""
+    """mcore-bridge's loader, restricted to given headers: it would prefer the index file, which transformers tries last.
 
-    def __init__(self, model_dir: str, headers: Mapping[str, TensorHeader]) -> None:
-        self._headers = headers
+    Tensors in ``unread`` are NaN, without memory.
+    """
+
+    def __init__(self, model_dir: str, headers: Mapping[str, TensorHeader], unread: Collection[str]) -> None:
+        self._headers, self._unread = headers, unread
         super().__init__(model_dir)
 
     # Upstream reads model.safetensors.index.json here.
@@ -61,10 +67,12 @@ class _Loader(SafetensorLazyLoader):
         self._weight_map = {name: str(header.file) for name, header in self._headers.items() if header.file is not None}
 
     def _load_tensor(self, key: str) -> Tensor:
-        return read_tensor(key, self._headers[key], self._file_handles)
+        return self._load_tensor_slice(key, ())
 
     def _load_tensor_slice(self, key: str, slices: Any) -> Tensor:
         index = slices if isinstance(slices, tuple) else (slices,)
+        if key in self._unread:
+            return torch.full((), torch.nan).expand(self._headers[key].shape)[index]
         return read_tensor(key, self._headers[key], self._file_handles, index)
 
 
@@ -139,6 +147,87 @@ def load(
         )
 
 
+def load_mains(
+    chunks: list[Any],
+    bridge: Any,
+    model_dir: Path,
+    tensors: Mapping[str, TensorHeader],
+    rounded: Collection[str],
+    groups: ProcessGroups,
+    mains: Iterable[tuple[torch.nn.Parameter, int, Tensor]],
+    fresh: Mapping[str, Tensor],
+) -> None:
+    """Copy the numbers of the files, which 16-bit parameters have rounded, into the fp32 main parameters. Collective.
+
+    The files are read again, since only the optimizer knows this rank's part of the main parameters. Beside the model, one
+    parameter at a time is in memory in fp32.
+
+    Args:
+        tensors: as for :func:`load`; rounded: the names of those that the parameters have rounded; others are not read.
+        mains: (16-bit parameter, start of a run, flat main parameter); each rank may have parts only.
+        fresh: newly initialised weights of a scalar head.
+    """
+    if not rounded and not fresh:
+        return
+    problem = None
+    writes = _MainWrites(chunks, mains)
+    unread = {name for name, header in tensors.items() if header.dtype in FLOATS and name not in rounded}
+    try:
+        with writes:
+            if rounded:
+                with _no_progress_bars(), _loads(tensors, unread):
+                    bridge.load_weights(chunks, str(model_dir))
+            scalar_head.fill(chunks, fresh)
+        if rounded:
+            writes.require_all()
+    except (CheckpointError, OSError, RuntimeError) as error:  # files that have changed since the parameters were read
+        problem = CheckpointError(f"{model_dir}: main parameters cannot be read (rank {groups.rank}): {error}")
+    raise_on_all_ranks(problem, groups, f"the main parameters of {model_dir}")
+
+
+class _MainWrites(TorchDispatchMode):
+    """Redirects copies into 16-bit parameters to their main parameters; other writes to the model are dropped.
+
+    NaN leaves a main parameter's number as it is.
+    """
+
+    def __init__(self, chunks: list[Any], mains: Iterable[tuple[torch.nn.Parameter, int, Tensor]]) -> None:
+        super().__init__()
+        self._runs: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        for parameter, start, values in mains:
+            self._runs[parameter.data_ptr()].append((start, values))
+        live = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers()) if tensor.numel()]
+        self._tensors = sorted(live, key=lambda tensor: tensor.data_ptr())
+        self._starts = [tensor.data_ptr() for tensor in self._tensors]
+        self._written: set[int] = set()
+
+    def require_all(self) -> None:
+        """Raise CheckpointError if a parameter was not written, as mcore-bridge must have done it in another way."""
+        if left := len(self._runs.keys() - self._written):
+            raise CheckpointError(f"mcore-bridge has not copied {left} of {len(self._runs)} parameters")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[:2]
+            number = bisect_right(self._starts, target.data_ptr()) - 1
+            if number >= 0 and target.data_ptr() < self._starts[number] + self._tensors[number].nbytes:
+                self._copy(self._tensors[number], target, source)
+                return target
+        return func(*args, **(kwargs or {}))
+
+    def _copy(self, parameter: Tensor, target: Tensor, source: Tensor) -> None:
+        start = parameter.data_ptr()
+        if start not in self._runs:
+            return
+        self._written.add(start)
+        values = torch.full((parameter.numel(),), torch.nan, device=source.device)
+        offset = (target.data_ptr() - start) // target.element_size()
+        values.as_strided(target.shape, target.stride(), offset).copy_(source)
+        for first, main in self._runs[start]:
+            part = values[first : first + main.numel()].to(main.device)
+            main.copy_(torch.where(part.isnan(), main, part))
+
+
 def _with_values(chunks: list[Any], quantised: QuantisedBase | None) -> dict[str, Tensor]:
     """Return all parameters by name, without quantised ones, which have been checked."""
     released = set() if quantised is None else quantised.released()
@@ -175,11 +264,11 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _loads(tensors: Mapping[str, TensorHeader]) -> Iterator[None]:
-    """Make mcore-bridge read these tensors, from the files that hold them."""
+def _loads(tensors: Mapping[str, TensorHeader], unread: Collection[str] = ()) -> Iterator[None]:
+    """Make mcore-bridge read these tensors, from the files that hold them; ``unread``: see :class:`_Loader`."""
 
     def loader(model_dir: str, **options: Any) -> _Loader:
-        return _Loader(model_dir, tensors)
+        return _Loader(model_dir, tensors, unread)
 
     with patched(gpt_bridge, "SafetensorLazyLoader", loader, "reads the tensors that the other engines would read"):
         yield

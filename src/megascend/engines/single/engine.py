@@ -52,6 +52,7 @@ from megascend.kernels.reductions import out_of_range
 from megascend.lora.factors import merged
 from megascend.lora.registry import check_limits
 from megascend.selfcheck import in_process
+from megascend.selfcheck.trial_inputs import ImageTokens
 from megascend.topology.topology import Receivers
 
 
@@ -98,6 +99,9 @@ class SingleEngine(TransformersEngine):
         else:
             weights = self.weight_map(spec)
             self.optimizer = ModelAdamW(self.model, spec.optimizer, spec.schedule, spec.precision, weights)
+            if info.rounded_tensors(spec.precision) or (fresh and spec.precision != "fp32"):
+                # Main parameters begin with the numbers of the files; the fp32 copy in host memory is dropped at once.
+                self.optimizer.start_from(load_model(self.model_dir, torch.float32, torch.device("cpu"), info, fresh))
             self.trainable = FullModel(self.optimizer)
         # from_pretrained returns a model in evaluation mode.
         self.model.train()
@@ -198,19 +202,25 @@ class SingleSubject(TransformersSubject):
 
     def build(self, config: Any) -> Any:
         head = self.scalar_head
-        model = model_class(config, head, config.vocab_size).from_config(config, dtype=torch.float32).eval()
+        vocabulary = config.get_text_config().vocab_size
+        model = model_class(config, head, vocabulary).from_config(config, dtype=torch.float32).eval()
         without_bias(model, head)
         if head is None:
-            check_plain_head(model, config.vocab_size)
+            check_plain_head(model, vocabulary)
         self._rotary = RotaryByLength(model)
         return model
 
-    def logits(self, model: Any, samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def logits(
+        self, model: Any, samples: Sequence[torch.Tensor], images: ImageTokens | None = None
+    ) -> list[torch.Tensor]:
         lengths = [len(ids) for ids in samples]
         # On the right, as micro batches of this engine: in causal layers nothing depends on tokens after a sample's last one.
         rows = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
         self._rotary.enter_samples(torch.arange(len(rows))[:, None].expand(rows.shape), lengths)
-        hidden, _ = hidden_states(model, rows, torch.arange(rows.shape[1]).expand(rows.shape))
+        arguments = {"position_ids": torch.arange(rows.shape[1]).expand(rows.shape)}
+        if images is not None:
+            arguments = self.image_arguments(samples, rows, images, packed=False)
+        hidden, _ = hidden_states(model, rows, **arguments)
         layer = output_layer(model)
         logits = torch.nn.functional.linear(hidden, layer.weight, layer.bias)
         return [row[:length].float() for row, length in zip(logits, lengths, strict=True)]
