@@ -239,7 +239,10 @@ class EngineBackend(Backend, ABC):
         arguments = locals()
         settings = {name: arguments[name] for name in SPEC_SETTINGS}
         # None means default: EngineSpec.of leaves it out.
-        _refuse_unknown(self.engine_name, {name: value for name, value in settings.items() if value is not None})
+        # A setting at its default asks for nothing: a program changes its engine by its constructor's name.
+        defaults = EngineSpec(Path())
+        changed = {name: v for name, v in settings.items() if v is not None and v != getattr(defaults, name)}
+        _refuse_unknown(self.engine_name, changed)
         spec = EngineSpec.of(model, settings)
         # Evaluated for its error: the property raises for micro_batch_tokens "auto", which only a run resolves.
         _ = spec.batching.budget
@@ -375,12 +378,12 @@ class SingleBackend(EngineBackend):
     batches are padded whatever ``batching.packing`` is. Adapters are applied by peft, one at a time: micro batches of
     several adapters run one after the other. The settings of ``optimizer`` that divide work over ranks have no effect.
 
-    The settings ``parallel``, ``provider``, ``provider_options`` and ``fsdp`` do not exist here; ``recompute.granularity`` is
-    ``none`` or ``full``, and ``moe.aux_loss`` ``none`` or ``transformers``.
+    All sizes of ``parallel`` are 1. The settings ``provider``, ``provider_options`` and ``fsdp`` do not exist here;
+    ``recompute.granularity`` is ``none`` or ``full``, and ``moe.aux_loss`` ``none`` or ``transformers``.
     """
 
     engine_name = "single"
-    unsupported_settings = frozenset({"parallel", "provider", "provider_options", "fsdp"})
+    unsupported_settings = frozenset({"provider", "provider_options", "fsdp"})
 
     @classmethod
     def _check_spec(cls, spec: EngineSpec, runtime: Runtime, topology: Topology) -> None:

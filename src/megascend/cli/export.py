@@ -15,13 +15,21 @@ if TYPE_CHECKING:
     from megascend.config import Classification, Lora
 
 
-WeightType = Literal["fp32", "fp16", "bf16"]
+def weight_type(text: str) -> str:
+    """Parse the name of a precision, in any of its spellings."""
+    from megascend.config.training import PRECISIONS, precision_name
+
+    if (name := precision_name(text)) not in PRECISIONS.values():
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(dict.fromkeys(PRECISIONS.values()))}")
+    return name
 
 
 def export_command(
     model: Annotated[Path, typer.Argument(help="Hugging Face checkpoint, or run directory of `megascend train`.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; must not exist or be empty.")],
-    dtype: Annotated[WeightType, typer.Option("--dtype", help="Type of the exported weights.")] = "bf16",
+    dtype: Annotated[
+        str, typer.Option("--dtype", parser=weight_type, metavar="fp32|fp16|bf16", help="Type of the exported weights.")
+    ] = "bf16",
     adapter: Annotated[
         Path | None,
         typer.Option(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megascend.cli.export import WeightType, find_adapter, find_checkpoint, other_base
+from megascend.cli.export import find_adapter, find_checkpoint, other_base, weight_type
 
 if TYPE_CHECKING:
     from megascend.app.inference import InferenceSettings, ResponseModel
@@ -31,7 +31,9 @@ Base = Annotated[
 ]
 Engine = Annotated[str, typer.Option("--engine", help="What loads the model: single (transformers), fsdp or megatron.")]
 Platform = Annotated[str, typer.Option("--platform", help="auto, cpu, cuda or npu.")]
-Dtype = Annotated[WeightType, typer.Option("--dtype", help="Type of weights and compute.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", parser=weight_type, metavar="fp32|fp16|bf16", help="Type of weights and compute.")
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest response, in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total probability.")]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend import errors
 from megascend.app.stop_signals import STOPPING, SignalRecorder
-from megascend.errors import ConfigError, MegascendError, PlatformError
+from megascend.errors import ConfigError, MegascendError, PlatformError, WorkerError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -36,10 +36,6 @@ POLL_S = 0.2
 """Seconds between two checks for workers that have not been signalled yet."""
 SEMAPHORES = 64 * 1024
 """Maximum shared memory of the launcher's semaphores per process, in bytes."""
-
-
-class WorkerError(MegascendError, RuntimeError):
-    """A worker process failed with something other than a megascend error: an exception, a signal, an exit code."""
 
 
 def under_torchrun(nproc: int | None = None) -> bool:

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from megascend.config import (
+    AnyPrecision,
     Batching,
     Parallel,
     PlatformName,
-    Precision,
     Seconds,
     Section,
     Seed,
@@ -78,7 +78,7 @@ class ServeConfig(Section):
     )
     engine: str = Field("megatron", description="training engine: megatron, fsdp or single")
     parallel: Parallel = Parallel()
-    precision: Precision = Field("bf16", description="type of compute and of the base model's weights")
+    precision: AnyPrecision = Field("bf16", description="type of compute and of the base model's weights")
     platform: PlatformName = Field("auto", description="device type; auto: the first of npu, cuda, cpu that works")
     batching: Batching = Batching()
     seed: Seed = Field(1234, description="seed of the ranks' random generators")

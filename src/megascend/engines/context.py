@@ -25,6 +25,7 @@ from megascend.config import (
     Schedule,
     VisionTower,
 )
+from megascend.config.training import precision_name
 from megascend.distributed import process_groups
 from megascend.distributed.engine_groups import GroupFactory
 from megascend.distributed.groups import LEAVE_S
@@ -104,7 +105,8 @@ class EngineSpec:
             value = settings.get(name)
             if value is not None and not isinstance(value, kind):
                 raise ConfigError(f"{name}: megascend.{kind.__name__}(...) is expected here (got {value!r:.200})")
-        return cls(Path(model), **{name: value for name, value in settings.items() if value is not None})
+        chosen = {name: value for name, value in settings.items() if value is not None}
+        return cls(Path(model), **chosen | {"precision": precision_name(chosen.get("precision", cls.precision))})
 
 
 @dataclass(frozen=True)
