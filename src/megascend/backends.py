@@ -34,6 +34,7 @@ from megascend.distributed.launch import Launch
 from megascend.engines.base import check_model_settings
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
 from megascend.errors import ConfigError, TopologyError
+from megascend.huggingface.hub import snapshot
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.huggingface.scalar_head import HeadKind
 from megascend.selfcheck import process
@@ -203,7 +204,8 @@ class EngineBackend(Backend, ABC):
     ) -> None:
         """
         Args:
-            model: directory of a Hugging Face checkpoint with safetensors weights.
+            model: directory of a Hugging Face checkpoint with safetensors weights, or a name on the Hub, ``owner/name`` or
+                ``owner/name@revision``, which is downloaded.
             parallel: parallel sizes; the data parallel size is the world size divided by their product. None: data parallelism
                 only.
             precision: ``fp32``, ``fp16`` or ``bf16``, for parameters, activations and pipeline messages. Main parameters,
@@ -259,7 +261,7 @@ class EngineBackend(Backend, ABC):
         trained, context = self._built_from
         # Not the settings of training: an optimizer, for example, may be one that adapters do not have.
         spec = EngineSpec(
-            Path(model),
+            snapshot(model),
             precision=trained.precision,
             batching=trained.batching,
             # Without an adapter these freeze the model, so that it has neither gradients nor moments.

@@ -22,7 +22,7 @@ from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported, require_undeclared
 from megascend.changes import change_list, changed, record
 from megascend.errors import ConfigError, ImportOrderError
-from megascend.surroundings import set_user_variables
+from megascend.surroundings import announce, set_user_variables
 
 if TYPE_CHECKING:
     from megascend.config import Affinity, Batching, Parallel
@@ -81,6 +81,7 @@ class Runtime:
                 f"this process was prepared for engine {self.engine!r}, which needs no Megatron, so Megatron was not patched; "
                 "start another process, with megascend.bootstrap(engine='megatron') first"
             )
+        announce("importing Megatron-Core")
         with warnings.catch_warnings(), suppress_logs_below(logging.ERROR), gc_paused(), deferring():
             # Deprecations inside these packages, a missing Apex, parts of a dummy Transformer Engine that mcore-bridge could
             # not patch: a user cannot act on any of them.
@@ -260,6 +261,8 @@ def bootstrap(
     from megascend.config import Parallel
     from megascend.platforms import choose
 
+    if "torch" not in sys.modules:
+        announce("importing torch")
     record(set_user_variables())
     # Under `megascend run` an import hook would call the bootstrap; this program has called it first.
     if (hook := sys.modules.get("megascend_run")) is not None:

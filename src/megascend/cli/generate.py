@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from megascend.sampling.request import SamplingParams
 
 
-Model = Annotated[Path, typer.Argument(help="Hugging Face checkpoint, adapter, or run directory of `megascend train`.")]
+Model = Annotated[
+    Path,
+    typer.Argument(help="Checkpoint, adapter, Hub name, or run directory of `megascend train`."),
+]
 AdapterNames = Annotated[
     list[str] | None,
     typer.Option("--adapter", metavar="[NAME=]DIR", help="Load this LoRA adapter beside MODEL; may be repeated."),
@@ -305,10 +308,12 @@ def inference_settings(
     from megascend.app.inference import InferenceSettings
     from megascend.config.plugins import ENGINES, check_registered
     from megascend.errors import CheckpointError, ConfigError
+    from megascend.huggingface.hub import snapshot
 
     check_registered("engine", engine, ENGINES, "megascend.register_engine", setting="--engine")
     if platform not in ("auto", "cpu", "cuda", "npu"):
         raise ConfigError(f"--platform {platform}: known are auto, cpu, cuda, npu")
+    model = snapshot(model, setting="MODEL")
     paths: dict[str, Path] = {}
     trained = next((path for path in (model, model / "adapter") if (path / "adapter_config.json").is_file()), None)
     if trained is not None and not (model / "hf" / "config.json").is_file():
@@ -316,7 +321,7 @@ def inference_settings(
         recorded = json.loads((trained / "adapter_config.json").read_text(encoding="utf-8")).get(
             "base_model_name_or_path"
         )
-        source = base or Path(recorded or "")
+        source = snapshot(base or Path(recorded or ""), setting=f"base model of {trained} (or --base)")
         if not (source / "config.json").is_file():
             raise CheckpointError(
                 f"{trained} was trained on {recorded}, which is not a directory here: name it with --base"

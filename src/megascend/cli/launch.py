@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from megascend import errors
 from megascend.app.stop_signals import STOPPING, SignalRecorder
 from megascend.errors import ConfigError, MegascendError, PlatformError, WorkerError
+from megascend.surroundings import announce
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -48,7 +49,10 @@ def under_torchrun(nproc: int | None = None) -> bool:
 
 def start_ranks(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
     """Call ``function(*args)`` in this process, or with ``nproc`` above 1 in as many others; return rank 0's result."""
-    return function(*args) if nproc == 1 else launch(function, *args, nproc=nproc)
+    if nproc == 1:
+        return function(*args)
+    announce(f"starting {nproc} processes")
+    return launch(function, *args, nproc=nproc)
 
 
 def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:

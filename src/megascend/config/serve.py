@@ -61,7 +61,9 @@ class Limits(Section):
 class ServeConfig(Section):
     """Settings of ``megascend serve``, from its YAML file and its options."""
 
-    model: Path = Field(description="directory of a Hugging Face checkpoint with safetensors weights")
+    model: Path = Field(
+        description="Hugging Face checkpoint directory (safetensors), or a name on the Hub: owner/name@revision"
+    )
     name: str | None = Field(
         None, description="name under which clients may request the model (base_model), besides the directory's path"
     )

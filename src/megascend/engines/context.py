@@ -33,9 +33,11 @@ from megascend.distributed.launch import Launch
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.files import weight_files
+from megascend.huggingface.hub import snapshot
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.huggingface.read_ahead import read_ahead
 from megascend.huggingface.scalar_head import HeadKind
+from megascend.surroundings import announce
 from megascend.topology.topology import Topology, plan
 
 logger = logging.getLogger(__name__)
@@ -106,7 +108,7 @@ class EngineSpec:
             if value is not None and not isinstance(value, kind):
                 raise ConfigError(f"{name}: megascend.{kind.__name__}(...) is expected here (got {value!r:.200})")
         chosen = {name: value for name, value in settings.items() if value is not None}
-        return cls(Path(model), **chosen | {"precision": precision_name(chosen.get("precision", cls.precision))})
+        return cls(snapshot(model), **chosen | {"precision": precision_name(chosen.get("precision", cls.precision))})
 
 
 @dataclass(frozen=True)
@@ -171,11 +173,14 @@ def engine_context(
         # Settings and packages are checked before ranks connect: a rank that failed later would keep the others waiting.
         factory = prepare(runtime, topology)
         runtime.configure_topology(topology, spec.timeout_s)
+        if launch.world_size > 1:
+            announce(f"connecting {launch.world_size} ranks")
         groups = process_groups.initialize(topology, runtime.platform, spec.timeout_s, launch, factory)
         try:
             # cuBLAS reads the TF32 switch when it is loaded, perhaps before the bootstrap: verify with a product.
             if spec.precision == "fp32" and not runtime.tf32:
                 runtime.platform.check_products()
+            announce(f"building the model of {spec.model} on engine {engine}")
             with groups.monitor.phase("build"):
                 yield EngineContext(runtime, topology, groups, info, spec.model, factory)
         except BaseException:

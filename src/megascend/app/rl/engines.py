@@ -19,6 +19,7 @@ from megascend.errors import (
     EngineLostError,
     WeightSyncError,
 )
+from megascend.surroundings import announce
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import AuthError, SecretKeyError
 from weightwire.keys import load_key
@@ -75,6 +76,7 @@ class EngineUpdates:
             EngineLostError: none has answered for ``rollout.engines_lost_s``.
             EngineError, WeightSyncError: an engine refused.
         """
+        announce("waiting for the inference engines; local ones load the model")
         slice_s = min(CONNECT_S, self._backend.groups.timeout_s / 4)
         with self._backend.groups.monitor.phase("engines"):
             while (versions := self._rollouts.on_rank_0(lambda collector: collector.connect(slice_s))) is None:
