@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
-PHASES = logging.getLogger("megascend.phases")
+PHASES = logging.getLogger(__name__)
 """Logger of the phases of a start, from level INFO on; a program that wants silence sets another level."""
 PHASES.setLevel(logging.INFO)
 
