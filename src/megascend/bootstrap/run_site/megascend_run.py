@@ -27,9 +27,9 @@ def arm(environment: Mapping[str, str]) -> None:
 
     def prepare() -> None:
         try:
-            from megascend.bootstrap.runtime import bootstrap
+            import megascend
 
-            bootstrap(platform, engine=ENGINE)
+            megascend.bootstrap(platform, engine=ENGINE)
         except Exception as error:  # noqa: BLE001  the process must not continue without the bootstrap
             end(error)
 
