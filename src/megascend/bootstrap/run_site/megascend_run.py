@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -27,9 +28,7 @@ def arm(environment: Mapping[str, str]) -> None:
 
     def prepare() -> None:
         try:
-            import megascend
-
-            megascend.bootstrap(platform, engine=ENGINE)
+            import_module("megascend.bootstrap.runtime").bootstrap(platform, engine=ENGINE)
         except Exception as error:  # noqa: BLE001  the process must not continue without the bootstrap
             end(error)
 
