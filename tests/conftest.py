@@ -91,7 +91,7 @@ def runtime() -> Runtime:
 
     A process can be bootstrapped only once, so a test of the bootstrap itself needs a new process.
     """
-    runtime = bootstrap("cpu")
+    runtime = bootstrap("cpu", engine="megatron")
     from megatron.core import parallel_state  # noqa: F401
 
     return runtime
@@ -109,7 +109,7 @@ def parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def megatron_imported() -> Runtime:
     """Import Megatron once, in this process; ranks are forked from it."""
-    loaded = bootstrap("cpu")
+    loaded = bootstrap("cpu", engine="megatron")
     loaded.load_megatron()
     for module in ("megascend.backend", "megascend.engines.megatron.engine", "megascend.step.step"):
         import_module(module)

@@ -13,6 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megascend import errors as _errors
+
 __version__ = "0.3.0.dev0"
 
 _PUBLIC = {
@@ -27,6 +29,7 @@ _PUBLIC = {
     "make_backend": "megascend.backends",
     "register_engine": "megascend.backends",
     "engine_context": "megascend.engines.context",
+    "EngineSpec": "megascend.engines.context",
     "ForwardBackwardResult": "megascend.batch.results",
     "ForwardResult": "megascend.batch.results",
     "StepResult": "megascend.batch.results",
@@ -51,6 +54,7 @@ _PUBLIC = {
     "AdapterFuture": "megascend.lora.queue",
     "Lora": "megascend.config",
     "register_lora_targets": "megascend.lora.target_maps",
+    "Architecture": "megascend.models",
     "register_architecture": "megascend.models",
     "Adapters": "megascend.config",
     "Data": "megascend.config",
@@ -63,37 +67,10 @@ _PUBLIC = {
     "TrackedRun": "megascend.tracking",
     "Tracker": "megascend.tracking",
     "load_config": "megascend.config",
-    "MegascendError": "megascend.errors",
-    "ConfigError": "megascend.errors",
-    "TopologyError": "megascend.errors",
-    "DataError": "megascend.errors",
-    "EvaluationError": "megascend.errors",
-    "LossFunctionError": "megascend.errors",
-    "OutOfStepError": "megascend.errors",
-    "ImportOrderError": "megascend.errors",
-    "VersionError": "megascend.errors",
-    "MissingDependencyError": "megascend.errors",
-    "PlatformError": "megascend.errors",
-    "OutOfDeviceMemoryError": "megascend.errors",
-    "CheckpointError": "megascend.errors",
-    "HubError": "megascend.errors",
-    "ProcessGroupError": "megascend.errors",
-    "CollectiveTimeoutError": "megascend.errors",
-    "PeerLostError": "megascend.errors",
-    "NonFiniteError": "megascend.errors",
-    "QueueFullError": "megascend.errors",
-    "ControllerError": "megascend.errors",
-    "MessageError": "megascend.errors",
-    "EngineOwnedError": "megascend.errors",
-    "LeaseLapsedError": "megascend.errors",
-    "ControllerBusyError": "megascend.errors",
-    "ControllerLostError": "megascend.errors",
-    "ControllerRestartedError": "megascend.errors",
-    "RolloutTaskError": "megascend.errors",
     "WeightSync": "megascend.weightsync",
-    "WeightSyncError": "megascend.errors",
-    "SelfCheckError": "megascend.errors",
 }
+# Every error: a program must be able to catch what a call may raise.
+_PUBLIC |= {name: "megascend.errors" for name in vars(_errors) if name.endswith("Error")}
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
@@ -122,41 +99,11 @@ if TYPE_CHECKING:
         Schedule,
         load_config,
     )
-    from megascend.engines.context import engine_context
-    from megascend.errors import (
-        CheckpointError,
-        CollectiveTimeoutError,
-        ConfigError,
-        ControllerBusyError,
-        ControllerError,
-        ControllerLostError,
-        ControllerRestartedError,
-        DataError,
-        EngineOwnedError,
-        EvaluationError,
-        HubError,
-        ImportOrderError,
-        LeaseLapsedError,
-        LossFunctionError,
-        MegascendError,
-        MessageError,
-        MissingDependencyError,
-        NonFiniteError,
-        OutOfDeviceMemoryError,
-        OutOfStepError,
-        PeerLostError,
-        PlatformError,
-        ProcessGroupError,
-        QueueFullError,
-        RolloutTaskError,
-        SelfCheckError,
-        TopologyError,
-        VersionError,
-        WeightSyncError,
-    )
+    from megascend.engines.context import EngineSpec, engine_context
+    from megascend.errors import *  # noqa: F403
     from megascend.lora.queue import AdapterFuture, AdapterQueue
     from megascend.lora.target_maps import register_lora_targets
-    from megascend.models import register_architecture
+    from megascend.models import Architecture, register_architecture
     from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
     from megascend.sampling.sampler import Sampler
     from megascend.tracking import TrackedRun, Tracker, register_tracker

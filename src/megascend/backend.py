@@ -165,6 +165,7 @@ class Backend:
         adapter: str | None = None,
         logprobs: bool = False,
         values: bool = False,
+        loss_settings: Mapping[str, float] | None = None,
     ) -> ForwardBackwardResult:
         """Compute the loss over the samples of all data parallel ranks and accumulate its gradients.
 
@@ -182,18 +183,19 @@ class Backend:
             adapter: the adapter of samples that do not name one (``Sample.adapter``).
             logprobs: also return the log-probabilities of all targets. The call then waits for the device.
             values: also return a scalar head's values of all tokens; waits for the device too.
+            loss_settings: keyword arguments of the loss's function, such as ``{"clip_low": 0.1}`` of ``ppo``.
 
         Raises:
             DataError: on every rank, if any rank's samples cannot be trained on; no gradient has been added.
             LossFunctionError: on every rank, if the loss raised on any, with its traceback; its adapters keep the gradients
                 of earlier calls, the model itself has lost those accumulated since the last :meth:`optimizer_step`.
-            ConfigError: the loss is unknown, or gradients were reduced already (``overlap_grad_reduce``).
+            ConfigError: the loss or one of its settings is unknown, or gradients were reduced already (``overlap_grad_reduce``).
             OutOfDeviceMemoryError: on every rank, if any rank ran out of device memory and ranks do not wait for one another
                 (data parallel ranks that train adapters on a dense Megatron model); no gradient has been added.
             torch.OutOfMemoryError: memory ran out, and this is the only rank, or others may be waiting for it in a collective.
         """
         try:
-            resolved = resolve(loss)
+            resolved = resolve(loss, loss_settings)
             require_head(self.engine, resolved.of, f"loss {resolved.name!r}")
             check_mtp_loss(self.engine, resolved)
             outputs = "logprobs" if logprobs else "values" if values else None

@@ -34,6 +34,7 @@ from megascend.distributed.launch import Launch
 from megascend.engines.base import check_model_settings
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
 from megascend.errors import ConfigError, TopologyError
+from megascend.huggingface.hub import snapshot
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.huggingface.scalar_head import HeadKind
 from megascend.selfcheck import process
@@ -203,7 +204,8 @@ class EngineBackend(Backend, ABC):
     ) -> None:
         """
         Args:
-            model: directory of a Hugging Face checkpoint with safetensors weights.
+            model: directory of a Hugging Face checkpoint with safetensors weights, or a name on the Hub, ``owner/name`` or
+                ``owner/name@revision``, which is downloaded.
             parallel: parallel sizes; the data parallel size is the world size divided by their product. None: data parallelism
                 only.
             precision: ``fp32``, ``fp16`` or ``bf16``, for parameters, activations and pipeline messages. Main parameters,
@@ -239,7 +241,10 @@ class EngineBackend(Backend, ABC):
         arguments = locals()
         settings = {name: arguments[name] for name in SPEC_SETTINGS}
         # None means default: EngineSpec.of leaves it out.
-        _refuse_unknown(self.engine_name, {name: value for name, value in settings.items() if value is not None})
+        # A setting at its default asks for nothing: a program changes its engine by its constructor's name.
+        defaults = EngineSpec(Path())
+        changed = {name: v for name, v in settings.items() if v is not None and v != getattr(defaults, name)}
+        _refuse_unknown(self.engine_name, changed)
         spec = EngineSpec.of(model, settings)
         # Evaluated for its error: the property raises for micro_batch_tokens "auto", which only a run resolves.
         _ = spec.batching.budget
@@ -256,7 +261,7 @@ class EngineBackend(Backend, ABC):
         trained, context = self._built_from
         # Not the settings of training: an optimizer, for example, may be one that adapters do not have.
         spec = EngineSpec(
-            Path(model),
+            snapshot(model),
             precision=trained.precision,
             batching=trained.batching,
             # Without an adapter these freeze the model, so that it has neither gradients nor moments.
@@ -375,12 +380,12 @@ class SingleBackend(EngineBackend):
     batches are padded whatever ``batching.packing`` is. Adapters are applied by peft, one at a time: micro batches of
     several adapters run one after the other. The settings of ``optimizer`` that divide work over ranks have no effect.
 
-    The settings ``parallel``, ``provider``, ``provider_options`` and ``fsdp`` do not exist here; ``recompute.granularity`` is
-    ``none`` or ``full``, and ``moe.aux_loss`` ``none`` or ``transformers``.
+    All sizes of ``parallel`` are 1. The settings ``provider``, ``provider_options`` and ``fsdp`` do not exist here;
+    ``recompute.granularity`` is ``none`` or ``full``, and ``moe.aux_loss`` ``none`` or ``transformers``.
     """
 
     engine_name = "single"
-    unsupported_settings = frozenset({"parallel", "provider", "provider_options", "fsdp"})
+    unsupported_settings = frozenset({"provider", "provider_options", "fsdp"})
 
     @classmethod
     def _check_spec(cls, spec: EngineSpec, runtime: Runtime, topology: Topology) -> None:

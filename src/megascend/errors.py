@@ -86,6 +86,10 @@ class PeerLostError(CollectiveTimeoutError, ConnectionError):
     """A rank has exited or failed and will not join the collective; the message names it and its position."""
 
 
+class WorkerError(MegascendError, RuntimeError):
+    """A process of ``--nproc`` failed with something other than a megascend error: an exception, a signal, an exit code."""
+
+
 class DistributedTestError(MegascendError, AssertionError):
     """A rank of ``megascend.testing.run_distributed`` failed; the message contains its traceback."""
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import getpass
 import importlib.util
+import logging
 import os
 import resource
 import signal
@@ -14,6 +15,20 @@ import sys
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
+
+PHASES = logging.getLogger(__name__)
+"""Logger of the phases of a start, from level INFO on; a program that wants silence sets another level."""
+PHASES.setLevel(logging.INFO)
+
+
+def announce(phase: str) -> None:
+    """Log on the first rank that a phase begins which may take long: on stderr, or to the log handlers of the program, if any."""
+    if os.environ.get("RANK", "0") != "0" or not PHASES.isEnabledFor(logging.INFO):
+        return
+    if PHASES.hasHandlers():
+        PHASES.info("megascend: %s", phase)
+    elif sys.stderr is not None:
+        print(f"megascend: {phase}", file=sys.stderr, flush=True)
 
 
 def is_installed(package: str) -> bool:

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 from simnpu.activation import activate, is_active
 from simnpu.environment import environment
+from simnpu.errors import NotSimulatedError
 
-__all__ = ["__version__", "activate", "environment", "is_active"]
+__all__ = ["NotSimulatedError", "__version__", "activate", "environment", "is_active"]
 
 __version__ = "0.2.0"

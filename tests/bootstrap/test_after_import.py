@@ -79,7 +79,7 @@ import os, sys, tempfile
 import torch, torch.distributed as dist
 if sys.argv[1] == "with":
     import megascend
-    megascend.bootstrap("cpu")
+    megascend.bootstrap("cpu", engine="megatron")
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region  # its only import of Megatron
 
 sys.stdout.flush()

@@ -17,7 +17,7 @@ PROGRAM = """
 import json, sys
 if sys.argv[1] == "once":
     import megascend
-    megascend.bootstrap("cpu")
+    megascend.bootstrap("cpu", engine="megatron")
 from pathlib import PurePath
 opened = []
 

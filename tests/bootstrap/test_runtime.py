@@ -39,10 +39,10 @@ def run_started(program: str, **environment: str) -> str:
 def test_second_call_returns_the_same_runtime():
     program = """
 import megascend
-first = megascend.bootstrap('cpu')
+first = megascend.bootstrap('cpu', engine='megatron')
 changes = list(first.changes)
 assert megascend.bootstrap() is first
-assert megascend.bootstrap('cpu') is first
+assert megascend.bootstrap('cpu', engine='megatron') is first
 assert megascend.bootstrap('auto') is first
 assert first.changes == changes
 first.load_megatron()
@@ -57,7 +57,7 @@ print('same')
 def test_other_platform_is_refused_after_the_bootstrap():
     program = """
 import megascend
-megascend.bootstrap('cpu')
+megascend.bootstrap('cpu', engine='megatron')
 for name in ('cuda', 'npu', 'tpu'):
     try:
         megascend.bootstrap(name)
@@ -75,7 +75,7 @@ def test_bootstrap_does_not_touch_argv():
 import sys
 before = list(sys.argv)
 import megascend
-megascend.bootstrap('cpu').load_megatron()
+megascend.bootstrap('cpu', engine='megatron').load_megatron()
 assert sys.argv == before == ['-c', '--tensor-model-parallel-size', '8', '--nonsense'], sys.argv
 print('untouched')
 """
@@ -87,7 +87,7 @@ def test_the_environment_changes_only_as_reported():
 import os
 before = dict(os.environ)
 import megascend
-runtime = megascend.bootstrap('cpu')
+runtime = megascend.bootstrap('cpu', engine='megatron')
 after = dict(os.environ)
 changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 reported = ' '.join(runtime.changes)
@@ -107,7 +107,7 @@ def test_user_settings_win_and_are_not_reported():
     program = """
 import os, torch, megascend
 threads = torch.get_num_threads()
-changes = ' '.join(megascend.bootstrap('cpu').changes)
+changes = ' '.join(megascend.bootstrap('cpu', engine='megatron').changes)
 assert os.environ['TORCHDYNAMO_DISABLE'] == '0' and os.environ['OMP_NUM_THREADS'] == '2'
 assert torch.get_num_threads() == threads == 2
 assert 'TORCHDYNAMO_DISABLE' not in changes and 'OMP_NUM_THREADS' not in changes, changes
@@ -117,7 +117,7 @@ print('kept')
 
 
 def test_several_processes_on_a_cpu_get_one_thread_each():
-    program = "import megascend, torch; megascend.bootstrap('cpu'); print(torch.get_num_threads())"
+    program = "import megascend, torch; megascend.bootstrap('cpu', engine='megatron'); print(torch.get_num_threads())"
     assert run_started(program, WORLD_SIZE="2") == "1\n"
 
 
@@ -126,7 +126,7 @@ def test_reported_modules_and_functions_are_installed():
 import sys, torch
 before = {name: getattr(torch, name) for name in ('empty', 'zeros', 'tensor')}
 import megascend
-runtime = megascend.bootstrap('cpu')
+runtime = megascend.bootstrap('cpu', engine='megatron')
 text = '\\n'.join(runtime.changes)
 import transformer_engine
 assert transformer_engine.__version__ in text and 'reference' in text
@@ -162,7 +162,7 @@ print('true')
 def test_installed_stub_modules_are_reported():
     program = """
 import sys, megascend
-runtime = megascend.bootstrap('cpu')
+runtime = megascend.bootstrap('cpu', engine='megatron')
 text = '\\n'.join(runtime.changes)
 origin = {name: getattr(getattr(module, '__spec__', None), 'origin', '') for name, module in list(sys.modules.items())}
 fakes = [name for name, source in origin.items() if source == 'megascend.reference_te']
@@ -177,7 +177,7 @@ print('all')
 def test_bootstrap_does_not_import_megatron_or_bridge():
     program = """
 import sys, megascend
-runtime = megascend.bootstrap('cpu')
+runtime = megascend.bootstrap('cpu', engine='megatron')
 assert 'mcore_bridge' not in sys.modules and 'megatron.core' not in sys.modules
 assert (runtime.platform.name, runtime.stack.name[:2]) == ('cpu', '0.')
 print('lazy')
@@ -197,7 +197,7 @@ def test_transformers_and_peft_can_precede_the_bootstrap(first):
     program = f"""
 import {first}
 import megascend
-megascend.bootstrap('cpu').load_megatron()
+megascend.bootstrap('cpu', engine='megatron').load_megatron()
 from mcore_bridge import ModelConfig
 print('fine')
 """
@@ -208,7 +208,7 @@ def test_package_bootstrap_is_callable():
     program = """
 import megascend.bootstrap
 import megascend
-runtime = megascend.bootstrap('cpu')
+runtime = megascend.bootstrap('cpu', engine='megatron')
 from megascend.bootstrap import Runtime, bootstrap, current_runtime
 assert isinstance(runtime, Runtime) and bootstrap() is runtime and current_runtime('test') is runtime
 assert megascend.bootstrap.__call__.__doc__ == bootstrap.__doc__

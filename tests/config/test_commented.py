@@ -76,7 +76,7 @@ def test_schema_accepts_what_the_settings_themselves_write(tmp_path: Path) -> No
     [
         ({"learning_rate": 1e-4}, []),
         ({"optimizer": {"learning_rate": 1e-4}}, ["optimizer"]),
-        ({"precision": "float16"}, ["precision"]),
+        ({"precision": "int8"}, ["precision"]),
         ({"optimizer": {"lr": -1}}, ["optimizer", "lr"]),
         ({"optimizer": {"betas": [0.9]}}, ["optimizer", "betas"]),
         ({"steps": True}, ["steps"]),

@@ -121,8 +121,6 @@ REFUSED: dict[str, str] = {
     "deepspeed: zero3.json": "called engine here: optimizer.distributed: true .the default. shards as ZeRO-1, engine: fsdp",
     "optimizer: {learning_rate: 1}": r"optimizer.learning_rate: unknown setting \(value 1\), called optimizer.lr here$",
     "lora: {r: 8, lora_alpha: 16}": "lora.r: .* called lora.rank here; lora.lora_alpha: .* called lora.alpha here$",
-    "precision: float16": r"precision: .*\(got 'float16'; did you mean fp16\?\)",
-    "precision: bfloat16": "did you mean bf16",
     "schedule: {kind: constant_with_warmup}": r"did you mean constant\?",
     "schedule: {kind: cosin}": r"did you mean cosine\?",
 }

@@ -100,7 +100,7 @@ def npu() -> Runtime:
     """Bootstrap this process for the platform ``npu`` and import everything that ranks need."""
     simnpu.activate()
     sys.path[:0] = [folder for folder in package_folders() if folder not in sys.path]
-    runtime = bootstrap("npu")
+    runtime = bootstrap("npu", engine="megatron")
     runtime.load_megatron()
     if ON_ADAPTOR:
         # References inherit the path, and their peft would import the engine's stand-in, which needs the simulated device.

@@ -25,7 +25,7 @@ import torch
 before = torch.distributed.all_reduce, torch.cuda.current_device
 import megascend
 try:
-    megascend.bootstrap("npu")
+    megascend.bootstrap("npu", engine="megatron")
 except megascend.ImportOrderError as error:
     untouched = before == (torch.distributed.all_reduce, torch.cuda.current_device)
     print(json.dumps({{"message": str(error), "untouched": untouched, "adaptor": "megatron_adaptor" in sys.modules}}))
@@ -60,7 +60,7 @@ def watch(name):
 for name in ("megatron_adaptor", "transformer_engine", "megatron.core", "mindspeed", "mcore_bridge"):
     watch(name)
 import megascend
-runtime = megascend.bootstrap("npu")
+runtime = megascend.bootstrap("npu", engine="megatron")
 runtime.load_megatron()
 import torch
 from megatron.core.extensions import transformer_engine as extensions
@@ -138,7 +138,7 @@ def test_changes_are_reported(after) -> None:
 
 FLOAT64 = """
 import torch, torch.distributed as dist, megascend
-megascend.bootstrap("npu")
+megascend.bootstrap("npu", engine="megatron")
 from megascend.testing.distributed import run_distributed
 def rank():
     number = torch.tensor([1.0 + dist.get_rank()], dtype=torch.float64)
@@ -163,7 +163,7 @@ def test_all_reduce_of_float64_works_on_cpu_and_is_refused_on_npu(run_python) ->
 COMPLETED = """
 import json, sys, torch
 import megascend
-runtime = megascend.bootstrap("npu")
+runtime = megascend.bootstrap("npu", engine="megatron")
 from megatron.core.extensions import transformer_engine as extensions
 from megatron.core.tensor_parallel import random
 from megascend.bootstrap.megatron_adaptor import verification
@@ -201,7 +201,7 @@ def test_what_the_adaptor_leaves_out_is_completed(run_python) -> None:
 VERIFIED = """
 import json, sys, megascend
 from types import SimpleNamespace
-runtime = megascend.bootstrap("npu")
+runtime = megascend.bootstrap("npu", engine="megatron")
 runtime.load_megatron()
 from megatron.core import optimizer
 from megatron.core.extensions import transformer_engine as extensions
@@ -255,7 +255,7 @@ def put_placeholder():
     sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
 after_import("megatron_adaptor", put_placeholder)
 try:
-    megascend.bootstrap("npu")
+    megascend.bootstrap("npu", engine="megatron")
 except megascend.PlatformError as error:
     print(error)
 """
@@ -271,7 +271,7 @@ MINDSPEEDS_PATCHES = """
 import json
 from pkgutil import resolve_name
 import megascend
-megascend.bootstrap("npu").load_megatron()
+megascend.bootstrap("npu", engine="megatron").load_megatron()
 import mindspeed
 from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
 from mindspeed.patch_utils import MindSpeedPatchesManager

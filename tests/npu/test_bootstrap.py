@@ -38,7 +38,7 @@ before = torch.distributed.all_reduce, torch.compile
 loaded = set(sys.modules)
 import megascend
 try:
-    megascend.bootstrap("npu")
+    megascend.bootstrap("npu", engine="megatron")
 except megascend.ImportOrderError as error:
     new = sorted(name for name in set(sys.modules) - loaded if name.startswith("mindspeed"))
     untouched = before == (torch.distributed.all_reduce, torch.compile)
@@ -72,7 +72,7 @@ handler = logging.StreamHandler(sys.stderr)
 logging.getLogger().addHandler(handler)
 logging.getLogger().setLevel(logging.ERROR)
 import megascend
-runtime = megascend.bootstrap("npu")
+runtime = megascend.bootstrap("npu", engine="megatron")
 runtime.load_megatron()
 import torch
 from megatron.core import jit
@@ -125,7 +125,7 @@ def test_changes_are_reported(after):
 
 FLOAT64 = """
 import torch, torch.distributed as dist, megascend
-megascend.bootstrap("npu")
+megascend.bootstrap("npu", engine="megatron")
 import tempfile, os
 from megascend.testing.distributed import run_distributed
 def rank():
@@ -162,7 +162,7 @@ if sys.argv[1] == "mindspeed":
 else:
     import torch, torch_npu, megascend
     start = time.process_time()
-    megascend.bootstrap("npu")
+    megascend.bootstrap("npu", engine="megatron")
 print(json.dumps(time.process_time() - start))
 """
 

@@ -16,7 +16,7 @@ from megascend.config import RunConfig, parsed
 from megascend.config.run_file import full_names, read_settings
 from megascend.errors import CheckpointError, ConfigError, MegascendError
 from megascend.huggingface.files import read_config
-from megascend.huggingface.hub import download_advice
+from megascend.huggingface.hub import snapshot
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.planning.hardware import Hardware
 from megascend.planning.rl import Split, splits
@@ -63,10 +63,11 @@ class LayoutPlan:
 @contextlib.contextmanager
 def model_checkpoint(model: Path) -> Iterator[Path]:
     """Yield a checkpoint directory for a model that may be only its ``config.json``: tensors are then named, and have no data."""
+    model = snapshot(model, setting="MODEL", files=("config.json",))
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
         raise ConfigError(
-            f"{model}: no model is there; name a checkpoint's directory, or a config.json{download_advice(model)}"
+            f"{model}: no model is there; name a checkpoint's directory, a config.json, or owner/name on the Hub"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

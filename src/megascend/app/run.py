@@ -35,6 +35,7 @@ from megascend.huggingface import hub
 from megascend.huggingface.files import copy_tokenizer
 from megascend.io.lasting_output import LastingOutput
 from megascend.io.paths import is_kept, unwritable_reason
+from megascend.surroundings import announce
 from megascend.tracking.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -85,11 +86,13 @@ def run(
         runtime = bootstrap(config)
         runtime.platform.warm_up(launch.local_rank)
         phases.end("torch")
+        announce("importing transformers")
         from transformers import AutoConfig, AutoTokenizer  # noqa: F401  for data and the self-check: a phase of its own
 
         phases.end("transformers")
 
         # Data: before the model is built, which may take minutes
+        announce("reading the data")
         config = training.prepare(RunContext(plan, launch, runtime, resume))
         if launch.rank == 0 and (warning := disk_warning(config, plan.info)):
             logger.warning(warning)

@@ -248,7 +248,7 @@ def run_files(name: str, request: RunFileRequest, path: Path) -> RunFiles:
     remarks: list[str] = []
     prediction = None
     with model_checkpoint(request.model) as checkpoint:
-        if checkpoint != request.model:
+        if checkpoint != request.model and request.model.exists():  # a run downloads the weights of a name on the Hub
             remarks.append(
                 "Only the model's configuration was there when this was written: model has to have its weights."
             )

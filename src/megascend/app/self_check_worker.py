@@ -65,7 +65,7 @@ def main() -> None:
 
     import megascend
 
-    megascend.bootstrap("cpu")
+    megascend.bootstrap("cpu", engine="megatron")
     findings = [
         finding if "models" not in finding else compare(finding, folder / str(i))
         for i, finding in enumerate(references)

@@ -6,6 +6,8 @@ Losses of a policy are in :mod:`megascend.batch.policy_losses`, the contract of 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -341,12 +343,14 @@ def register_loss(loss: Loss) -> Loss:
     return loss
 
 
-def resolve(loss: str | Loss | LossFunction) -> Loss:
-    """Return the :class:`Loss` for a name, a Loss, or a plain per-token callable.
+def resolve(loss: str | Loss | LossFunction, settings: Mapping[str, Any] | None = None) -> Loss:
+    """Return the :class:`Loss` for a name, a Loss, or a plain per-token callable, with keyword arguments of its function.
 
     Raises:
-        ConfigError: the name is unknown; the message lists the registered names.
+        ConfigError: the name or a setting is unknown; the message lists those that exist.
     """
+    if settings:
+        return resolve(loss).with_settings(**settings)
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, str):

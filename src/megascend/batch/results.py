@@ -89,6 +89,15 @@ class ForwardBackwardResult:
     _replayed: Tensor | None = None  # [choices that differed, choices replayed], summed over ranks
     _read: list[list[float]] | None = field(default=None, repr=False)
 
+    def __repr__(self) -> str:
+        figures = {
+            "loss": self.loss, "metrics": self.metrics, "tokens": self.tokens, "total_tokens": self.total_tokens,
+            "micro_batches": self.micro_batches, "adapters": self.adapters,
+        }  # fmt: skip
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in figures.items() if value != {})})"
+        )
+
     @property
     def tokens(self) -> int:
         """Targets with a weight other than 0, over all data parallel ranks."""

@@ -15,6 +15,8 @@ from megascend.batch.image_sources import ImageSources
 from megascend.batch.images import SampleImages
 from megascend.errors import DataError
 
+IGNORED = -100
+"""Target that torch's and transformers' losses ignore."""
 TOKEN_FIELDS = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")
 
 
@@ -26,7 +28,8 @@ class Sample:
 
     Attributes:
         input_ids: int64, what the model reads.
-        target_ids: int64, what it should predict at each position (for causal models the next token).
+        target_ids: int64, what it should predict at each position (for causal models the next token). -100, which torch
+            ignores, is allowed where the weight is 0, and becomes 0.
         weights: float32, each target's weight in the loss; a mask is 0 / 1. Negative ones are for losses with
             ``reduction="sum"``.
         advantages: float32, for policy losses.
@@ -75,6 +78,10 @@ class Sample:
         self.input_ids = _vector(self.input_ids, "input_ids", torch.int64)
         self.target_ids = _vector(self.target_ids, "target_ids", torch.int64)
         self.weights = _vector(self.weights, "weights", torch.float32)
+        if len(self.target_ids) == len(self.weights):
+            self.target_ids = self.target_ids.masked_fill((self.target_ids == IGNORED) & (self.weights == 0), 0)
+        if len(ignored := (self.target_ids == IGNORED).nonzero()):
+            raise DataError(f"target_ids[{int(ignored[0])}] is -100, which is no token; set its weight to 0")
         for name in TOKEN_FIELDS:
             if getattr(self, name) is not None:
                 setattr(self, name, self._field(getattr(self, name), name))
@@ -184,6 +191,52 @@ class Sample:
             routed_experts=None if routed_experts is None else routed_experts[: len(tokens) - 1],
             images=images,
             candidates=None if candidates is None else candidates[1:],
+        )
+
+    @classmethod
+    def response(
+        cls,
+        prompt: Sequence[int] | Tensor,
+        tokens: Sequence[int] | Tensor,
+        logprobs: Sequence[float] | Tensor,
+        advantage: float | Sequence[float] | Tensor,
+        **fields: Any,
+    ) -> Sample:
+        """Build a sample of a sampled response, for a policy's losses: only its tokens have weight 1.
+
+        With a prompt of p and a response of r tokens, all fields of the sample have p + r - 1 entries.
+
+        Args:
+            prompt: [p] token ids, p >= 1.
+            tokens: [r] token ids of the response, r >= 1.
+            logprobs: [r] log-probabilities, in nats, of ``tokens`` under the policy that sampled them: ``old_logprobs``.
+            advantage: of the whole response, or [r] of each token.
+            fields: ``adapter``, ``temperature``, or other fields of the sample of p + r - 1 entries.
+
+        Raises:
+            DataError: prompt or response is empty, lengths differ, or a number is not finite.
+        """
+        prompt, tokens = _vector(prompt, "prompt", torch.int64), _vector(tokens, "tokens", torch.int64)
+        count, before = len(tokens), len(prompt) - 1
+        if before < 0 or not count:
+            raise DataError(f"a response needs a prompt and tokens, got {len(prompt)} and {count} tokens")
+        shared = isinstance(advantage, int | float) or getattr(advantage, "ndim", None) == 0
+        numbers = {"logprobs": logprobs, "advantage": [float(advantage)] * count if shared else advantage}  # type: ignore[arg-type]
+        columns = {"weights": torch.ones(count)} | {
+            name: _vector(v, name, torch.float32) for name, v in numbers.items()
+        }
+        for name, column in columns.items():
+            if len(column) != count:
+                raise DataError(f"{name} must have one entry per token of the response ({count}), got {len(column)}")
+            columns[name] = torch.cat([torch.zeros(before), column])
+        ids = torch.cat([prompt, tokens])
+        return cls(
+            input_ids=ids[:-1],
+            target_ids=ids[1:],
+            weights=columns["weights"],
+            old_logprobs=columns["logprobs"],
+            advantages=columns["advantage"],
+            **fields,
         )
 
     @classmethod

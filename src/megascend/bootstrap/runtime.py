@@ -18,11 +18,12 @@ from megascend.bootstrap import engines, patches, providers
 from megascend.bootstrap.deferred_imports import deferring
 from megascend.bootstrap.import_hooks import after_import
 from megascend.bootstrap.providers import PatchProvider, ProviderSetup, refuse_options
+from megascend.bootstrap.run_site import megascend_run
 from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported, require_undeclared
 from megascend.changes import change_list, changed, record
 from megascend.errors import ConfigError, ImportOrderError
-from megascend.surroundings import set_user_variables
+from megascend.surroundings import announce, set_user_variables
 
 if TYPE_CHECKING:
     from megascend.config import Affinity, Batching, Parallel
@@ -47,7 +48,8 @@ class Runtime:
     Attributes:
         platform: the platform in use.
         stack: the row of the version table that the installed packages match.
-        engine: name of the engine that the process is prepared for.
+        engine: name of the engine that the process is prepared for. After a bootstrap that names none, that is what the first
+            backend needs, or Megatron-Core if it is imported before.
         provider: the provider that patches Megatron-Core; None for an engine without Megatron.
         tf32: products of fp32 matrices are TensorFloat-32 (CUDA only).
         affinity: CPU affinity of the process.
@@ -60,6 +62,7 @@ class Runtime:
     tf32: bool = False
     affinity: Affinity = "none"
     _megatron_loaded: bool = False
+    _is_open: bool = False  # the engine is not decided, and nothing is patched for one
 
     @property
     def changes(self) -> list[str]:
@@ -76,11 +79,14 @@ class Runtime:
         """
         if self._megatron_loaded:
             return
+        if self._is_open:
+            self.prepare_for(engines.DEFAULT)
         if self.provider is None:
             raise ConfigError(
                 f"this process was prepared for engine {self.engine!r}, which needs no Megatron, so Megatron was not patched; "
                 "start another process, with megascend.bootstrap(engine='megatron') first"
             )
+        announce("importing Megatron-Core")
         with warnings.catch_warnings(), suppress_logs_below(logging.ERROR), gc_paused(), deferring():
             # Deprecations inside these packages, a missing Apex, parts of a dummy Transformer Engine that mcore-bridge could
             # not patch: a user cannot act on any of them.
@@ -154,6 +160,8 @@ class Runtime:
             )
         # These two share a patched Megatron-Core, and engines without Megatron share an unpatched process. In any other pair,
         # one engine would run with the patches of the other.
+        if self._is_open:
+            return
         on_megatron_core = {engines.DEFAULT, engines.MEGATRON_CORE}
         if (
             engine not in (None, self.engine)
@@ -179,8 +187,25 @@ class Runtime:
                 f"megascend.bootstrap(provider={provider!r})"
             )
 
-    def add_mcore_bridge(self, engine: str | None) -> None:
-        """Extend a process prepared for Megatron-Core only to megascend's engine, if the packages are installed."""
+    def prepare_for(self, engine: str | None, parallel: Parallel | None = None, provider: str | None = None) -> None:
+        """Prepare a process whose engine is open for ``engine``; extend one for Megatron-Core only to megascend's engine.
+
+        Raises as :func:`bootstrap`, and the engine then stays open.
+        """
+        if self._is_open and (engine or provider):
+            from megascend.config import Parallel
+
+            engine = engine or engines.DEFAULT
+            needs = _needs(engine, provider)
+            stack = require_supported(installed_versions(), needs.packages)
+            if needs.megatron:
+                require_undeclared(stack)
+                self.provider = _create_provider(provider, ProviderSetup(self.platform, stack, parallel or Parallel()))
+            else:
+                self.provider = None
+            megascend_run.disarm()
+            _patch(self)
+            self.engine, self.stack, self._is_open = engine, stack, False
         if self.engine == engines.MEGATRON_CORE and engine == engines.DEFAULT:
             self.stack = require_supported(installed_versions(), engines.needs(engine).packages)
             self.engine = engine
@@ -229,6 +254,8 @@ def bootstrap(
     It checks the version table, chooses the platform, and for an engine that runs on Megatron-Core raises if Megatron-Core,
     Transformer Engine or mcore-bridge are imported already. It never reads ``sys.argv``, which is as before afterwards.
 
+    Without ``engine`` and ``provider`` the engine stays open: the first backend decides it, or Megatron-Core's first import.
+
     ``Runtime.changes`` lists all changes to the process; docs/support.md#changes-to-the-process explains them.
 
     Args:
@@ -238,7 +265,7 @@ def bootstrap(
         tf32: products of fp32 matrices may be TensorFloat-32 (CUDA only); default: value of an earlier call, or False.
         engine: engine that the process is prepared for: ``megatron``; ``megatron-core``, for a third-party program on
             Megatron-Core that needs no mcore-bridge; ``single``, ``fsdp``, or one registered with
-            ``megascend.register_engine``; default: value of an earlier call, or ``megatron``.
+            ``megascend.register_engine``; default: value of an earlier call, or what is used first.
         provider: provider that patches Megatron (see :mod:`megascend.bootstrap.providers`); default: the platform's first.
             ``MEGASCEND_REFERENCE_TE=1`` in the environment means ``reference`` on ``cuda``.
         affinity: ``numa``: all threads of this process run on the CPUs of one NUMA node, its device's if known (see
@@ -255,48 +282,64 @@ def bootstrap(
     global _current
     if _current is not None:
         _current.require_same(platform, tf32, engine, provider, affinity)
-        _current.add_mcore_bridge(engine)
+        _current.prepare_for(engine, parallel, provider)
         return _current
     from megascend.config import Parallel
     from megascend.platforms import choose
 
+    if "torch" not in sys.modules:
+        announce("importing torch")
     record(set_user_variables())
     # Under `megascend run` an import hook would call the bootstrap; this program has called it first.
     if (hook := sys.modules.get("megascend_run")) is not None:
         hook.disarm()
+    is_open = engine is None and provider is None
     engine = engine or engines.DEFAULT
+    needs, versions = _needs(engine, provider), installed_versions()
+    # Without Megatron-Core only another engine can follow; it checks its own packages.
+    has_megatron = not is_open or versions["megatron-core"] is not None
+    stack = require_supported(versions, needs.packages if has_megatron else ("torch",))
+    needs_provider = needs.megatron and has_megatron
+    if needs_provider:
+        require_undeclared(stack)
+    chosen = choose(platform)
+    setup = ProviderSetup(chosen, stack, parallel or Parallel())
+    patcher = _create_provider(provider, setup) if needs_provider else None
+    runtime = Runtime(chosen, stack, engine, patcher, bool(tf32), affinity or "none", _is_open=is_open)
+    # First: what it sets (NVIDIA_TF32_OVERRIDE, ONEDNN_MAX_CPU_ISA) is read once, by the first product of the process.
+    record(chosen.configure_products(runtime.tf32))
+    if is_open:
+        megascend_run.before_import(lambda: runtime.prepare_for(engines.DEFAULT, parallel))
+    else:
+        _patch(runtime)
+    record(chosen.prepare())
+    # Before the large imports: threads that they start inherit the binding.
+    if runtime.affinity == "numa":
+        record([_bind_to_numa_node(chosen)])
+    _current = runtime
+    return runtime
+
+
+def _needs(engine: str, provider: str | None) -> engines.EngineNeeds:
+    """Return the requirements of an engine; refuse a provider for one without Megatron."""
     needs = engines.needs(engine)
     if provider is not None and not needs.megatron:
         raise ConfigError(
             f"provider={provider!r}: engine {engine!r} needs no Megatron, and so no provider; leave it out"
         )
-    stack = require_supported(installed_versions(), needs.packages)
-    if needs.megatron:
-        require_undeclared(stack)
-    chosen = choose(platform)
-    setup = ProviderSetup(chosen, stack, parallel or Parallel())
-    patcher = _create_provider(provider, setup) if needs.megatron else None
-    runtime = Runtime(chosen, stack, engine, patcher, bool(tf32), affinity or "none")
-    with gc_paused():
-        _change_process(runtime)
-    _current = runtime
-    return runtime
+    return needs
 
 
-def _change_process(runtime: Runtime) -> None:
-    """Make the changes of docs/support.md#changes-to-the-process, in the order that they need."""
+def _patch(runtime: Runtime) -> None:
+    """Make the engine's changes of docs/support.md#changes-to-the-process, in the order that they need."""
     platform, provider = runtime.platform, runtime.provider
-    # First: what it sets (NVIDIA_TF32_OVERRIDE, ONEDNN_MAX_CPU_ISA) is read once, by the first product of the process.
-    record(platform.configure_products(runtime.tf32))
-    if provider is not None:
-        record(provider.before_megatron())
-    record(platform.prepare())
-    if platform.device_type == "cpu":
-        record(reference_fla.install(state_spaces=provider is not None))
-    # Before the large imports: threads that they start inherit the binding.
-    if runtime.affinity == "numa":
-        record([_bind_to_numa_node(platform)])
-    if provider is not None:
+    with gc_paused():
+        if provider is not None:
+            record(provider.before_megatron())
+        if platform.device_type == "cpu":
+            record(reference_fla.install(state_spaces=provider is not None))
+        if provider is None:
+            return
         record(install_missing_leaves())
         # These modules are patched at their import, by megascend's engine or by any program.
         patches.patch_on_import()

@@ -15,13 +15,23 @@ if TYPE_CHECKING:
     from megascend.config import Classification, Lora
 
 
-WeightType = Literal["fp32", "fp16", "bf16"]
+def weight_type(text: str) -> str:
+    """Parse the name of a precision, in any of its spellings."""
+    from megascend.config.training import PRECISIONS, precision_name
+
+    if (name := precision_name(text)) not in PRECISIONS.values():
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(dict.fromkeys(PRECISIONS.values()))}")
+    return name
 
 
 def export_command(
-    model: Annotated[Path, typer.Argument(help="Hugging Face checkpoint, or run directory of `megascend train`.")],
+    model: Annotated[
+        Path, typer.Argument(help="Hugging Face checkpoint, Hub name, or run directory of `megascend train`.")
+    ],
     out: Annotated[Path, typer.Argument(help="Directory to write; must not exist or be empty.")],
-    dtype: Annotated[WeightType, typer.Option("--dtype", help="Type of the exported weights.")] = "bf16",
+    dtype: Annotated[
+        str, typer.Option("--dtype", parser=weight_type, metavar="fp32|fp16|bf16", help="Type of the exported weights.")
+    ] = "bf16",
     adapter: Annotated[
         Path | None,
         typer.Option(
@@ -82,7 +92,9 @@ def export_command(
 def find_adapter(path: Path) -> Path:
     """Return the adapter in peft's format at ``path``: the directory itself, or that of a run."""
     from megascend.errors import CheckpointError
+    from megascend.huggingface.hub import snapshot
 
+    path = snapshot(path, setting="--adapter")
     # A run directory holds its adapter there.
     for folder in (path, path / "adapter"):
         if (folder / "adapter_config.json").is_file():
@@ -155,6 +167,8 @@ def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | 
 
 def other_base(adapter: Path, model: Path) -> str | None:
     """Return the adapter's recorded base model if it differs from ``model`` in path or, if that is gone, in name."""
+    from megascend.huggingface.hub import repository_of
+
     try:
         base_name = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -162,7 +176,8 @@ def other_base(adapter: Path, model: Path) -> str | None:
     if not isinstance(base_name, str) or not base_name:
         return None
     base = Path(base_name)
-    same = base.resolve() == model.resolve() if base.is_dir() else base.name == model.resolve().name
+    name = (repository_of(model) or model.resolve().name).rpartition("/")[2]
+    same = base.resolve() == model.resolve() if base.is_dir() else base.name == name
     return None if same else base_name
 
 
@@ -183,11 +198,12 @@ def stored_head(model: Path) -> Literal["scalar"] | Classification | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the Hugging Face checkpoint at ``path``: the directory itself, or a run's export."""
+    """Return the Hugging Face checkpoint at ``path``: itself, a run's export, or downloaded from the Hub."""
     from megascend.app.run_directory import METRICS
     from megascend.errors import CheckpointError
-    from megascend.huggingface.hub import download_advice
+    from megascend.huggingface.hub import snapshot
 
+    path = snapshot(path, setting="MODEL")
     if (path / "config.json").is_file():
         return path
     if (path / "hf" / "config.json").is_file():
@@ -204,7 +220,7 @@ def find_checkpoint(path: Path) -> Path:
             "With a checkpoint, megascend train --resume auto trains to its end and exports it"
         )
     if not path.exists():
-        raise CheckpointError(f"no checkpoint at {path}: the directory does not exist{download_advice(path)}")
+        raise CheckpointError(f"no checkpoint at {path}: the directory does not exist")
     raise CheckpointError(f"{path} holds neither config.json nor hf/config.json: not a Hugging Face checkpoint")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megascend.cli.export import WeightType, find_adapter, find_checkpoint, other_base
+from megascend.cli.export import find_adapter, find_checkpoint, other_base, weight_type
 
 if TYPE_CHECKING:
     from megascend.app.inference import InferenceSettings, ResponseModel
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from megascend.sampling.request import SamplingParams
 
 
-Model = Annotated[Path, typer.Argument(help="Hugging Face checkpoint, adapter, or run directory of `megascend train`.")]
+Model = Annotated[
+    Path,
+    typer.Argument(help="Checkpoint, adapter, Hub name, or run directory of `megascend train`."),
+]
 AdapterNames = Annotated[
     list[str] | None,
     typer.Option("--adapter", metavar="[NAME=]DIR", help="Load this LoRA adapter beside MODEL; may be repeated."),
@@ -31,7 +34,9 @@ Base = Annotated[
 ]
 Engine = Annotated[str, typer.Option("--engine", help="What loads the model: single (transformers), fsdp or megatron.")]
 Platform = Annotated[str, typer.Option("--platform", help="auto, cpu, cuda or npu.")]
-Dtype = Annotated[WeightType, typer.Option("--dtype", help="Type of weights and compute.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", parser=weight_type, metavar="fp32|fp16|bf16", help="Type of weights and compute.")
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest response, in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total probability.")]
@@ -303,10 +308,12 @@ def inference_settings(
     from megascend.app.inference import InferenceSettings
     from megascend.config.plugins import ENGINES, check_registered
     from megascend.errors import CheckpointError, ConfigError
+    from megascend.huggingface.hub import snapshot
 
     check_registered("engine", engine, ENGINES, "megascend.register_engine", setting="--engine")
     if platform not in ("auto", "cpu", "cuda", "npu"):
         raise ConfigError(f"--platform {platform}: known are auto, cpu, cuda, npu")
+    model = snapshot(model, setting="MODEL")
     paths: dict[str, Path] = {}
     trained = next((path for path in (model, model / "adapter") if (path / "adapter_config.json").is_file()), None)
     if trained is not None and not (model / "hf" / "config.json").is_file():
@@ -314,7 +321,7 @@ def inference_settings(
         recorded = json.loads((trained / "adapter_config.json").read_text(encoding="utf-8")).get(
             "base_model_name_or_path"
         )
-        source = base or Path(recorded or "")
+        source = snapshot(base or Path(recorded or ""), setting=f"base model of {trained} (or --base)")
         if not (source / "config.json").is_file():
             raise CheckpointError(
                 f"{trained} was trained on {recorded}, which is not a directory here: name it with --base"

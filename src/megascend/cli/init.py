@@ -13,7 +13,10 @@ from megascend.cli.train import Overrides
 def init_command(
     task: Annotated[str, typer.Argument(help="sft, dpo, reward, classification, pretrain or rl.")],
     model: Annotated[
-        Path, typer.Argument(help="Checkpoint directory, or the config.json of a model whose weights are elsewhere.")
+        Path,
+        typer.Argument(
+            help="Checkpoint directory, Hub name, or the config.json of a model whose weights are elsewhere."
+        ),
     ],
     out: Annotated[Path, typer.Argument(help="Run file to write.")] = Path("run.yaml"),
     data: Annotated[

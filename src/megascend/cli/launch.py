@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from megascend import errors
 from megascend.app.stop_signals import STOPPING, SignalRecorder
-from megascend.errors import ConfigError, MegascendError, PlatformError
+from megascend.errors import ConfigError, MegascendError, PlatformError, WorkerError
+from megascend.surroundings import announce
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -38,10 +39,6 @@ SEMAPHORES = 64 * 1024
 """Maximum shared memory of the launcher's semaphores per process, in bytes."""
 
 
-class WorkerError(MegascendError, RuntimeError):
-    """A worker process failed with something other than a megascend error: an exception, a signal, an exit code."""
-
-
 def under_torchrun(nproc: int | None = None) -> bool:
     """Return True if the ranks have been started already."""
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -52,7 +49,10 @@ def under_torchrun(nproc: int | None = None) -> bool:
 
 def start_ranks(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
     """Call ``function(*args)`` in this process, or with ``nproc`` above 1 in as many others; return rank 0's result."""
-    return function(*args) if nproc == 1 else launch(function, *args, nproc=nproc)
+    if nproc == 1:
+        return function(*args)
+    announce(f"starting {nproc} processes")
+    return launch(function, *args, nproc=nproc)
 
 
 def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:

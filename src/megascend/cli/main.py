@@ -8,7 +8,9 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import re
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -43,15 +45,18 @@ class ReportingGroup(TyperGroup):
     Other exceptions keep their traceback.
     """
 
-    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **options: Any) -> Any:
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **options)
+            return super().main(args, *rest, standalone_mode=False, **options)
+        arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
+        if arguments[0] == "help":  # megascend help, megascend help COMMAND
+            arguments = [*arguments[1:], "--help"]
         try:
             # Not click's standalone mode, which prints usage errors as several lines in a box and exits itself.
-            code = super().main(*args, standalone_mode=False, **options)
+            code = super().main(arguments, *rest, standalone_mode=False, **options)
         except Exception as error:
             # Recognised by their attribute: depending on its version, typer raises click's classes or those of its own copy.
-            if not hasattr(error, "format_message") or type(error).__name__ == "NoArgsIsHelpError":
+            if not hasattr(error, "format_message"):
                 raise
             typer.secho(describe_usage_error(error), fg=typer.colors.RED, err=True)
             sys.exit(EXIT_ERROR)
@@ -79,7 +84,12 @@ def describe_usage_error(error: Any) -> str:
     message = " ".join(error.format_message().split()).replace("Value error, ", "")
     problems = getattr(error.__cause__, "errors", list)()  # pydantic's, which name the value
     value = f" (got {problems[0]['input']!r})" if problems and "input" in problems[0] else ""
-    command = error.ctx.command_path if getattr(error, "ctx", None) else "megascend"
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "megascend"
+    settings = re.findall(r"[\w.]+=[^ )]*", message) if "unexpected extra argument" in message else []
+    settings += [f"{option}=VALUE" for option in re.findall(r"No such option: -*([\w.]+)", message)]
+    if settings and context and any("--set" in parameter.opts for parameter in context.command.params):
+        value += f"; a setting is changed with --set {' --set '.join(settings)}"
     return f"UsageError: {message.rstrip('.')}{value}; see {command} --help"
 
 
@@ -98,8 +108,7 @@ def show_version(requested: bool) -> None:
 
 app = typer.Typer(
     cls=ReportingGroup,
-    no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="Train Hugging Face models with Megatron-Core on Ascend NPUs, on CUDA and on a plain CPU.",
 )

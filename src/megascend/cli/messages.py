@@ -8,12 +8,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from megascend.surroundings import PHASES
+
 READS_RUN_FILES = "megascend.config.run_file"
 """Logger whose messages only the first rank shows."""
 
 
 def show_messages() -> None:
-    """Write megascend's log messages, from warnings on, to stderr. For commands; importing megascend configures no logging.
+    """Write megascend's log messages, warnings and phases, to stderr. For commands; importing megascend configures no logging.
 
     Idempotent. A program of the user's own configures the logger ``megascend`` as it likes.
     """
@@ -21,7 +23,7 @@ def show_messages() -> None:
     if any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
         return
     handler = _StderrHandler()
-    handler.setLevel(logging.WARNING)
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == PHASES.name)
     handler.setFormatter(RankFormatter())
     # Every rank reads the run file, and finds the same.
     handler.addFilter(lambda record: record.name != READS_RUN_FILES or os.environ.get("RANK", "0") == "0")

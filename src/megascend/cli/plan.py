@@ -14,7 +14,9 @@ from megascend.errors import ConfigError
 def plan_command(
     model: Annotated[
         Path | None,
-        typer.Argument(help="Checkpoint directory, or the config.json of a model whose weights are elsewhere."),
+        typer.Argument(
+            help="Checkpoint directory, Hub name, or the config.json of a model whose weights are elsewhere."
+        ),
     ] = None,
     cards: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 8,
     device: Annotated[str, typer.Option(help="Kind of device: h100, h200, b200, gb200, gb300, ascend-910b.")] = "h100",

@@ -49,7 +49,7 @@ def serve_command(
     config: Annotated[
         Path | None, typer.Argument(help="YAML file with settings (docs/serve.md); options come on top.")
     ] = None,
-    model: Annotated[Path | None, typer.Option("--model", help="Directory of a Hugging Face checkpoint.")] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint directory, or Hub name.")] = None,
     name: Annotated[
         str | None, typer.Option("--name", help="What clients may call the model, beside its path.")
     ] = None,
@@ -92,6 +92,7 @@ def serve_command(
     from megascend.cli.messages import show_messages
     from megascend.config.serve import load_serve_config
     from megascend.errors import ConfigError
+    from megascend.huggingface.hub import with_snapshots
     from megascend.serve.server import check_address, check_packages, keys_of
 
     arguments: dict[str, Any] = {
@@ -110,7 +111,7 @@ def serve_command(
         if demo:
             directory = stack.enter_context(demo_directory(storage))
             values, client = demo_settings(directory, values), str(directory / "demo_client.py")
-        settings = load_serve_config(config, values, overrides)
+        settings = with_snapshots(load_serve_config(config, values, overrides))
         # Once, in the parent, before it starts the ranks.
         if not under_torchrun():
             check_service(settings, nproc or 1)

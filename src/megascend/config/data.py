@@ -368,8 +368,9 @@ class Distillation(Section):
 
     teacher: Path | None = Field(
         None,
-        description="checkpoint directory of a teacher with the model's tokenizer, which the trainer's ranks compute beside the "
-        "model: its distributions over the whole vocabulary are learned; unset: the data holds distributions (top_ids)",
+        description="checkpoint directory, or name on the Hub, of a teacher with the model's tokenizer, which the trainer's "
+        "ranks compute beside the model: its distributions over the whole vocabulary are learned; unset: the data holds "
+        "distributions (top_ids)",
     )
 
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = Field(

@@ -29,10 +29,18 @@ POLICY_LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo",
 REMEDY = "install its package into this environment, or put the folder that holds it on PYTHONPATH"
 
 
+def import_from(folder: Path) -> None:
+    """Add the folder of a run file, and the working directory, to the end of ``sys.path``: a script's has neither."""
+    sys.path += [entry for entry in dict.fromkeys((str(folder.resolve()), str(Path.cwd()))) if entry not in sys.path]
+
+
 def check_plugins(modules: Sequence[str]) -> None:
-    """Raise ConfigError if the package of a plug-in is missing. Imports nothing."""
+    """Raise ConfigError if a plug-in's file, or its package, is missing. Imports nothing."""
     for module in modules:
-        check_module("plugins", module)
+        if not module.endswith(".py"):
+            check_module("plugins", module)
+        elif not Path(module).is_file():
+            raise ConfigError(f"plugins: file {Path(module).absolute()} does not exist")
 
 
 def check_module(setting: str, module: str) -> None:
@@ -113,7 +121,14 @@ def import_plugins(modules: Sequence[str]) -> None:
     """Import ``modules`` in their order, on every rank before any of the names that they register is used."""
     for module in modules:
         try:
-            import_module(module)
+            if not module.endswith(".py"):
+                import_module(module)
+                continue
+            path = Path(module).resolve()
+            # A file that is imported already, under either name, is not run again: it would register other objects.
+            imported = [sys.modules.get(name) for name in (path.stem, f"megascend_plugins_{path.stem}")]
+            if all(getattr(other, "__file__", None) != str(path) for other in imported):
+                _import_file(path, "plugins")
         except MegascendError:
             raise
         except Exception as error:
@@ -160,12 +175,7 @@ def _import_package(name: str, setting: str) -> Any:
     try:
         return import_module(name)
     except Exception as error:
-        # The working directory is not among the folders that a command imports from.
-        file = Path(*name.split(".")).with_suffix(".py")
-        advice = (
-            f"; to use the file here, write {file}:NAME" if isinstance(error, ImportError) and file.is_file() else ""
-        )
-        raise ConfigError(f"{setting}: {name} cannot be imported: {type(error).__name__}: {error}{advice}") from error
+        raise ConfigError(f"{setting}: {name} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _import_file(path: Path, setting: str) -> Any:

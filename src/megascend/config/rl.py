@@ -307,7 +307,8 @@ class TeacherSettings(Section):
         "transformers in a process beside rank 0; trainer: the trainer's ranks, beside the model, for its whole distributions",
     )
     model: Path | None = Field(
-        None, description="checkpoint directory of the teacher, for the engines local and trainer"
+        None,
+        description="checkpoint directory of the teacher, or its name on the Hub, for the engines local and trainer",
     )
     loss: Literal["policy", "forward_kl", "reverse_kl", "jsd"] = Field(
         "policy",

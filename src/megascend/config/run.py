@@ -31,16 +31,16 @@ from megascend.config.section import Count, Seconds, Section, Seed, Size, explai
 from megascend.config.training import (
     Adam,
     Affinity,
+    AnyPrecision,
     BaseWeights,
     Batching,
     Fsdp,
     Lora,
-    ModuleName,
     Moe,
     Mtp,
     Parallel,
     PlatformName,
-    Precision,
+    PluginName,
     ProviderOptions,
     Recompute,
     Schedule,
@@ -162,16 +162,19 @@ class TrainerConfig(Section):
     affinity: Affinity = Field(
         "none", description="numa: bind each process to the CPUs of one NUMA node, that of its device if known"
     )
-    plugins: tuple[ModuleName, ...] = Field(
+    plugins: tuple[PluginName, ...] = Field(
         (),
-        description="modules that every rank imports first, to register engines, losses, architectures, providers or trackers",
+        description="modules, or files as ./mine.py, that every rank imports first, to register engines, losses, architectures, "
+        "providers or trackers",
     )
     engine: str = Field(
         "megatron",
         description="megatron (Megatron-Core), fsdp (transformers' models under FSDP2), single (transformers in one process), "
         "or the name of an engine that a plug-in registers",
     )
-    precision: Precision = Field("bf16", description="type of compute and exported weights; main parameters are fp32")
+    precision: AnyPrecision = Field(
+        "bf16", description="type of compute and exported weights; main parameters are fp32"
+    )
     tf32: bool = Field(False, description="CUDA only: multiply fp32 matrices in TensorFloat-32 (10 bits of mantissa)")
     seed: Seed = Field(1234, description="seed of the data order, dropout, new parameters and sampling")
     parallel: Parallel = Parallel()
@@ -541,9 +544,16 @@ Parsed = TypeVar("Parsed", bound=Section)
 
 
 def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Parsed:
-    """Check the settings ``values`` of a run file."""
-    from megascend.config.plugins import check_loss, check_names
+    """Check the settings ``values`` of a run file; modules beside it can be imported afterwards."""
+    from megascend.config.plugins import check_loss, check_names, import_from
 
+    folder = Path(path).parent
+    if Path(path).is_file():
+        import_from(folder)
+    if isinstance(modules := values.get("plugins"), list):
+        beside = [isinstance(name, str) and name.endswith(".py") and not Path(name).exists() for name in modules]
+        names = [str(folder / name) if moved else name for name, moved in zip(modules, beside, strict=True)]
+        values = values | {"plugins": names}
     try:
         settings = kind.model_validate(values)
     except ValidationError as error:

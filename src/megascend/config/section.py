@@ -107,8 +107,8 @@ def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
         similar = [VALUES[value]] if VALUES.get(value) in choices else get_close_matches(value, choices, 1)
         advice = f"; did you mean {similar[0]}?" if similar else ""
         return f"{key or title}: {message} (got {value!r:.200}{advice})"
-    if item["type"] == "string_pattern_mismatch":  # ModuleName is the only type with a pattern
-        return f"{key or title}: the name of a module is expected here, like package.module (got {value!r:.200})"
+    if item["type"] == "string_pattern_mismatch":  # PluginName is the only type with a pattern
+        return f"{key or title}: a module is expected here, package.module or path/to/file.py (got {value!r:.200})"
     if (
         isinstance(value, Mapping) and item["type"] == "value_error"
     ):  # from a check of several settings, whose message names them

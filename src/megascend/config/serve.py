@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from megascend.config import (
+    AnyPrecision,
     Batching,
     Parallel,
     PlatformName,
-    Precision,
     Seconds,
     Section,
     Seed,
@@ -65,7 +65,9 @@ class Limits(Section):
 class ServeConfig(Section):
     """Settings of ``megascend serve``, from its YAML file and its options."""
 
-    model: Path = Field(description="directory of a Hugging Face checkpoint with safetensors weights")
+    model: Path = Field(
+        description="Hugging Face checkpoint directory (safetensors), or a name on the Hub: owner/name@revision"
+    )
     name: str | None = Field(
         None, description="name under which clients may request the model (base_model), besides the directory's path"
     )
@@ -82,7 +84,7 @@ class ServeConfig(Section):
     )
     engine: str = Field("megatron", description="training engine: megatron, fsdp or single")
     parallel: Parallel = Parallel()
-    precision: Precision = Field("bf16", description="type of compute and of the base model's weights")
+    precision: AnyPrecision = Field("bf16", description="type of compute and of the base model's weights")
     platform: PlatformName = Field("auto", description="device type; auto: the first of npu, cuda, cpu that works")
     batching: Batching = Batching()
     seed: Seed = Field(1234, description="seed of the ranks' random generators")

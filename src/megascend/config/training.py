@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from megascend.config.section import Beta, Count, Section, Seed, Share, Size
 from megascend.errors import ConfigError
 
 Precision = Literal["fp32", "fp16", "bf16"]
+PRECISIONS: dict[str, Precision] = {
+    **{name: name for name in get_args(Precision)},
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+}
+"""Precisions by their spellings, those of torch's dtypes included."""
 PlatformName = Literal["auto", "cpu", "cuda", "npu"]
 Affinity = Literal["none", "numa"]
 ContextAlgorithm = Literal["ring", "all_gather", "ulysses"]
@@ -22,7 +36,15 @@ RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "sh
 
 ProviderOptions = dict[str, bool | int | float | str | None]
 
-ModuleName = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")]
+
+def precision_name(value: Any) -> Any:
+    """Return the precision of a spelling of it, such as ``torch.bfloat16``; other values unchanged."""
+    return PRECISIONS.get(str(value).removeprefix("torch."), value)
+
+
+AnyPrecision = Annotated[Precision, BeforeValidator(precision_name)]
+
+PluginName = Annotated[str, Field(pattern=r"^([^\W\d]\w*(\.[^\W\d]\w*)*|.+\.py)$")]
 
 
 class Parallel(Section):

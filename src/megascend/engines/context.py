@@ -25,6 +25,7 @@ from megascend.config import (
     Schedule,
     VisionTower,
 )
+from megascend.config.training import precision_name
 from megascend.distributed import process_groups
 from megascend.distributed.engine_groups import GroupFactory
 from megascend.distributed.groups import LEAVE_S
@@ -32,9 +33,11 @@ from megascend.distributed.launch import Launch
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.files import weight_files
+from megascend.huggingface.hub import snapshot
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.huggingface.read_ahead import read_ahead
 from megascend.huggingface.scalar_head import HeadKind
+from megascend.surroundings import announce
 from megascend.topology.topology import Topology, plan
 
 logger = logging.getLogger(__name__)
@@ -104,7 +107,8 @@ class EngineSpec:
             value = settings.get(name)
             if value is not None and not isinstance(value, kind):
                 raise ConfigError(f"{name}: megascend.{kind.__name__}(...) is expected here (got {value!r:.200})")
-        return cls(Path(model), **{name: value for name, value in settings.items() if value is not None})
+        chosen = {name: value for name, value in settings.items() if value is not None}
+        return cls(snapshot(model), **chosen | {"precision": precision_name(chosen.get("precision", cls.precision))})
 
 
 @dataclass(frozen=True)
@@ -169,11 +173,14 @@ def engine_context(
         # Settings and packages are checked before ranks connect: a rank that failed later would keep the others waiting.
         factory = prepare(runtime, topology)
         runtime.configure_topology(topology, spec.timeout_s)
+        if launch.world_size > 1:
+            announce(f"connecting {launch.world_size} ranks")
         groups = process_groups.initialize(topology, runtime.platform, spec.timeout_s, launch, factory)
         try:
             # cuBLAS reads the TF32 switch when it is loaded, perhaps before the bootstrap: verify with a product.
             if spec.precision == "fp32" and not runtime.tf32:
                 runtime.platform.check_products()
+            announce(f"building the model of {spec.model} on engine {engine}")
             with groups.monitor.phase("build"):
                 yield EngineContext(runtime, topology, groups, info, spec.model, factory)
         except BaseException:

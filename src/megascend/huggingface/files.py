@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import CheckpointError
-from megascend.huggingface.hub import download_advice
 from megascend.io.atomic import replacing
 
 # Files other than weights that transformers needs to load a directory.
@@ -41,7 +40,6 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     if not Path(model_dir).is_dir():
         raise CheckpointError(
             f"model: {Path(model_dir).absolute()} is not a directory; it must hold a Hugging Face checkpoint"
-            f"{download_advice(Path(model_dir))}"
         )
     if not path.is_file():
         raise CheckpointError(f"model: {path.absolute()} is missing; a Hugging Face checkpoint has one")

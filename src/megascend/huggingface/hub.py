@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -12,8 +12,9 @@ from megascend.errors import CheckpointError, DataError, HubError
 
 if TYPE_CHECKING:
     from megascend.config import TrainerConfig
+    from megascend.config.serve import ServeConfig
 
-Settings = TypeVar("Settings", bound="TrainerConfig")
+Settings = TypeVar("Settings", bound="TrainerConfig | ServeConfig")
 NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 """A repository, ``owner/name``, optionally with a branch, a tag or a commit."""
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".rst", ".safetensors", ".yaml")
@@ -29,8 +30,16 @@ SNAPSHOT = re.compile(r"(?P<kind>models|datasets)--(?P<owner>[\w.-]+?)--(?P<name
 def with_snapshots(config: Settings) -> Settings:
     """Return the settings with directories in place of names on the Hub."""
     from megascend.config import RunConfig
+    from megascend.config.serve import ServeConfig
 
-    changes: dict[str, Any] = {"model": snapshot(config.model, "model", "model")}
+    changes: dict[str, Any] = {"model": snapshot(config.model)}
+    for section, setting in (("teacher", "model"), ("distillation", "teacher")):
+        settings = getattr(config, section, None)
+        if settings is not None and (teacher := getattr(settings, setting)) is not None:
+            directory = snapshot(teacher, setting=f"{section}.{setting}")
+            changes[section] = settings.model_copy(update={setting: directory})
+    if isinstance(config, ServeConfig) and config.name is None and changes["model"] != config.model:
+        changes["name"] = str(config.model)
     if isinstance(config, RunConfig):
         data, validation = config.data, config.validation
         sources = tuple(
@@ -47,11 +56,26 @@ def with_snapshots(config: Settings) -> Settings:
     return config.model_copy(update=changes)
 
 
-def snapshot(path: Path, kind: Literal["model", "dataset"], setting: str) -> Path:
+def snapshot(
+    path: str | Path,
+    kind: Literal["model", "dataset"] = "model",
+    setting: str = "model",
+    files: Sequence[str] | None = None,
+) -> Path:
     """Return a path unchanged if it exists or is not a name on the Hub, else the directory with the downloaded files.
 
-    Without a network, that is what the Hub's cache has of an earlier download.
+    Without a network, that is what the Hub's cache has of an earlier download. Every call and command that takes a model resolves
+    it here.
+
+    Args:
+        path: directory, or ``owner/name`` or ``owner/name@revision``.
+        setting: what the path is for, in messages.
+        files: names of the files that are needed; None: all but weights in formats that are not read.
+
+    Raises:
+        CheckpointError, DataError: it cannot be downloaded, by ``kind``.
     """
+    path = Path(path)
     match = _name_on_hub(path)
     if match is None:
         return path
@@ -64,6 +88,7 @@ def snapshot(path: Path, kind: Literal["model", "dataset"], setting: str) -> Pat
                 repository,
                 repo_type=kind,
                 revision=revision,
+                allow_patterns=None if files is None else list(files),
                 ignore_patterns=list(OTHER_WEIGHTS) if kind == "model" else None,
             )
         )
@@ -78,15 +103,6 @@ def snapshot(path: Path, kind: Literal["model", "dataset"], setting: str) -> Pat
             f"directory {setting} can be; a private repository needs HF_TOKEN"
         )
         raise (CheckpointError if kind == "model" else DataError)(message) from error
-
-
-def download_advice(path: Path) -> str:
-    """Return the end of a message about a missing model: how to download it, if its path is a name on the Hub."""
-    match = _name_on_hub(path)
-    if match is None:
-        return ""
-    option = f" --revision {match['revision']}" if match["revision"] else ""
-    return f"; if {path} is a name on the Hugging Face Hub: hf download {match['repository']}{option} --local-dir DIRECTORY"
 
 
 def _name_on_hub(path: Path) -> re.Match[str] | None:

@@ -140,6 +140,7 @@ class AdapterQueue:
         samples: Sequence[Sample],
         loss: str | Loss | LossFunction = "cross_entropy",
         logprobs: bool = False,
+        loss_settings: Mapping[str, float] | None = None,
     ) -> AdapterFuture[AdapterLoss]:
         """Accumulate gradients of ``adapter`` over ``samples``, the global list. The value is this adapter's loss.
 
@@ -148,11 +149,12 @@ class AdapterQueue:
 
         Args:
             logprobs: the value also has the log-probabilities of all samples' targets, on every rank.
+            loss_settings: keyword arguments of the loss's function, as for ``Backend.forward_backward``.
 
         Raises:
             QueueFullError: ``max_pending`` requests of this adapter are waiting; nothing was submitted.
         """
-        return self._submit(adapter, "forward_backward", samples, loss, logprobs=logprobs)
+        return self._submit(adapter, "forward_backward", samples, loss, loss_settings=loss_settings, logprobs=logprobs)
 
     def failed(self, adapter: str, error: Exception) -> AdapterFuture[AdapterLoss]:
         """Enqueue a ``forward_backward`` that already failed the caller's validation.
@@ -291,6 +293,7 @@ class AdapterQueue:
         samples: Sequence[Sample] = (),
         loss: str | Loss | LossFunction | None = None,
         problem: Exception | None = None,
+        loss_settings: Mapping[str, float] | None = None,
         **options: Any,
     ) -> AdapterFuture[Any]:
         future: AdapterFuture[Any] = AdapterFuture(self.run_once)
@@ -306,7 +309,7 @@ class AdapterQueue:
         try:
             if problem is not None:
                 raise problem
-            loss = None if loss is None else resolve(loss)
+            loss = None if loss is None else resolve(loss, loss_settings)
             if kind in ("forward_backward", "forward"):
                 stamped = stamp(adapter, samples)
                 if not behind_call:

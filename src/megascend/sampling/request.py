@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Literal
 
 from megascend.batch.image_sources import ImageSources
@@ -85,6 +86,23 @@ class SampleRequest:
     prompt_draws: int = 0
     images: SampleImages | ImageSources | None = None
 
+    @property
+    def problem(self) -> str | None:
+        """Error message if a value has the wrong type, such as a text in place of token ids, or None."""
+        if not isinstance(self.params, SamplingParams):
+            return f"params: megascend.SamplingParams is expected, got {type(self.params).__name__}"
+        if not isinstance(self.adapter, str | None):
+            return f"adapter: a name is expected, got {type(self.adapter).__name__}"
+        try:
+            for numbers in (self.prompt, *(self.target_tokens or ())):
+                [index(number) for number in numbers]
+            params = self.params
+            counts = (self.num_samples, self.topk_prompt_logprobs, self.topk_logprobs, self.prompt_draws)
+            [index(number) for number in (*counts, params.max_tokens, params.top_k, params.seed or 0)]
+            return params.problem
+        except TypeError as error:
+            return f"the request needs token ids and numbers: {error} (prompt {self.prompt!r:.60})"
+
     def refusal(self, adapters: Collection[str], vocab_size: int, limit: int, setting: str) -> str | None:
         """Return why the request cannot be answered, or None. Pure.
 
@@ -93,9 +111,9 @@ class SampleRequest:
             limit: most tokens of prompt and response together.
             setting: name of the setting behind ``limit``, for the message.
         """
+        if self.problem is not None:
+            return self.problem
         params, length = self.params, len(self.prompt)
-        if params.problem is not None:
-            return params.problem
         if not length or self.num_samples < 1:
             return f"{length} prompt tokens, num_samples={self.num_samples}: at least 1 of each"
         if self.adapter is not None and self.adapter not in adapters:

@@ -150,7 +150,10 @@ class Sampler:
         """Return the requests' refusals and seeds, the same on all ranks."""
         refusals = [self._refusal(request) for request in requests]
         # Not from torch's generators: sampling must not change the random state of training.
-        seeds = [secrets.randbits(63) if request.params.seed is None else request.params.seed for request in requests]
+        seeds = [
+            secrets.randbits(63) if refusal or request.params.seed is None else request.params.seed
+            for refusal, request in zip(refusals, requests, strict=True)
+        ]
         # Ranks compare a digest: prompts may be long.
         digest = hashlib.sha256(repr(list(requests)).encode()).hexdigest()[:16]
         call = f"generate({len(requests)} requests, {digest}){self._engine.trainable.describe()}"
@@ -164,6 +167,8 @@ class Sampler:
 
     def _refusal(self, request: SampleRequest) -> str | None:
         engine = self._engine
+        if request.problem is not None:
+            return request.problem
         if self._decode is None and any(isinstance(stop, str) for stop in request.params.stop):
             return "stop: this sampler has no tokenizer for texts; pass token ids"
         budget = engine.batching.budget

@@ -22,6 +22,7 @@ from megascend.selfcheck.process import Trial, TrialResult, Worker, cache_folder
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
 from megascend.selfcheck.trial_inputs import description
 from megascend.selfcheck.verdict import DisagreeingSetting, Verdict, gaps, objection, warnings_about
+from megascend.surroundings import announce
 
 if TYPE_CHECKING:
     from megascend.distributed.process_groups import ProcessGroups
@@ -173,6 +174,7 @@ def _cached(
         with shared.locked(path):
             if (cached := _load(path)) is not None:
                 return cached
+            announce("self-check: comparing a slice of the model with transformers")
             verdict, final = make()
             # "not checked" may be due to a lack of memory, so the next start tries again.
             if final and verdict.status != "not checked":

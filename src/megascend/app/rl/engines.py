@@ -21,6 +21,7 @@ from megascend.errors import (
     WeightSyncError,
 )
 from megascend.huggingface.tokenizer import following_tokens
+from megascend.surroundings import announce
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import AuthError, SecretKeyError
 from weightwire.keys import load_key
@@ -79,6 +80,7 @@ class EngineUpdates:
             EngineLostError: none has answered for ``rollout.engines_lost_s``.
             EngineError, WeightSyncError: an engine refused.
         """
+        announce("waiting for the inference engines; local ones load the model")
         slice_s = min(CONNECT_S, self._backend.groups.timeout_s / 4)
         with self._backend.groups.monitor.phase("engines"):
             while (versions := self._rollouts.on_rank_0(lambda collector: collector.connect(slice_s))) is None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -23,17 +24,30 @@ EXIT_ERROR = 2
 
 def arm(environment: Mapping[str, str]) -> None:
     """Bootstrap this process when one of the packages is first imported."""
-    sys.meta_path.insert(0, _BeforeImport(environment.get(PLATFORM_VARIABLE, "auto")))
+    platform = environment.get(PLATFORM_VARIABLE, "auto")
+
+    def prepare() -> None:
+        try:
+            import_module("megascend.bootstrap.runtime").bootstrap(platform, engine=ENGINE)
+        except Exception as error:  # noqa: BLE001  the process must not continue without the bootstrap
+            end(error)
+
+    before_import(prepare)
+
+
+def before_import(prepare: Callable[[], object]) -> None:
+    """Call ``prepare`` just before one of the packages is first imported; an exception from it fails the import."""
+    sys.meta_path.insert(0, _BeforeImport(prepare))
 
 
 def disarm() -> None:
-    """Remove the hook, because the process bootstraps itself."""
+    """Remove the hook, because the process prepares itself."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _BeforeImport)]
 
 
 class _BeforeImport(MetaPathFinder):
-    def __init__(self, platform: str) -> None:
-        self._platform = platform
+    def __init__(self, prepare: Callable[[], object]) -> None:
+        self._prepare = prepare
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -41,12 +55,7 @@ class _BeforeImport(MetaPathFinder):
         if fullname not in FIRST or not _is_import(sys._getframe(1)):
             return None
         disarm()
-        try:
-            from megascend.bootstrap.runtime import bootstrap
-
-            bootstrap(self._platform, engine=ENGINE)
-        except Exception as error:  # noqa: BLE001  the process must not continue without the bootstrap
-            end(error)
+        self._prepare()
         return _imported_spec(fullname)
 
 

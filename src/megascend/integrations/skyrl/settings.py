@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic import BaseModel, Field
 
 from megascend.config import Batching, Parallel, PlatformName, Precision
 from megascend.config.serve import ServeConfig
+from megascend.huggingface.hub import snapshot
 
 NAME = "megascend.integrations.skyrl.backend:MegascendBackend"
 """Class path for ``--backend``."""
@@ -33,7 +32,7 @@ class BackendConfig(BaseModel, extra="forbid"):
 def serve_settings(base_model: str, config: BackendConfig) -> ServeConfig:
     """Translate to the settings of the ranks. Pure."""
     return ServeConfig(
-        model=Path(base_model),
+        model=snapshot(base_model),
         engine=config.engine,
         parallel=config.parallel,
         precision=config.precision,

@@ -29,6 +29,7 @@ from megascend.distributed.objects import gather_objects
 from megascend.engines.megatron.groups import require_none_alive
 from megascend.errors import ConfigError, ProcessGroupError
 from megascend.huggingface.files import tensor_headers
+from megascend.huggingface.hub import snapshot
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.huggingface.scalar_head import WEIGHT, HeadKind
 from megascend.integrations.verl import losses
@@ -71,7 +72,7 @@ class MegascendEngine(BaseEngine):
             _as_mapping(checkpoint_config),
             get_device_name(),
         )
-        self._model_dir = Path(model_config.local_path)
+        self._model_dir = snapshot(model_config.local_path)
         # Before any weights are read: only the headers of the checkpoint's files.
         self._head: HeadKind = critic_head(self._model_dir) if self.settings.value_model else "lm"
         info = inspect_checkpoint(self._model_dir, self._head)

@@ -7,18 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascend.config import Adam, Lora, Moe, Parallel, Precision, Recompute
+from megascend.config.training import PRECISIONS, precision_name
 from megascend.errors import ConfigError
 from megascend.integrations.verl import settings_table as table
 from megascend.integrations.verl.settings_table import Rule
-
-PRECISIONS: dict[str, Precision] = {
-    "bfloat16": "bf16",
-    "bf16": "bf16",
-    "float16": "fp16",
-    "fp16": "fp16",
-    "float32": "fp32",
-    "fp32": "fp32",
-}
 
 TARGETS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -202,7 +194,7 @@ def _parallel(engine: Mapping[str, Any], transformer: Mapping[str, Any]) -> Para
 
 def _precision(engine: Mapping[str, Any], transformer: Mapping[str, Any]) -> Precision:
     dtype = transformer.get("params_dtype") or engine.get("dtype", "bfloat16")
-    return PRECISIONS[str(dtype).removeprefix("torch.")]
+    return precision_name(dtype)
 
 
 def _adam(engine: Mapping[str, Any], optimizer: Mapping[str, Any], ddp: Mapping[str, Any]) -> Adam:

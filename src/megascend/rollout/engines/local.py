@@ -23,6 +23,7 @@ from typing import IO, Any
 import megascend.errors
 import weightwire.errors
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError, MegascendError
+from megascend.huggingface.hub import snapshot
 from megascend.rollout.engines.guarded import GuardedProcess, RestartLimit
 from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import LoopThread
@@ -53,7 +54,7 @@ class LocalEngine(RemoteEngine):
     ) -> None:
         """
         Args:
-            model: directory of a Hugging Face checkpoint, whose weights are of version 0.
+            model: directory of a Hugging Face checkpoint or a name on the Hub, whose weights are of version 0.
             own_process: sample in a child process, otherwise on a thread of this one.
             timeout_s: deadline of a request, and of the first call.
             control_timeout_s: deadline of other calls.
@@ -65,7 +66,7 @@ class LocalEngine(RemoteEngine):
         self._loaded = self._was_ready = False
         self._restarts = RestartLimit()
         kind = ModelProcess if own_process else ModelInProcess
-        self._make_host = partial(kind, name, Path(model), settings)
+        self._make_host = partial(kind, name, snapshot(model), settings)
         self._host = self._make_host()
 
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
