@@ -7,7 +7,7 @@ import operator
 import re
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """Prefixes of the names of a tokenizer's files."""
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
+GENERATION_CONFIG = "generation_config.json"
 LFS_POINTER = b"version https://git-lfs"
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = f"{WEIGHT_FILE}.index.json"
@@ -263,3 +264,35 @@ def write_chat_template(folder: Path, template: str) -> None:
         shutil.rmtree(folder / ADDITIONAL_TEMPLATES, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"{folder}: the chat template could not be written: {error}") from error
+
+
+def end_tokens(model: Path) -> list[int]:
+    """Return the tokens at which transformers and vLLM stop: those of generation_config.json or, without it, of config.json."""
+    file = next((file for name in (GENERATION_CONFIG, "config.json") if (file := model / name).is_file()), None)
+    settings = {} if file is None else _json_object(file)
+    ends = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def write_ends(model: Path, target: Path, ends: Collection[int]) -> list[int]:
+    """Write a model's generation_config.json with the end tokens that it lacks to ``target``, and return these."""
+    known = end_tokens(model)
+    missing = sorted({*ends} - {*known})
+    if not missing:
+        return []
+    path = model / GENERATION_CONFIG
+    try:
+        if path.is_file():
+            settings = _json_object(path)
+        else:
+            from transformers import AutoConfig, GenerationConfig
+
+            # What transformers would take from config.json, which it no longer reads for it beside this file.
+            config = AutoConfig.from_pretrained(model, local_files_only=True)
+            settings = json.loads(GenerationConfig.from_model_config(config).to_json_string())
+        with replacing(target / GENERATION_CONFIG) as fresh:
+            content = settings | {"eos_token_id": [*known, *missing]}
+            fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{target}: {GENERATION_CONFIG} could not be written: {error}") from error
+    return missing
