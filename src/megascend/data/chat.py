@@ -367,16 +367,15 @@ class ChatTemplate:
         """Report the parts that the template omits; ``prompt``: it was rendered up to the assistant's continuation."""
         messages, rendered = conversation.messages, conversation.text
         self._check_words_written(conversation, source, findings)
-        # Rendered without the tools for comparison: a template that ignores them gives the same text.
         template = self.source(tools)
-        if tools and rendered == self._render(messages, None, options, prompt=prompt, template=template)[0]:
-            raise DataError(f"'tools': {UNWRITTEN}")
 
-        def changes_nothing(other: Sequence[Message]) -> bool:
+        def changes_nothing(other: Sequence[Message], tools: Tools = tools) -> bool:
             with contextlib.suppress(DataError):  # a template may need what is left out
-                return rendered == self._render(other, tools, options, prompt=prompt)[0]
+                return rendered == self._render(other, tools, options, prompt=prompt, template=template)[0]
             return False
 
+        if tools and changes_nothing(messages, None):
+            raise DataError(f"'tools': {UNWRITTEN}")
         if any("tool_calls" in message for message in messages):
             if changes_nothing([_without_tool_calls(message) for message in messages]):
                 raise DataError(f"'tool_calls': {UNWRITTEN}")
