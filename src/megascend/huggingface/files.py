@@ -266,11 +266,27 @@ def write_chat_template(folder: Path, template: str) -> None:
         raise CheckpointError(f"{folder}: the chat template could not be written: {error}") from error
 
 
+def generation_settings(model: Path) -> dict[str, Any]:
+    """Return generation_config.json of a model or adapter; without it, what transformers takes from config.json instead."""
+    if (model / GENERATION_CONFIG).is_file():
+        return _json_object(model / GENERATION_CONFIG)
+    if not (model / "config.json").is_file():
+        return {}
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError):  # an architecture that is not transformers' own
+        return {key: value for key, value in read_config(model).items() if key.endswith("_token_id")}
+    settings = json.loads(GenerationConfig.from_model_config(config).to_json_string())
+    # Marks settings that transformers may replace by those of config.json again.
+    settings.pop("_from_model_config", None)
+    return settings
+
+
 def end_tokens(model: Path) -> list[int]:
-    """Return the tokens at which transformers and vLLM stop: those of generation_config.json or, without it, of config.json."""
-    file = next((file for name in (GENERATION_CONFIG, "config.json") if (file := model / name).is_file()), None)
-    settings = {} if file is None else _json_object(file)
-    ends = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
+    """Return the tokens at which transformers and vLLM stop."""
+    ends = generation_settings(model).get("eos_token_id")
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
@@ -278,21 +294,11 @@ def write_ends(model: Path, target: Path, ends: Collection[int]) -> list[int]:
     """Write a model's generation_config.json with the end tokens that it lacks to ``target``, and return these."""
     known = end_tokens(model)
     missing = sorted({*ends} - {*known})
-    if not missing:
-        return []
-    path = model / GENERATION_CONFIG
-    try:
-        if path.is_file():
-            settings = _json_object(path)
-        else:
-            from transformers import AutoConfig, GenerationConfig
-
-            # What transformers would take from config.json, which it no longer reads for it beside this file.
-            config = AutoConfig.from_pretrained(model, local_files_only=True)
-            settings = json.loads(GenerationConfig.from_model_config(config).to_json_string())
-        with replacing(target / GENERATION_CONFIG) as fresh:
-            content = settings | {"eos_token_id": [*known, *missing]}
-            fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{target}: {GENERATION_CONFIG} could not be written: {error}") from error
+    if missing:
+        content = generation_settings(model) | {"eos_token_id": [*known, *missing]}
+        try:
+            with replacing(target / GENERATION_CONFIG) as fresh:
+                fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{target}: {GENERATION_CONFIG} could not be written: {error}") from error
     return missing
