@@ -93,8 +93,9 @@ def iterate_records(
         files_of(path, split, config_name, findings)
         yield from _saved_records(path, split, findings)
         return
+    files = split_files(path, split, config_name, findings)
     count, card = 0, Card.read(path, config_name, findings.setting)
-    for file in split_files(path, split, config_name, findings):
+    for file in files:
         try:
             for record in _typed(READERS[file.suffix](file, findings), file, card.features, findings):
                 count += not isinstance(record.value, Document)
@@ -120,7 +121,7 @@ def _typed(
         try:
             features = {**datasets.Features.from_arrow_schema(parquet.read_schema(file)), **features}
         except ValueError as error:  # pyarrow's errors, too
-            findings.file_problem(f"{file}: not a parquet file that datasets can read: {error}")
+            findings.file_problem(f"{file}: not a parquet file that can be read: {error}")
             return
     convert = _converter(features) if features else None
     for record in records:

@@ -213,7 +213,7 @@ class Card(NamedTuple):
         except DataError:
             return cls()  # no config can be chosen, which counts only where one is needed
         except Exception as error:  # datasets, YAML and the card's reader raise many kinds of error
-            raise DataError(f"{path / CARD} ({setting}): datasets cannot read its dataset_info: {error}") from error
+            raise DataError(f"{path / CARD} ({setting}): datasets cannot read it: {error}; correct it") from error
         info = next(iter(infos.values()), None)
         if info is None:
             return cls()
