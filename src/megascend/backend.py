@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,7 @@ from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines import checkpoints
 from megascend.engines.base import Engine, Trainable
 from megascend.errors import ConfigError, MegascendError, OutOfDeviceMemoryError
-from megascend.huggingface.files import write_chat_template
+from megascend.huggingface.files import write_chat_template, write_ends
 from megascend.lora.adapter_set import AdapterSet
 from megascend.selfcheck.verdict import Verdict
 from megascend.step.checks import check_mtp_loss, check_samples, require_head
@@ -61,6 +61,7 @@ class Backend:
         on_micro_batch: called on this rank when a micro batch of :meth:`forward_backward` begins, with its index and the number
             of micro batches of the call; None: nothing is called. An exception from it ends the call.
         chat_template: template that exports have in place of the model's; None: the model's.
+        ends: tokens that end an answer, which exports name in generation_config.json beside the model's.
     """
 
     def __init__(self, engine: Engine, model_dir: Path, platform: Platform, save_timeout_s: float = 1800.0) -> None:
@@ -71,6 +72,7 @@ class Backend:
         self._step = Step(engine)
         self.on_micro_batch: Callable[[int, int], None] | None = None
         self.chat_template: str | None = None
+        self.ends: Collection[int] = ()
         self._saver = Saver(self.groups, page_locked=platform.page_locks_memory, timeout_s=save_timeout_s)
 
     # --- properties ---
@@ -683,6 +685,8 @@ class Backend:
         self.engine.export(path, adapter)
         if (template := self.chat_template) is not None:
             self.from_rank_0(lambda: write_chat_template(path, template))
+        if self.ends:
+            self.from_rank_0(lambda: write_ends(path, path, self.ends))
 
     @contextmanager
     def _freeing_memory_on_oom(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file
+from transformers import GenerationConfig
 
 FAULT = """
 import megascend
@@ -93,3 +94,56 @@ def test_run_ends_with_an_export_in_a_posix_locale(megascend, folder, engine):
     assert completed.returncode == 0, completed.stderr
     exported = json.loads((folder / "out" / "hf" / "config.json").read_text(encoding="utf-8"))
     assert exported["_author"] == "Ægir 学"
+
+
+IM_END, END_OF_TEXT = 257, 258
+
+
+def with_base_ends(folder: Path) -> Path:
+    """Make the model a base model, which ends texts with another token than the template's turns."""
+    for file, key, value in (
+        ("tokenizer_config.json", "eos_token", "<|endoftext|>"),
+        ("config.json", "eos_token_id", END_OF_TEXT),
+        ("generation_config.json", "eos_token_id", END_OF_TEXT),
+    ):
+        path = folder / "model" / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    return folder
+
+
+def answer(model: Path) -> tuple[str, int]:
+    """Return what transformers generates, with its defaults, and the number of tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    question = [{"role": "user", "content": "up?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens = network.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    return tokenizer.decode(tokens), len(tokens)
+
+
+def test_export_stops_at_the_end_that_was_learned(megascend, folder):
+    with_base_ends(folder)
+    settings = ("steps=40", "optimizer={lr: 2.0e-2}", "checkpoint={every: 40, hf: true}")
+    for stream in ("{}", "{path: chat.jsonl, global_batch_size: 1, streaming: true, on_too_long: skip}"):
+        values = [*settings, *([f"data={stream}"] if stream != "{}" else [])]
+        completed = megascend(
+            "train", "run.yaml", "--overwrite", *(v for value in values for v in ("--set", value)), cwd=folder
+        )
+        assert completed.returncode == 0, completed.stderr
+        [checkpoint] = (folder / "out" / "checkpoints").glob("step-*")
+        for export in (folder / "out" / "hf", checkpoint / "hf"):
+            assert answer(export) == ("down<|im_end|>", 5)
+            assert GenerationConfig.from_pretrained(export).eos_token_id == [END_OF_TEXT, IM_END]
+
+
+def test_adapter_names_the_end_that_was_learned(megascend, folder):
+    with_base_ends(folder)
+    settings = ("steps=1", "lora={rank: 4}")
+    completed = megascend("train", "run.yaml", *(v for value in settings for v in ("--set", value)), cwd=folder)
+    assert completed.returncode == 0, completed.stderr
+    assert f"ends its answers with token {IM_END}, at which model does not stop" in " ".join(completed.stderr.split())
+    merge = ("model", "merged", "--adapter", "out", "--engine", "single", "--dtype", "fp32")
+    assert megascend("export", *merge, cwd=folder).returncode == 0
+    for path in ("out/adapter", "merged"):
+        assert GenerationConfig.from_pretrained(folder / path).eos_token_id == [END_OF_TEXT, IM_END]

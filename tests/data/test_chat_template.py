@@ -500,3 +500,70 @@ def test_separate_tool_template_is_used() -> None:
     assert tokenizer.decode(sample.input_ids).startswith("lookuser: one?")
     sample, _ = encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)
     assert tokenizer.decode(sample.input_ids).startswith("user: one?")
+
+
+@pytest.mark.parametrize("record", [{"messages": CHAT}, {"messages": CHAT, "tools": [TOOL]}])
+def test_named_templates_without_default_are_used_as_transformers_does(record: dict[str, Any]) -> None:
+    tokenizer = byte_tokenizer(4096)
+    tools = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + BARE
+    tokenizer.chat_template = {"rag": BARE, "tool_use": tools}
+    document = parse_record(record, "f:1")
+    if "tools" in record:
+        reference = tokenizer.apply_chat_template(CHAT, tools=[TOOL], return_dict=True)["input_ids"]
+        assert encode(document, tokenizer)[0].input_ids.tolist() == reference[:-1]
+        return
+    with pytest.raises(ValueError, match="'rag', 'tool_use'"):
+        tokenizer.apply_chat_template(CHAT)
+    with pytest.raises(DataError, match="'rag', 'tool_use', and none is 'default'"):
+        encode(document, tokenizer)
+
+
+def test_tools_that_their_own_template_leaves_out_raise_data_error() -> None:
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = {"default": BARE, "tool_use": "tools: " + BARE}
+    with pytest.raises(DataError, match="'tools': the model's chat template does not write them"):
+        encode(parse_record({"messages": CHAT, "tools": [TOOL]}, "f:1"), tokenizer)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("family", ["Qwen", "Qwen thinks"])
+def test_empty_reasoning_is_none(family: str, key: str) -> None:
+    tokenizer = tokenizer_of(family, blocks=False)
+    messages = [CHAT[0], CHAT[1] | {key: ""}]
+    sample, remarks = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+    assert sample.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"][:-1]
+    assert remarks == []
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "expected"),
+    [
+        ("{{ m.content + '<|im_end|>' }}", {}, {"<|im_end|>"}),
+        ("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>", {}, set()),  # not learned
+        ("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>", {"train_on_prompt": True}, {"<|im_end|>"}),
+        ("{{ m.content + eos_token }}", {}, {"<|endoftext|>"}),
+        # The end of earlier turns is not that of the answer, as of gpt-oss.
+        ("{{ m.content + ('<|return|>' if loop.last else '<|im_end|>') }}", {}, {"<|return|>"}),
+    ],
+)
+def test_learned_ends_are_those_after_the_last_turn(template: str, settings: dict, expected: set[str]) -> None:
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|return|>", "<|endoftext|>"]})
+    tokenizer.eos_token = "<|endoftext|>"
+    other = "{{ m.content + '<|im_end|>' }}"
+    turn = f"{{% if m.role == 'assistant' %}}{template}{{% else %}}{other}{{% endif %}}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' }}" + turn + "{% endfor %}"
+    findings = Findings()
+    Encoder(tokenizer, SampleLimits(4096), findings, **settings).encode(parse_record({"messages": CHAT}, "f:1"))
+    assert {tokenizer.decode([end]) for end in findings.ends} == expected
+
+
+@pytest.mark.parametrize("record", [{"text": "one"}, {"prompt": "one", "completion": "two"}])
+def test_text_without_an_end_token_is_reported(record: dict[str, Any]) -> None:
+    tokenizer = byte_tokenizer(4096)
+    for end, count in (("<|im_end|>", 0), (None, 1)):
+        tokenizer.eos_token = end
+        findings = Findings()
+        Encoder(tokenizer, SampleLimits(4096), findings).encode(parse_record(record, "f:1"))
+        assert ["have no end to learn" in line for line in findings.lines()] == [True] * count
+        assert findings.ends == ({tokenizer.eos_token_id} if end else set())

@@ -276,7 +276,20 @@ def test_tokens_with_a_teachers_candidates_become_a_document() -> None:
 
 
 PART = {"type": "video", "video": "x"}
+PRINTED = str([USER, ANSWER])
+"""As pandas writes lists of messages into CSV."""
 BAD_RECORDS: dict[str, tuple[Any, str]] = {
+    **{
+        f"{' and '.join(record)} as Python prints them": (record, "in Python's notation: write it as JSON")
+        for record in (
+            {"text": PRINTED},
+            {"prompt": PRINTED, "completion": "a"},
+            {"prompt": PRINTED.replace("}, {", "}\n {"), "completion": PRINTED},  # NumPy's
+            {"prompt": str([{"from": "human", "value": None}]), "chosen": "a", "rejected": "b"},
+            {"prompt": "q", "chosen": PRINTED, "rejected": "b"},
+        )
+    },
+    "conversation under text": ({"text": json.dumps([USER, ANSWER])}, "is a conversation, not a text"),
     "not an object": ([1], "found list"),
     "one token": ({"token_ids": [1]}, "'token_ids' must be a list of at least two token ids"),
     "tokens of text": ({"token_ids": ["a", "b"]}, "'token_ids' must be a list of at least two token ids"),

@@ -476,6 +476,14 @@ def test_limits_are_settings(folder: Path, model: Path) -> None:
         ({"messages": conversation({"type": "image", "base64": "ÄÖ=="})}, "is not valid base64"),
         ({"messages": conversation({"type": "image", "image": "data:image/png;base64,"})}, "is empty: 0 bytes"),
         ({"messages": conversation({"type": "image", "image": "data:image/png,abc"})}, "is a data: URL without base64"),
+        *(
+            ({"messages": messages} | column, "has <image> in a text and no images")
+            for messages in (
+                [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "a cat"}],
+                [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}],
+            )
+            for column in ({}, {"images": []}, {"images": None}, {"image": None})
+        ),
         ({"messages": conversation({"type": "video", "video": "cat.mp4"})}, "is a part of type 'video'; only text and"),
         (
             {"messages": conversation({"type": "image", "image": 3})},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.errors import CheckpointError
@@ -19,6 +19,7 @@ from megascend.huggingface.files import (
     read_config,
     tensor_headers,
     with_dtype,
+    write_ends,
 )
 from megascend.huggingface.info import ModelShape, check_vocabulary
 
@@ -203,3 +204,28 @@ def test_with_dtype_changes_every_place_that_names_one(config, expected):
     before = json.dumps(config)
     assert with_dtype(config, "bfloat16") == expected
     assert json.dumps(config) == before
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends", "expected"),
+    [
+        ({"eos_token_id": 1, "top_p": 0.5}, {}, {2}, [1, 2]),
+        ({"eos_token_id": [3, 1]}, {}, {2, 1}, [3, 1, 2]),
+        ({"eos_token_id": [1, 2]}, {}, {2}, [1, 2]),
+        ({"eos_token_id": 1}, {}, set(), 1),
+        ({"top_p": 0.5}, {"eos_token_id": 1}, {2}, [2]),  # transformers does not read config.json beside it
+        (None, {"eos_token_id": 1}, {2}, [1, 2]),
+        (None, {}, {2}, [2]),
+    ],
+)
+def test_learned_ends_are_added_to_those_that_transformers_reads(
+    generation: dict | None, config: dict, ends: set[int], expected: list[int] | int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "bos_token_id": 0, **config}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    write_ends(tmp_path, tmp_path, ends)
+    written = GenerationConfig.from_pretrained(tmp_path)
+    assert written.eos_token_id == expected
+    assert written.top_p == (generation or {}).get("top_p")
+    assert generation is not None or written.bos_token_id == 0

@@ -210,6 +210,33 @@ def test_a_bad_line_is_named(line: str) -> None:
         parse_prompt(line, "prompts:7")
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "20"}],
+        [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": [{"type": "text", "text": "20"}]}],
+        [{"role": "assistant", "content": "well", "reasoning_content": ""}, {"role": "user", "content": "so?"}],
+        [{"role": "function_call", "content": json.dumps(CALL["function"])}, {"role": "observation", "content": "20"}],
+    ],
+)
+def test_a_prompt_may_be_what_training_learns(turns: list[dict[str, Any]]) -> None:
+    """Compare with the beginning of the sample that training makes of the prompt with an answer."""
+    messages, tokenizer = [{"role": "user", "content": "w?"}, *turns], byte_tokenizer(4096)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    prompt = prompt_tokens(parse_prompt(json.dumps({"messages": messages}), "p:1"), tokenizer)
+    learned = parse_record({"messages": [*messages, {"role": "assistant", "content": "20"}]}, "f:1")
+    [sample] = Encoder(tokenizer, SampleLimits(4096), Findings()).encode(learned)
+    assert sample.input_ids[: len(prompt)].tolist() == prompt
+    assert prompt[-1] == ord("\n")
+
+
 @pytest.mark.parametrize(
     ("record", "location"),
     [

@@ -12,7 +12,7 @@ from megascend.batch.images import SampleImages
 from megascend.config import Data, Generation, Prompt
 from megascend.data.chat import ChatTemplate
 from megascend.data.images import ImageProcessor, sources_of
-from megascend.data.messages import parse_message
+from megascend.data.messages import parse_messages
 from megascend.data.samples import SampleLimits, opening_tokens
 from megascend.errors import ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megascend.backend import Backend
-
-PROBE = "answerofaprobe"
 
 
 @dataclass(frozen=True)
@@ -141,18 +139,9 @@ def stop_tokens(
         for value in values:
             stops += value if isinstance(value, list) else [value]
         break
-    if tokenizer is not None and template is not None:
-        # Models differ in what closes a turn, and few name it: the template is asked.
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-        behind = template.rendering(turns).text.rpartition(PROBE)[2].lstrip()
-        stops += [number for text, number in _special(tokenizer).items() if text and behind.startswith(text)]
+    if template is not None:
+        stops += template.turn_ends()
     return {number for number in stops if type(number) is int}
-
-
-def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    # Added tokens, too: what closes a turn is often not among all_special_tokens (<|eot_id|> of a base model).
-    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
-    return added | dict(zip(map(str, tokenizer.all_special_tokens), tokenizer.all_special_ids, strict=True))
 
 
 def _tokens(
@@ -167,9 +156,7 @@ def _tokens(
         return opening_tokens(prompt, tokenizer), None
     raw: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     try:
-        messages = [
-            parse_message(message, f"generation.prompts: message {number}") for number, message in enumerate(raw)
-        ]
+        messages, _ = parse_messages(raw, "generation.prompts: messages", learned=False)
         text = template.rendering(messages, prompt=True).text
         tokens: list[int] = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[arg-type]
         sources = sources_of(messages)
@@ -192,11 +179,11 @@ def _tokens(
 def _title(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message['role']}: {_words(message['content'])}" for message in prompt)
+    return "\n".join(f"{message['role']}: {_words(message.get('content'))}" for message in prompt)
 
 
-def _words(content: str | list[dict[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
+def _words(content: str | list[dict[str, Any]] | None) -> str:
+    if not isinstance(content, list):
+        return content or ""
     words = [part.get("text") or f"[{part.get('image') or part.get('path') or 'image'!s:.80}]" for part in content]
     return " ".join(map(str, words))

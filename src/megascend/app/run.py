@@ -32,7 +32,7 @@ from megascend.config.plugins import import_plugins
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, NonFiniteError
 from megascend.huggingface import hub
-from megascend.huggingface.files import copy_tokenizer
+from megascend.huggingface.files import GENERATION_CONFIG, copy_tokenizer, write_ends
 from megascend.io.lasting_output import LastingOutput
 from megascend.io.paths import is_kept, unwritable_reason
 from megascend.surroundings import announce
@@ -177,7 +177,7 @@ def build_model(
         backend.add_adapter(adapter, config.lora)
     # The watchdog ends a process that is blocked in a collective and cannot raise: the error file is its only trace.
     backend.groups.monitor.on_fatal = lambda error: event_log.error(error, backend.step_count + 1)
-    backend.chat_template = training.chat_template
+    backend.chat_template, backend.ends = training.chat_template, training.ends
     return Run(config, backend, event_log, adapter, stack.enter_context(ExitStack()))
 
 
@@ -391,6 +391,14 @@ def export(run: Run, saves: CheckpointPolicy, step: int, best: Path | None = Non
         else:
             backend.save_adapter(run.adapter, path, optimizer=False)
             backend.from_rank_0(lambda: copy_tokenizer(config.model, path, backend.chat_template))
+            missing = backend.from_rank_0(lambda: write_ends(config.model, path, backend.ends))
+            if missing and run.main_rank:
+                logger.warning(
+                    "the adapter ends its answers with token %s, at which %s does not stop: generate with eos_token_id of %s",
+                    ", ".join(map(str, missing)),
+                    config.model,
+                    path / GENERATION_CONFIG,
+                )
     except CheckpointError as error:
         # With ``best`` loaded, the model is no longer that of the last step, and must not be saved as such.
         remedy = saves.keep(step) if best is None else f"{best} still holds the weights to export"

@@ -150,6 +150,7 @@ class RunSamples:
         longest: tokens of the longest sample of both.
         remarks: descriptions of data that was left out, cut or not read.
         kinds: number of documents of each kind, of each training source; empty of streams.
+        ends: tokens that end an answer or a text, and are learned; of streams, those so far.
     """
 
     train: SampleSubset
@@ -157,6 +158,7 @@ class RunSamples:
     longest: int
     remarks: tuple[str, ...]
     kinds: tuple[dict[str, int], ...] = field(default=(), kw_only=True)
+    ends: set[int] = field(default_factory=set, kw_only=True)
 
     @classmethod
     def prepare(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> RunSamples:
@@ -179,6 +181,7 @@ class RunSamples:
         remarks = tuple(line for store in stores for line in store.remarks) + padding_remark(tokenizer, limits)
         longest = max(int(store.lengths.max()) for store in stores)
         kinds = tuple(store.kinds for store in stores[: len(training)])
+        ends = {end for store in stores[: len(training)] for end in store.ends}
         train, *held_out = [
             part[0] if len(part) == 1 else JoinedStores(part)
             for part in (stores[: len(training)], stores[len(training) :])
@@ -196,7 +199,7 @@ class RunSamples:
         for part, subject in zip(parts, ("training samples", "held-out samples"), strict=True):
             if limits.labels is not None and part is not None:
                 remarks += tuple(limits.labels.remarks(part.classes, subject))
-        return cls(*parts, longest, remarks, kinds=kinds)
+        return cls(*parts, longest, remarks, kinds=kinds, ends=ends)
 
     def longest_unit(self, layout: SequenceLayout) -> int:
         """Return the tokens of the longest sample, or pair, with its padding."""
@@ -353,6 +356,7 @@ class StreamedSamples(RunSamples):
         files = [SourceFiles(source) for source in sources]
         model_files = tokenizer_of(config.model)
         inputs: dict[str, str] = {}
+        ends: set[int] = set()
         for source, source_files in zip(sources, files, strict=True):
             part = sample_inputs(
                 source_files.identity, source.data, tokenizer, limits, model_files, day, image_processor
@@ -361,6 +365,7 @@ class StreamedSamples(RunSamples):
 
         def open_stream() -> StreamedBatches:
             def encoder(findings: Findings) -> Encoder:
+                findings.ends = ends  # those of later batches, too
                 return make_encoder(data, stream_tokenizer, limits, findings, day, image_processor)
 
             return StreamedBatches(
@@ -386,7 +391,7 @@ class StreamedSamples(RunSamples):
         held_out = None if not stores else all_samples(stores[0] if len(stores) == 1 else JoinedStores(stores))
         remarks = tuple(line for part in (*files, *stores) for line in part.remarks) + padding_remark(tokenizer, limits)
         all_files = tuple(file for part in files for file in part.files)
-        return cls(train, held_out, limits.length, remarks, open_stream, stream.kind, all_files)
+        return cls(train, held_out, limits.length, remarks, open_stream, stream.kind, all_files, ends=ends)
 
     def batches(self, config: RunConfig, objective: LearningObjective) -> PrefetchedBatches:
         """Return the stream of global batches of samples, from its beginning."""

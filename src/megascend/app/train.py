@@ -197,6 +197,7 @@ class SupervisedTraining(Training[RunConfig]):
         self.chat_template = set_template(config.data, tokenizer)
         config = with_template_date(config, tokenizer, context.resume, context.launch)
         self.samples = RunSamples.prepare(config, tokenizer, limits)
+        self.ends = self.samples.ends
         if config.generation is not None:
             self._answer_sampler = AnswerSampler.prepare(
                 config.generation, config.data, tokenizer, limits, config.model, config.template_date

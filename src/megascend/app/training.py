@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,7 @@ class Training(ABC, Generic[AnyConfig]):
         shared_errors: errors that a step raises on every rank, so that all of them can save the last step.
         panels: panels of the run's plot.
         chat_template: template to export in place of the model's; None: the model's.
+        ends: tokens that the model learns to end with, for generation_config.json of exports.
         measurement_stopped: a signal has stopped what is measured after the last step (or before the first one).
     """
 
@@ -75,6 +76,7 @@ class Training(ABC, Generic[AnyConfig]):
     shared_errors: ClassVar[tuple[type[Exception], ...]] = ()
     panels: ClassVar[Sequence[Panel]] = PANELS
     chat_template: str | None = None
+    ends: Collection[int] = ()
     measurement_stopped: bool = False
 
     def check(self, config: AnyConfig, launch: Launch) -> None:

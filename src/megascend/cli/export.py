@@ -47,6 +47,7 @@ def export_command(
     Converts the precision, merges an adapter, and shows that the engine can take the checkpoint. A run directory stands for the
     model that its training exported (RUN/hf).
     """
+    from megascend.huggingface.files import end_tokens
     from megascend.io.atomic import require_vacant
 
     # Checked before the model is loaded, which may take minutes.
@@ -83,6 +84,7 @@ def export_command(
             backend.load_adapter("default", adapter, optimizer=False)
             template = adapter / "chat_template.jinja"  # the template it was trained with
             backend.chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
+            backend.ends = end_tokens(adapter)
         backend.export_hf(out, adapter=None if adapter is None else "default")
     finally:
         backend.close()

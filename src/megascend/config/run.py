@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
-from typing_extensions import Self, TypedDict
+from typing_extensions import Self
 
 from megascend.config.data import (
     LABEL_METRICS,
@@ -48,15 +48,8 @@ from megascend.config.training import (
 )
 from megascend.errors import ConfigError
 
-
-class PromptMessage(TypedDict):
-    """Message of a conversation that the model continues with its turn."""
-
-    role: str
-    content: str | list[dict[str, Any]]
-
-
-Prompt = Annotated[str, Field(min_length=1)] | Annotated[tuple[PromptMessage, ...], Field(min_length=1)]
+Prompt = Annotated[str, Field(min_length=1)] | Annotated[tuple[dict[str, Any], ...], Field(min_length=1)]
+"""A text, or the messages of a conversation that the model continues with its turn."""
 
 
 class Generation(Section):

@@ -100,7 +100,7 @@ class ChatTemplate:
         # Added special tokens too: <|im_end|> and the like are often not among all_special_tokens.
         self._ends = [token for token in dict.fromkeys([*map(str, tokenizer.all_special_tokens), *added]) if token]
         self._bos, self._eos = str(tokenizer.bos_token or ""), str(tokenizer.eos_token or "")
-        self._takes_parts: bool | None = None
+        self._takes_parts: dict[str, bool] = {}
 
     def source(self, tools: Tools = None) -> str:
         """Return the template's text; a tokenizer may have one for conversations with tools."""
@@ -109,7 +109,13 @@ class ChatTemplate:
                 "'messages' need a chat template, and the model's tokenizer has none; add chat_template.jinja to the model "
                 "directory, name one with data.chat_template, or use 'text'"
             )
-        template = str(self._tokenizer.get_chat_template(None, list(tools) if tools else None))
+        try:
+            template = str(self._tokenizer.get_chat_template(None, list(tools) if tools else None))
+        except ValueError:  # several templates, and no default
+            names = ", ".join(map(repr, self._tokenizer.chat_template))
+            raise DataError(
+                f"the tokenizer's chat templates are {names}, and none is 'default'; name one with data.chat_template"
+            ) from None
         if draw := RANDOM.search(template):
             raise DataError(
                 f"the chat template draws at random ({draw[0].strip()}): every rank, and a resumed run, would see other samples; "
@@ -133,12 +139,18 @@ class ChatTemplate:
         return Rendering(messages, lambda marked: self._render(marked, tools, options, prompt=prompt))
 
     def _render(
-        self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None, *, prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        options: Mapping[str, Any] | None,
+        *,
+        prompt: bool = False,
+        template: str | None = None,
     ) -> tuple[str, list[Span]]:
-        """Return the text, and the spans of the template's generation blocks in it."""
+        """Return the text, and the spans of the template's generation blocks in it; ``template``: default: that of ``tools``."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self.source(tools)
+        template = template or self.source(tools)
         dated = fixed_date(template, self._day) if CLOCK in template else contextlib.nullcontext()
         variables = {**self._tokenizer.special_tokens_map, **self._options, **(options or {})}
 
@@ -153,7 +165,7 @@ class ChatTemplate:
                 **variables,
             )
 
-        conversation = [self._with_content(self._with_role(message, template)) for message in messages]
+        conversation = [self._with_content(self._with_role(message, template), template) for message in messages]
         try:
             with dated:
                 try:
@@ -182,7 +194,7 @@ class ChatTemplate:
         has_token = f"<|{role}|>" in self._ends and f"<|{role}|>" not in template
         return message if has_token and not _names(template, "tool") else message | {"role": "tool"}
 
-    def _with_content(self, message: Message) -> Message:
+    def _with_content(self, message: Message, template: str) -> Message:
         """Join a message's text parts by line breaks, unless the template takes parts."""
         content = message.get("content")
         if not isinstance(content, list):
@@ -190,22 +202,21 @@ class ChatTemplate:
         if any(part["type"] == "image" for part in content):
             # Without the image itself, which a template that prints the whole part would write.
             return message | {"content": [{"type": "image"} if part["type"] == "image" else part for part in content]}
-        if self._takes_parts is None:
-            self._takes_parts = False  # while the probe below renders
-            self._takes_parts = self._writes_parts()
-        if self._takes_parts:
+        if template not in self._takes_parts:
+            self._takes_parts[template] = self._writes_parts(template)
+        if self._takes_parts[template]:
             return message
         return message | {"content": "\n".join(part["text"] for part in content)}
 
-    def _writes_parts(self) -> bool:
-        """Check whether the template writes the texts of a list of parts, and nothing else of it."""
+    def _writes_parts(self, template: str) -> bool:
+        """Check whether a template writes the texts of a list of parts, and nothing else of it."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         parts = [{"type": "text", "text": text} for text in PROBE]
         variables = {**self._tokenizer.special_tokens_map, **self._options}
         try:
             rendered, _ = render_jinja_template(
-                conversations=[[{"role": "user", "content": parts}]], chat_template=self.source(), **variables
+                conversations=[[{"role": "user", "content": parts}]], chat_template=template, **variables
             )
         except Exception:  # noqa: BLE001, whatever it is, the template does not take a list
             return False
@@ -214,6 +225,23 @@ class ChatTemplate:
         return match is not None and "type" not in match[1]
 
     # --- the assistant's tokens ---
+
+    def turn_ends(self) -> set[int]:
+        """Return the special tokens that close the assistant's turn at the end of a conversation."""
+        # Models differ in what closes a turn, and few name it: the templates are asked.
+        templates = self._tokenizer.chat_template
+        named = templates if isinstance(templates, dict) else {"default": None}
+        # Added tokens, too: what closes a turn is often not among all_special_tokens (<|eot_id|> of a base model).
+        special = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
+        special |= dict(zip(map(str, self._tokenizer.all_special_tokens), self._tokenizer.all_special_ids, strict=True))
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE[0]}]
+        ends = set()
+        for name, template in named.items():
+            # Those with a name may need more than a conversation.
+            with contextlib.nullcontext() if name == "default" else contextlib.suppress(DataError):
+                behind = self._render(turns, None, None, template=template)[0].rpartition(PROBE[0])[2].lstrip()
+                ends |= {number for text, number in special.items() if text and behind.startswith(text)}
+        return ends
 
     def assistant_spans(
         self,
@@ -339,25 +367,24 @@ class ChatTemplate:
         """Report the parts that the template omits; ``prompt``: it was rendered up to the assistant's continuation."""
         messages, rendered = conversation.messages, conversation.text
         self._check_words_written(conversation, source, findings)
-        # Rendered without the tools for comparison: a template that ignores them gives the same text.
-        if tools and rendered == self._render(messages, None, options, prompt=prompt)[0]:
-            raise DataError(f"'tools': {UNWRITTEN}")
+        template = self.source(tools)
 
-        def changes_nothing(other: Sequence[Message]) -> bool:
+        def changes_nothing(other: Sequence[Message], tools: Tools = tools) -> bool:
             with contextlib.suppress(DataError):  # a template may need what is left out
-                return rendered == self._render(other, tools, options, prompt=prompt)[0]
+                return rendered == self._render(other, tools, options, prompt=prompt, template=template)[0]
             return False
 
+        if tools and changes_nothing(messages, None):
+            raise DataError(f"'tools': {UNWRITTEN}")
         if any("tool_calls" in message for message in messages):
             if changes_nothing([_without_tool_calls(message) for message in messages]):
                 raise DataError(f"'tool_calls': {UNWRITTEN}")
             self._check_calls_written(conversation, changes_nothing)
-        template = self.source(tools)
         for role in dict.fromkeys(message["role"] for message in messages):
             if self._with_role({"role": role}, template)["role"] != role:
                 findings.remark(f"messages of the role {role!r} are written as those of the role 'tool'", source)
         # By the template's text: whether it renders reasoning may depend on the position of a turn, see _drops_thought().
-        thinks = any(key in message for message in messages for key in REASONING)
+        thinks = any(message.get(key) for message in messages for key in REASONING)
         if thinks and not any(key in template for key in REASONING):
             raise DataError(f"'reasoning_content': {UNWRITTEN}")
         if any(self._drops_thought(conversation, index) for index in range(len(messages))):

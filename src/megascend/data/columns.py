@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,10 @@ CHAT_COLUMNS = ("tools", "chat_template_kwargs")
 TOP = ("top_ids", "top_logprobs")
 IMAGES = ("images", "image")
 """Columns with the images of a conversation: a list, or one."""
+CONVERSATIONS = ("text", "prompt", "completion", "chosen", "rejected")
+"""Columns of texts in place of which other data have conversations."""
+PRINTED_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:.*\}\s*\]\s*""", re.DOTALL)
+"""A list of messages as Python and NumPy print it, which tools write into CSV."""
 KNOWN_FORMS = (
     "'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', 'chosen' and 'rejected', "
     "'text', or 'token_ids'"
@@ -117,6 +122,13 @@ def parse_record(
 def _text(values: Mapping[str, Any], name: str, source: str, *, empty: bool = False) -> str:
     """Return a string column; ``empty``: it may be missing or blank."""
     text = values.get(name, "" if empty else None)
+    if name in CONVERSATIONS and isinstance(text, str):
+        if isinstance(conversation_or_text(text), list):
+            raise DataError(
+                f"{source}: {name!r} is a conversation, not a text: name its column 'messages' (data.columns)"
+            )
+        if PRINTED_MESSAGES.fullmatch(text):
+            raise DataError(f"{source}: {name!r} is a conversation in Python's notation: write it as JSON (json.dumps)")
     if not isinstance(text, str) or not (empty or text.strip()):
         kind = "a string" if empty else "a string that is not empty"
         raise DataError(f"{source}: {name!r} must be {kind}, found {text!r:.60}")

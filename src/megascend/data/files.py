@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,8 +18,8 @@ from megascend.config import Data
 from megascend.data.columns import parse_record
 from megascend.data.document import Document
 from megascend.data.findings import Findings
-from megascend.data.messages import without_nulls
-from megascend.data.splits import ALL, TEXT_SUFFIXES, choose_split, files_of, is_saved, split_files
+from megascend.data.labels import label_name
+from megascend.data.splits import ALL, TEXT_SUFFIXES, Card, choose_split, files_of, is_saved, split_files
 from megascend.errors import DataError
 
 Position = tuple[int, int]
@@ -93,11 +93,74 @@ def iterate_records(
         files_of(path, split, config_name, findings)
         yield from _saved_records(path, split, findings)
         return
-    for file in split_files(path, split, config_name, findings):
+    files = split_files(path, split, config_name, findings)
+    count, card = 0, Card.read(path, config_name, findings.setting)
+    for file in files:
         try:
-            yield from READERS[file.suffix](file, findings)
+            for record in _typed(READERS[file.suffix](file, findings), file, card.features, findings):
+                count += not isinstance(record.value, Document)
+                yield record
         except OSError as error:
             findings.problem(f"{file} cannot be read: {error.strerror or error}")
+    if count and not findings.problems:
+        card.check_count(path, split, count, findings.setting)
+
+
+# --- values as datasets' features declare them ---
+
+
+def _typed(
+    records: Iterable[Record], file: Path, card_features: Mapping[str, Any], findings: Findings
+) -> Iterator[Record]:
+    """Yield the records of a file with values as its schema, or its folder's card, declares them."""
+    features = dict(card_features)
+    if file.suffix == ".parquet":
+        import datasets
+        from pyarrow import parquet
+
+        try:
+            features = {**datasets.Features.from_arrow_schema(parquet.read_schema(file)), **features}
+        except ValueError as error:  # pyarrow's errors, too
+            findings.file_problem(f"{file}: not a parquet file that can be read: {error}")
+            return
+    convert = _converter(features) if features else None
+    for record in records:
+        with findings.collecting():
+            try:
+                yield record if convert is None else record._replace(value=convert(record.value))
+            except DataError as error:
+                raise DataError(f"{record.source}: {error}") from None
+
+
+def _converter(feature: Any) -> Callable[[Any], Any] | None:
+    """Return a function that decodes stored values of a feature of datasets; None for those that stay as they are.
+
+    JSON is parsed, class labels become names, and keys that a struct has only because other rows have them (null) are left out.
+    Images stay files, which are decoded within limits later.
+    """
+    import datasets
+
+    if isinstance(feature, dict):
+        parts = {name: _converter(inner) for name, inner in feature.items()}
+
+        def struct(value: Any) -> Any:
+            if not isinstance(value, dict):
+                return value
+            present = {key: entry for key, entry in value.items() if entry is not None or key not in parts}
+            return {key: entry if (part := parts.get(key)) is None else part(entry) for key, entry in present.items()}
+
+        return struct
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if inner is not None and (element := _converter(inner)) is not None:
+        return lambda value: (
+            [None if entry is None else element(entry) for entry in value] if isinstance(value, list) else value
+        )
+    if isinstance(feature, datasets.ClassLabel):
+        return lambda value: label_name(feature, value)
+    if isinstance(feature, getattr(datasets, "Json", ())):  # of datasets 4.7 and later
+        decode: Any = feature.decode_example
+        return lambda value: decode(value) if isinstance(value, str) else value
+    return None
 
 
 # --- text and JSON ---
@@ -305,7 +368,7 @@ def _parquet_records(path: Path, findings: Findings, start: Position = BEGINNING
                     number += skipped
                     for record in batch.slice(skipped).to_pylist():
                         number += 1
-                        yield Record(f"{path}[{number - 1}]", without_nulls(record), (number, 0))
+                        yield Record(f"{path}[{number - 1}]", record, (number, 0))
     except pyarrow.ArrowException as error:
         findings.file_problem(f"{path}: not a parquet file that can be read: {error}")
 
@@ -329,12 +392,14 @@ STREAM_READERS: dict[str, Callable[[Path, Findings, Position], Iterator[Record]]
 """Readers that hold a part of a file at a time, and begin anywhere."""
 
 
-def stream_records(path: Path, split: str | None, findings: Findings, start: Position) -> Iterator[Record]:
+def stream_records(
+    path: Path, split: str | None, findings: Findings, start: Position, card_features: Mapping[str, Any]
+) -> Iterator[Record]:
     """Yield the records of one of :func:`files_of` from a position on; ``split``: of a folder that datasets saved."""
     if path.is_dir():
         yield from _saved_records(path, split, findings, start)
         return
-    yield from STREAM_READERS[path.suffix](path, findings, start)
+    yield from _typed(STREAM_READERS[path.suffix](path, findings, start), path, card_features, findings)
 
 
 def stream_length(path: Path) -> int:
@@ -363,17 +428,18 @@ def _saved_records(path: Path, split: str | None, findings: Findings, start: Pos
         names = [str(name) for name in rows]
         chosen = names if split == ALL else [choose_split(path, split, names, findings.setting)]
         rows = datasets.concatenate_datasets([rows[name] for name in chosen])
-    # Images as they are stored: they are decoded within limits later. A cast to such features would write all rows anew, into
-    # the folder itself, before the first one is read.
-    features = datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()})
     remaining = rows.select(range(start[0], len(rows))) if start[0] else rows
     # Few rows at a time: they may hold images.
     tables = cast("Any", remaining.with_format("arrow").iter(batch_size=64))
-    number = start[0]
-    for table in tables:
-        for record in table.to_pylist():
-            number += 1
-            yield Record(f"{path}[{number - 1}]", without_nulls(features.decode_example(record)), (number, 0))
+
+    def records() -> Iterator[Record]:
+        number = start[0]
+        for table in tables:
+            for record in table.to_pylist():
+                number += 1
+                yield Record(f"{path}[{number - 1}]", record, (number, 0))
+
+    yield from _typed(records(), path, rows.features, findings)
 
 
 def _loaded(path: Path, findings: Findings) -> Any:
@@ -384,21 +450,6 @@ def _loaded(path: Path, findings: Findings) -> Any:
         return datasets.load_from_disk(str(path))
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{path} ({findings.setting}): datasets cannot load it: {error}") from error
-
-
-def _undecoded(feature: Any) -> Any:
-    """Return a feature of datasets in which images stay files, at any depth."""
-    import datasets
-
-    if isinstance(feature, datasets.Image):
-        return datasets.Image(decode=False)
-    if isinstance(feature, dict):
-        return {name: _undecoded(inner) for name, inner in feature.items()}
-    if isinstance(feature, list):
-        return [_undecoded(inner) for inner in feature]
-    if isinstance(feature, datasets.Sequence | getattr(datasets, "List", datasets.Sequence)):
-        return type(feature)(_undecoded(feature.feature), length=feature.length)
-    return feature
 
 
 LARGE = 32 * 2**20

@@ -51,6 +51,7 @@ class Findings:
         more_remarks: number of further remarks.
         incomplete: a file could not be read to its end.
         kinds: number of documents of each kind.
+        ends: tokens that end an answer or a text, and are learned.
     """
 
     setting: str = "data.path"
@@ -60,6 +61,7 @@ class Findings:
     more_remarks: int = 0
     incomplete: bool = False
     kinds: dict[str, int] = field(default_factory=dict)
+    ends: set[int] = field(default_factory=set)
 
     def problem(self, message: str) -> None:
         """Record a problem, whose message begins with its source (``file:line: ``); of a known kind, it is counted."""

@@ -11,12 +11,35 @@ from typing import Any
 
 import numpy as np
 
-from megascend.config.data import ProblemType
+from megascend.config.data import ProblemType, default_labels
 from megascend.data.messages import LARGEST_NUMBER, decoded
 from megascend.errors import DataError
 
 LIST_LIMIT = 12
 """Most labels that are listed in a message."""
+
+
+class LabelName(str):
+    """Name of a class label of datasets.
+
+    Attributes:
+        number: its id there.
+    """
+
+    number: int
+
+
+def label_name(feature: Any, value: Any) -> Any:
+    """Return the name of a value of datasets' ``ClassLabel``, which is an id or a name; -1 (no label) stays as it is."""
+    try:
+        number = feature.str2int(value) if isinstance(value, str) else int(value)
+        if number == -1:
+            return number
+        name = LabelName(feature.int2str(number))
+    except (TypeError, ValueError):
+        raise DataError(f"the class labels are {_abbreviated(feature.names)}, found {value!r:.60}") from None
+    name.number = number
+    return name
 
 
 @dataclass(frozen=True)
@@ -60,7 +83,12 @@ class LabelSet:
         if isinstance(value, str) and value in self.names:
             return self.names.index(value)
         number = value
-        if isinstance(value, str):  # as CSV has numbers
+        if isinstance(value, LabelName):
+            # By its id only where the run file names no labels, or neither does datasets (ClassLabel(num_classes=...)).
+            if self.names != default_labels(len(self.names)) and value != str(value.number):
+                raise DataError(self._unknown(value))
+            number = value.number
+        elif isinstance(value, str):  # as CSV has numbers
             try:
                 number = int(value)
             except ValueError:

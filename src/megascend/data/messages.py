@@ -140,7 +140,8 @@ def parse_message(raw: Any, label: str) -> Message:
             del message["tool_calls"]
         elif role != "assistant":
             raise DataError(f"{label}: 'tool_calls' belong to the assistant, this message is the {role}'s")
-    thoughts = [message[key] for key in REASONING if key in message]
+    # None are "" in many data sets, which is not content that a template must write.
+    thoughts = [message[key] for key in REASONING if message.get(key, "") != ""]
     if any(not isinstance(reasoning, str) for reasoning in thoughts) or len(set(thoughts)) > 1:
         raise DataError(f"{label}: {' and '.join(REASONING)} must be one string, found {thoughts!r:.60}")
     if thoughts:
@@ -358,12 +359,3 @@ def conversation_or_text(value: Any) -> Any:
         isinstance(message, dict) and ("role" in message or "from" in message) for message in parsed
     )
     return parsed if parsed and is_conversation else value
-
-
-def without_nulls(value: Any) -> Any:
-    """Return ``value`` without keys whose value is None, at any depth."""
-    if isinstance(value, dict):
-        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
-    if isinstance(value, list):
-        return [without_nulls(entry) for entry in value]
-    return value

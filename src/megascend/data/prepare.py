@@ -25,7 +25,7 @@ from megascend.data.files import iterate_documents, read_template
 from megascend.data.findings import Findings
 from megascend.data.images import ImageProcessor, file_state
 from megascend.data.samples import Encoder, SampleLimits
-from megascend.data.splits import files_of, is_saved
+from megascend.data.splits import CARD, Card, files_of, is_saved
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
 from megascend.huggingface import hub
@@ -85,7 +85,7 @@ def prepare_samples(
     image_processor = ImageProcessor.for_model(model, data.images)
     # Before the digests: what changes after them is noticed, and not kept as samples of the content that they are of.
     states = _states(files_read)
-    content, files = content_of(path, files_read, setting), tokenizer_of(model)
+    content, files = content_of(source, files_read), tokenizer_of(model)
     sources = sample_inputs(json_digest(content[1]), data, tokenizer, limits, files, template_date, image_processor)
     # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
     # Paths of images are relative to the data, whose own path may be relative to the working directory.
@@ -98,7 +98,7 @@ def prepare_samples(
         write_store(fresh, _encoded(path, data, encoder, findings), findings, sources, scored=limits.scored)
         changed = [file for file, state in _states(files_read).items() if states.get(file) != state]
         # A new time of modification is not a change.
-        if changed and content_of(path, files_read, setting)[1] != content[1]:
+        if changed and content_of(source, files_read)[1] != content[1]:
             raise DataError(f"{changed[0]} ({setting}) has changed while it was read: start again once it is complete")
         # After write_store: raising here makes cached() discard the directory, so only data without problems is kept.
         findings.raise_problems()
@@ -201,7 +201,7 @@ def prepared_store(
         )
     if path.exists():
         files_read = files_of(path, data.split, data.config_name, Findings(setting))
-        content = json_digest(content_of(path, files_read, setting)[1])
+        content = json_digest(content_of(source, files_read)[1])
     day = template_date or date.today()
     inputs = sample_inputs(content, data, tokenizer, limits, tokenizer_of(model), day, image_processor)
     now, saved = named_inputs(inputs, setting) | pair_inputs(limits), entry["inputs"]
@@ -374,8 +374,9 @@ def with_mismatches(documents: Iterator[Document], findings: Findings) -> Iterat
             )
 
 
-def content_of(path: Path, files: Sequence[Path], setting: str) -> list[Any]:
+def content_of(source: DataSource, files: Sequence[Path]) -> list[Any]:
     """Return what identifies data: digests of the files read (of a folder that datasets saved: all), and all files' names."""
+    path, setting = source.path, source.setting
     read = [entry for file in files for entry in (sorted(file.rglob("*")) if file.is_dir() else [file])]
     # The names of all files, because datasets derives the splits from them.
     all_files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
@@ -385,6 +386,9 @@ def content_of(path: Path, files: Sequence[Path], setting: str) -> list[Any]:
         digests = [[relpath(file, path), digest(file, xxhash.xxh3_128)] for file in read if file.is_file()]
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read ({setting}): {error.strerror or error}") from None
+    # Not all of the card, whose text does not matter.
+    if features := Card.read(path, source.data.config_name, setting).features:
+        digests.append([CARD, str(features)])
     return [str(path), digests, [relpath(file, path) for file in all_files]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from bisect import bisect_left
@@ -20,7 +21,7 @@ from megascend.batch.sample import Sample
 from megascend.data.chat import ChatTemplate
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
-from megascend.data.images import EncodedImages, ImageProcessor, folder_of, sources_of
+from megascend.data.images import PLACEHOLDER, EncodedImages, ImageProcessor, folder_of, sources_of
 from megascend.data.labels import LabelSet
 from megascend.data.rendering import Span
 from megascend.errors import DataError
@@ -103,6 +104,13 @@ class Encoder:
         self._tokenizer, self._limits, self._findings = with_whole_offsets(tokenizer), limits, findings
         self._train_on_prompt, self._on_too_long = train_on_prompt, on_too_long
         self._template = ChatTemplate(tokenizer, template_options, template_date)
+        eos: Any = tokenizer.eos_token_id
+        self._ends: set[int] = set() if eos is None else {eos}
+        if tokenizer.chat_template:
+            with contextlib.suppress(
+                DataError
+            ):  # a template that refuses the data's conversations, too, is reported there
+                self._ends |= self._template.turn_ends()
 
     @property
     def classifies(self) -> bool:
@@ -188,7 +196,10 @@ class Encoder:
             tokens = self._closed(self._ids(text, special=document.begins)[0])
         else:
             tokens = opening_tokens(text, self._tokenizer) if document.begins else self._ids(text, special=False)[0]
+        if document.ends:
+            self._check_end(tokens, "texts", document.source)
         self._check_vocabulary(tokens)
+        self._note_ends(tokens, [1.0] * len(tokens))
         # len - 1: a sample of n tokens needs n + 1 ids, and the last id alone has no target.
         starts = range(0, len(tokens) - 1, self._limits.length)
         if not starts:
@@ -331,6 +342,16 @@ class Encoder:
     def _decoded(self, messages: Messages, source: str) -> EncodedImages | None:
         """Return the images of a conversation, each decoded once; None for a model of text."""
         sources, processor = sources_of(messages), self._image_processor
+        if (
+            processor is not None
+            and not sources
+            and any(
+                isinstance(message.get("content"), str) and PLACEHOLDER in message["content"] for message in messages
+            )
+        ):
+            raise DataError(
+                f"the conversation has {PLACEHOLDER} in a text and no images: add them, or make it a part of type 'text'"
+            )
         if processor is None:
             if sources:
                 raise DataError(
@@ -355,6 +376,7 @@ class Encoder:
         # Special tokens that the tokenizer adds have the offsets (0, 0); the closing one is weighted like the completion.
         weights = token_weights(offsets, [(len(prompt), end, 1.0)], elsewhere=float(learn_prompt))
         closed = self._closed(tokens)
+        self._check_end(closed, "completions", source)
         weights += [1.0] * (len(closed) - len(tokens))
         # The end of sequence is always learned, also where the tokenizer itself has added it.
         weights[-1] = 1.0
@@ -363,6 +385,20 @@ class Encoder:
     def _closed(self, tokens: list[int]) -> list[int]:
         eos = self._tokenizer.eos_token_id
         return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, int(eos)]  # type: ignore[arg-type]
+
+    def _check_end(self, tokens: list[int], kind: str, source: str) -> None:
+        """Remark that documents do not end with a special token, so that the model does not learn to stop."""
+        if tokens and self._tokenizer.eos_token_id is None and tokens[-1] not in self._tokenizer.all_special_ids:
+            self._findings.remark(
+                f"{kind} have no end to learn, as the tokenizer has no end token: set eos_token in tokenizer_config.json",
+                source,
+            )
+
+    def _note_ends(self, tokens: Sequence[int], weights: Sequence[float]) -> None:
+        """Keep which tokens that end an answer are learned, for the generation_config.json of exports."""
+        for end in self._ends - self._findings.ends:
+            if end in tokens and any(w for token, w in zip(tokens[1:], weights[1:], strict=True) if token == end):
+                self._findings.ends.add(end)
 
     def _ids(self, text: str, *, special: bool = True, offsets: bool = False) -> tuple[list[int], list[Span]]:
         """Return token ids, and the span of characters of each."""
@@ -436,6 +472,7 @@ class Encoder:
     ) -> Sample:
         if self._limits.scored:  # engines refuse scalar heads on models that take images
             return Sample.scored(tokens)
+        self._note_ends(tokens, weights)
         return Sample.causal(tokens, weights=weights, images=images, candidates=candidates)
 
     def _check_vocabulary(self, tokens: list[int]) -> None:

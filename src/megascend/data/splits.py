@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megascend.data.findings import Findings
 from megascend.errors import DataError
+from megascend.huggingface.files import LFS_POINTER
 from megascend.io.paths import real
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
@@ -25,6 +27,10 @@ ALL = "all"
 """Names all readable files of a folder, or all splits of a saved one."""
 HELD_OUT = "validation"
 """The split that validation.path takes of a folder with several, unless validation.split names one."""
+SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\.\w+)", re.DOTALL)
+"""Path of one of several files, as datasets writes it."""
+MOST_SHARDS = 10_000
+"""Files whose names are compared: more are taken as they are."""
 CARD, CARD_YAML = "README.md", ".huggingface.yaml"
 READ_OF_CARDS = {
     "config_name",
@@ -67,7 +73,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
                 f"{path} is one file and has no split {split!r} ({_split_setting(findings.setting)}): leave it out"
             )
         _check_config_name(path, config_name, findings.setting)
-        return [path]
+        return _complete([path], findings)
     if not path.is_dir():
         raise DataError(f"no training data at {path.absolute()} ({findings.setting}): neither a file nor a folder")
     readable = _readable_files(path, findings)
@@ -76,7 +82,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
     if not readable:
         raise DataError(f"no training data in {path} ({findings.setting}): no file in it ends in {KNOWN_SUFFIXES}")
     if split == ALL and config_name is None:
-        return _without_links(readable, findings)
+        return _complete(readable, findings)
     splits = folder_splits(
         path, config_name, findings.setting, text=all(file.suffix in TEXT_SUFFIXES for file in readable)
     )
@@ -93,7 +99,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
                 )
     files = list(dict.fromkeys(files))
     _compare(path, readable, files, splits, names, findings)
-    return _without_links(files, findings)
+    return _complete(files, findings)
 
 
 def _check_config_name(path: Path, config_name: str | None, setting: str) -> None:
@@ -179,6 +185,54 @@ def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bo
 # --- the card ---
 
 
+class Card(NamedTuple):
+    """What a folder's card says of the files of a config (``dataset_info``).
+
+    Attributes:
+        features: datasets' types of the columns; empty if the card has none.
+        counts: number of examples of each split; empty if the card has none.
+    """
+
+    features: Mapping[str, Any] = {}
+    counts: Mapping[str, int] = {}
+
+    @classmethod
+    def read(cls, path: Path, config_name: str | None, setting: str) -> Card:
+        """Read the card of a folder; an empty one of a file, or of a folder without."""
+        if not (path / CARD).is_file():
+            return cls()
+        from datasets.info import DatasetInfosDict
+
+        try:
+            with _quiet():
+                infos = DatasetInfosDict.from_directory(str(path))
+                configs = card_configs(path)
+                if len(infos) > 1 or configs:
+                    config_name = config_name if config_name in configs else _chosen_config(path, configs, None)
+                    infos = {config_name: infos.get(config_name or "default")}
+        except DataError:
+            return cls()  # no config can be chosen, which counts only where one is needed
+        except Exception as error:  # datasets, YAML and the card's reader raise many kinds of error
+            raise DataError(f"{path / CARD} ({setting}): datasets cannot read it: {error}; correct it") from error
+        info = next(iter(infos.values()), None)
+        if info is None:
+            return cls()
+        return cls(info.features or {}, {name: split.num_examples for name, split in (info.splits or {}).items()})
+
+    def check_count(self, path: Path, split: str | None, count: int, setting: str) -> None:
+        """Raise DataError if the files of a split do not hold as many records as the card says, as datasets does."""
+        counts = self.counts
+        # All files may be more than those of the splits.
+        if not counts or split == ALL or (split is not None and split not in counts):
+            return
+        expected = counts[choose_split(path, split, counts, setting)]
+        if count != expected:
+            raise DataError(
+                f"{path} ({setting}): its card counts {expected} examples, and the files hold {count}: download the missing "
+                f"ones, or correct {CARD}"
+            )
+
+
 def card_configs(root: Path) -> dict[str, dict[str, Any]]:
     """Return the configs that the card of a folder lists, by name."""
     import yaml
@@ -260,12 +314,21 @@ def _readable_files(path: Path, findings: Findings) -> list[Path]:
     return files
 
 
-def _without_links(files: Sequence[Path], findings: Findings) -> list[Path]:
-    """Return the files without further names of one, whose records would be learned twice."""
+def _complete(files: Sequence[Path], findings: Findings) -> list[Path]:
+    """Return the files without further names of one, whose records would be learned twice; report what is not there."""
     names: dict[Path, Path] = {}
+    shards: dict[tuple[str, str, str], set[int]] = {}
     for file in files:
+        with contextlib.suppress(OSError), file.open("rb") as stream:  # readers report files that cannot be read
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                findings.problem(f"{file}: a pointer of Git LFS, not the file: fetch it with git lfs pull")
+        if match := SHARD.fullmatch(str(file)):
+            shards.setdefault((match["stem"], match["total"], match["suffix"]), set()).add(int(match["number"]))
         if (first := names.setdefault(real(file), file)) is not file:
             findings.remark(f"is not read: the same file as {first.name}", str(file))
+    for (stem, total, suffix), numbers in shards.items():
+        for number in sorted({*range(int(total))} - numbers if int(total) <= MOST_SHARDS else ()):
+            findings.remark("is missing: the data are incomplete", f"{stem}{number:0{len(total)}}-of-{total}{suffix}")
     return list(names.values())
 
 

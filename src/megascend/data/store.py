@@ -92,6 +92,7 @@ class SampleStore(Samples):
         fingerprint: digest of all samples, see :func:`megascend.data.order.fingerprint_of`.
         remarks: remarks of the tokenisation.
         kinds: number of documents of each kind.
+        ends: tokens that end an answer or a text, and are learned.
         partial: what only some samples have, of pairs, margins, labels and candidates.
         classes: float32 [samples, 1], ids of a classifier's labels, or [samples, labels], a number for each; empty without.
     """
@@ -102,6 +103,7 @@ class SampleStore(Samples):
         self.fingerprint = about["fingerprint"]
         self.remarks: list[str] = about["remarks"]
         self.kinds: dict[str, int] = about["kinds"]
+        self.ends: list[int] = about.get("ends", [])  # none in folders of earlier versions (data.prepared)
         self.sources = about["sources"]
         self.scored = about["scored"]
         # One row per sample: start of its tokens, their number, number of the document, NO_PAIR or a kind of those
@@ -313,6 +315,7 @@ def write_store(
         "fingerprint": state.hexdigest(),
         "remarks": findings.lines(),
         "kinds": findings.kinds,
+        "ends": sorted(findings.ends),
         "sources": dict(sources or {}),
         "scored": scored,
         "label_width": label_width,

@@ -31,7 +31,7 @@ from megascend.data.findings import Findings
 from megascend.data.images import ImageProcessor
 from megascend.data.order import SourceTurns
 from megascend.data.samples import Encoder
-from megascend.data.splits import files_of
+from megascend.data.splits import Card, files_of
 from megascend.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,9 @@ class SourceFiles:
             # Before the identity: what changes between them is noticed.
             self._states = [_file_states(file) for file in self.files]
             self._identities = [file_identity(file) for file in self.files]
-            self.identity = xxhash.xxh3_128(" ".join(self._identities).encode()).hexdigest()
+            features = Card.read(source.path, data.config_name, source.setting).features
+            parts = [*self._identities, *([str(features)] if features else [])]
+            self.identity = xxhash.xxh3_128(" ".join(parts).encode()).hexdigest()
         except OSError as error:
             raise DataError(f"{error.filename} cannot be read: {error.strerror or error}") from error
 
@@ -140,7 +142,12 @@ class RecordStream:
         self._buffer, self._shuffle = data.shuffle_buffer, data.shuffle
         self._watched = SourceFiles(source) if files is None else files
         self.files = self._watched.files
-        self._lengths = [max(1, stream_length(file)) for file in self.files]
+        self._card = Card.read(source.path, data.config_name, source.setting)
+        lengths = [stream_length(file) for file in self.files]
+        # Others are measured in bytes.
+        if all(file.suffix == ".parquet" for file in self.files):
+            self._card.check_count(source.path, data.split, sum(lengths), source.setting)
+        self._lengths = [max(1, length) for length in lengths]
         self.start(0)
 
     def start(self, epoch: int, file: int = 0, position: Position = BEGINNING) -> None:
@@ -235,7 +242,8 @@ class RecordStream:
         try:
             if self._records is None:
                 file, split = self.files[self._order[self._file]], self._source.data.split
-                self._records = stream_records(file, split, self._bad.findings, self._position)
+                features = self._card.features
+                self._records = stream_records(file, split, self._bad.findings, self._position, features)
             record = next(self._records, None)
         except OSError as error:  # of a parquet file's reader without the file's name
             name = error.filename or self.files[self._order[self._file]]

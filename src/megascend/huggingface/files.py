@@ -7,7 +7,7 @@ import operator
 import re
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """Prefixes of the names of a tokenizer's files."""
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
+GENERATION_CONFIG = "generation_config.json"
 LFS_POINTER = b"version https://git-lfs"
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = f"{WEIGHT_FILE}.index.json"
@@ -263,3 +264,41 @@ def write_chat_template(folder: Path, template: str) -> None:
         shutil.rmtree(folder / ADDITIONAL_TEMPLATES, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"{folder}: the chat template could not be written: {error}") from error
+
+
+def generation_settings(model: Path) -> dict[str, Any]:
+    """Return generation_config.json of a model or adapter; without it, what transformers takes from config.json instead."""
+    if (model / GENERATION_CONFIG).is_file():
+        return _json_object(model / GENERATION_CONFIG)
+    if not (model / "config.json").is_file():
+        return {}
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError):  # an architecture that is not transformers' own
+        return {key: value for key, value in read_config(model).items() if key.endswith("_token_id")}
+    settings = json.loads(GenerationConfig.from_model_config(config).to_json_string())
+    # Marks settings that transformers may replace by those of config.json again.
+    settings.pop("_from_model_config", None)
+    return settings
+
+
+def end_tokens(model: Path) -> list[int]:
+    """Return the tokens at which transformers and vLLM stop."""
+    ends = generation_settings(model).get("eos_token_id")
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def write_ends(model: Path, target: Path, ends: Collection[int]) -> list[int]:
+    """Write a model's generation_config.json with the end tokens that it lacks to ``target``, and return these."""
+    known = end_tokens(model)
+    missing = sorted({*ends} - {*known})
+    if missing:
+        content = generation_settings(model) | {"eos_token_id": [*known, *missing]}
+        try:
+            with replacing(target / GENERATION_CONFIG) as fresh:
+                fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{target}: {GENERATION_CONFIG} could not be written: {error}") from error
+    return missing

@@ -11,6 +11,7 @@ from megascend.data.chat import ChatTemplate
 from megascend.data.columns import IMAGES
 from megascend.data.files import parse_json
 from megascend.data.findings import Findings
+from megascend.data.images import sources_of
 from megascend.data.messages import decoded, parse_messages, parse_tools
 from megascend.data.samples import check_characters, opening_tokens
 from megascend.errors import DataError
@@ -62,20 +63,17 @@ def parse_prompt(line: str, source: str, *, free: bool = False) -> Prompt:
         raise DataError(f"{source}: expected a JSON object with either 'prompt' or 'messages', found {record!r:.60}")
     if "prompt" in record and (not isinstance(record["prompt"], str) or not record["prompt"]):
         raise DataError(f"{source}: 'prompt' must be a string that is not empty, found {record['prompt']!r:.60}")
+    messages = ()
+    if "messages" in record:
+        messages, _ = parse_messages(record["messages"], f"{source}: messages", learned=False)
+        if messages[-1]["role"] == "assistant":
+            raise DataError(f"{source}: 'messages' must not end with the assistant's, which is to be written")
     images = next((name for name in IMAGES if record.get(name)), None)
-    if images is not None or _has_images(record.get("messages")):
+    if images is not None or sources_of(messages):
         location = f"column {images!r}" if images else "parts of 'messages'"
         raise DataError(
             f"{source}: images ({location}) are not supported in rollouts, which would answer without them: leave it out"
         )
-    if "messages" in record:
-        messages = record["messages"]
-        valid = isinstance(messages, list) and messages and all(_is_message(message) for message in messages)
-        if not valid or messages[-1]["role"] == "assistant":
-            raise DataError(
-                f"{source}: 'messages' must be a list of objects with strings 'role' and 'content', the last one not the "
-                f"assistant's, found {messages!r:.60}"
-            )
     return record
 
 
@@ -128,17 +126,3 @@ def prompt_tokens(
     if not tokens:
         raise DataError(f"the prompt has no tokens: {prompt!r:.80}")
     return list(tokens)
-
-
-def _has_images(messages: Any) -> bool:
-    parts = [
-        part
-        for message in (messages if isinstance(messages, list) else [])
-        if isinstance(message, dict) and isinstance(message.get("content"), list)
-        for part in message["content"]
-    ]
-    return any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts)
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -195,6 +195,7 @@ class ReinforcementLearning(Training[RlConfig]):
             controller_engines(plan.config, plan.config.rollout.controller)
 
     def prepare(self, context: RunContext[RlConfig]) -> RlConfig:
+        from megascend.app.rl.engines import response_ends
         from megascend.app.rl.reference import check_reference
         from megascend.app.rl.set_up import check_objective, load_grader, read_and_check
         from megascend.app.rl.teacher import check_teacher
@@ -203,6 +204,9 @@ class ReinforcementLearning(Training[RlConfig]):
 
         plan, config = context.plan, context.plan.config
         config = config.ending_with(config.steps)
+        special = plan.tokenizer.added_tokens_decoder
+        # An ordinary token, such as a line break, ends the responses of the run and not those of every use.
+        self.ends = [end for end in response_ends(plan.tokenizer, config) if end in special]
         check_objective(config.objective, reference=config.reference is not None)
         check_reference(config, plan.info, warns=context.launch.rank == 0)
         check_teacher(config, plan.info, plan.tokenizer)
