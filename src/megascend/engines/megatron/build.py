@@ -226,7 +226,7 @@ def rotary_frequencies(config: ModelConfig, *args: Any, **kwargs: Any) -> tuple[
         rotary = [each for each in classes if isinstance(each, type) and each.__module__ == name and _is_rotary(each)]
         if len(rotary) == 1:
             module = rotary[0](text)
-            return module.inv_freq, module.attention_scaling
+            return module.inv_freq.data, module.attention_scaling
     return get_rope_inv_freq(config, *args, **kwargs)
 
 
