@@ -2,8 +2,8 @@
 
 python field_references.py < JOB
 
-JOB: JSON list of ``folder``, ``config`` and ``in_training`` of each. Each folder gets a checkpoint with the configuration as it is
-written in JOB, and ``reference.json``: ``logprobs`` of TOKENS, or the ``problem`` why transformers cannot compute the model.
+JOB: JSON list of ``folder``, ``config`` and ``in_training`` of each. Each folder gets a checkpoint with the configuration as JOB
+has it, and ``reference.json``: ``logprobs`` of TOKENS, or the ``problem`` why transformers cannot compute the model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ def fill(model: Any) -> None:
 
 def logprobs(model: Any) -> torch.Tensor:
     ids = torch.tensor([TOKENS])
-    return model(input_ids=ids[:, :-1], use_cache=False).logits[0].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return (
+        model(input_ids=ids[:, :-1], use_cache=False)
+        .logits[0]
+        .float()
+        .log_softmax(-1)
+        .gather(1, ids[0, 1:, None])[:, 0]
+    )
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
-"""Every field of every family's configuration, one at a time with another value: followed as transformers does, or refused by name."""
+"""Every field of every family's configuration, one at a time with another value: followed, or refused by name."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from megascend.models import architecture_named
 from megascend.models.registry import BUILT_IN
 from megascend.testing import run_distributed
 from megascend.testing.reference import run_reference
-from support.covering import FIRST_STACK, stack_marks
+from support.covering import stack_marks
 from support.field_variants import Variant, variants
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -52,9 +53,7 @@ def sweep(model_type: str, chosen: Sequence[Variant], folder: Path) -> dict[str,
 
     (results,) = run_distributed(on_rank, 1, init=False, timeout_s=900)
     own = references[chosen[0].label]["logprobs"]
-    return {
-        variant.label: judge(variant, results[variant.label], references[variant.label], own) for variant in chosen
-    }
+    return {variant.label: judge(variant, results[variant.label], references[variant.label], own) for variant in chosen}
 
 
 def on_megatron(folder: Path, acts_in_training: bool) -> dict[str, Any]:
@@ -97,3 +96,33 @@ def judge(variant: Variant, result: dict[str, Any], reference: dict[str, Any], o
 
 def effect(values: torch.Tensor, own: list[float]) -> float:
     return float((values - torch.tensor(own)).abs().max())
+
+
+IN_CI = (
+    *("clip_qkv=", "swiglu_limit=0.5", "router_jitter_noise", "norm_topk_prob=false", "routed_scaling_factor=2.5"),
+    *("experts_per_tok=1", "moe_k=1", "n_group=3", "v_head_dim=32", "rope_type=yarn, mscale_all_dim"),
+    *("rope_parameters.partial_rotary_factor", "mrope_section, mrope_interleaved"),
+)
+"""Fields that the stack has in its code or reads otherwise than transformers, as a sweep of all showed; CI tries these."""
+SAMPLED = 29
+"""CI also tries one of so many variants, by a digest of its name."""
+FAMILIES = [name for name, architecture in BUILT_IN.items() if architecture.proven or architecture.proven_with_images]
+PASSES = {"followed", "without effect", "refused", "illegal"}
+
+
+def in_ci(model_type: str, variant: Variant) -> bool:
+    hashed = zlib.crc32(f"{model_type}: {variant.label}".encode())
+    return any(part in variant.label for part in IN_CI) or hashed % SAMPLED == 0
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(name, marks=stack_marks(name)) for name in FAMILIES])
+@pytest.mark.parametrize("part", ["in CI", pytest.param("others", marks=pytest.mark.nightly)])
+def test_fields_are_followed_or_refused(part: str, model_type: str, tmp_path: Path, record_property: Any) -> None:
+    own, *others = variants(model_type)
+    chosen = [variant for variant in others if in_ci(model_type, variant) == (part == "in CI")]
+    outcomes = sweep(model_type, [own, *chosen], tmp_path)
+    counts = Counter(outcome.kind for outcome in outcomes.values())
+    record_property("outcomes", dict(counts))
+    print(f"{model_type}: {len(outcomes)} configurations: {dict(counts)}")
+    assert outcomes.pop(own.label) == Outcome("without effect")
+    assert {label: outcome for label, outcome in outcomes.items() if outcome.kind not in PASSES} == {}

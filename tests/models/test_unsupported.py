@@ -62,7 +62,11 @@ REFUSED = [
     ("norm_topk_prob: False is ignored", {"norm_topk_prob": False}, ("qwen3_5_moe_text",)),
     ("decoder_sparse_step: 2 is ignored", {"decoder_sparse_step": 2}, ("qwen3_5_moe_text",)),
     ("mlp_only_layers: [1] is ignored", {"mlp_only_layers": [1]}, ("qwen3_5_moe_text",)),
-    ("num_experts_per_tok: 1 with norm_topk_prob: true", {"num_experts_per_tok": 1}, ("qwen3_5_moe_text", "mixtral", "hy_v3", "gpt_oss")),
+    (
+        "num_experts_per_tok: 1 with norm_topk_prob: true",
+        {"num_experts_per_tok": 1},
+        ("qwen3_5_moe_text", "mixtral", "hy_v3", "gpt_oss"),
+    ),
 ]
 HONOURED = [
     ({"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}, ("deepseek_v2",)),

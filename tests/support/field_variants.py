@@ -12,10 +12,25 @@ from megascend.models import architecture_named, expert_count
 from megascend.testing.tiny_models import tiny_config
 
 NOT_COMPUTED = {
-    *("_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "id2label", "is_encoder_decoder", "label2id"),
+    *(
+        "_name_or_path",
+        "architectures",
+        "chunk_size_feed_forward",
+        "dtype",
+        "id2label",
+        "is_encoder_decoder",
+        "label2id",
+    ),
     *("model_type", "output_attentions", "output_hidden_states", "problem_type", "return_dict", "transformers_version"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "output_router_logits"),
-    *("pretraining_tp", "router_aux_loss_coef", "num_logits_to_keep", "use_mamba_kernels", "rope_parameters", "rope_theta"),
+    *(
+        "pretraining_tp",
+        "router_aux_loss_coef",
+        "num_logits_to_keep",
+        "use_mamba_kernels",
+        "rope_parameters",
+        "rope_theta",
+    ),
     *("mamba_ssm_cache_dtype", "num_nextn_predict_layers", "mtp_layers_block_type", "rescale_prenorm_residual"),
     # Starting values of new models' steps.
     *("time_step_min", "time_step_max", "time_step_floor"),
@@ -244,7 +259,9 @@ def _variant(base: dict[str, Any], changes: dict[str, Any], field: str) -> Varia
     text.update(copy.deepcopy(changes))
     for name, value in changes.items():
         if name == "num_hidden_layers":
-            text.update({key: entry[:value] for key, entry in text.items() if isinstance(entry, list) and len(entry) == 4})
+            text.update(
+                {key: entry[:value] for key, entry in text.items() if isinstance(entry, list) and len(entry) == 4}
+            )
         if name in config and name == "tie_word_embeddings":
             config[name] = value
     name, _, rest = field.partition("=")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +35,7 @@ DEFAULT_SIZES = {
     "linear_num_value_heads": 32,
 }
 """transformers' defaults for all of these models."""
+IMAGES = Images(rotary_sections=(11, 11, 10))
 TINY_LAYERS = [LINEAR, LINEAR, LINEAR, "full_attention"]
 
 
@@ -106,7 +106,7 @@ class QwenHybrid(Architecture):
 class Qwen35(QwenHybrid):
     """Qwen3.5 with its vision tower, which is Qwen3-VL's without features for inner layers."""
 
-    images: Images | None = Images(rotary_sections=(11, 11, 10))
+    images: Images | None = IMAGES
     text_type: str = "qwen3_5_text"
 
     def full_config(self, text: Config) -> dict[str, Any]:
