@@ -213,6 +213,7 @@ class Architecture:
             self._one_expert(config),
             self._no_experts(config),
             self._unnormalised_sigmoid(config),
+            self._expert_groups(config),
         )
         kind = config.get("model_type")
         ignored = [
@@ -372,11 +373,25 @@ class Architecture:
 
     def _unnormalised_sigmoid(self, config: Config) -> str | None:
         single_expert = config.get("num_experts_per_tok") == 1  # which Megatron-Core does not divide
-        if self.router != "sigmoid" or single_expert or config.get("norm_topk_prob", True) is not False:
+        if self.router != "sigmoid" or single_expert or config.get("norm_topk_prob") is not False:
             return None
         return (
             f"norm_topk_prob: false keeps the sigmoid scores of {config.get('model_type')}'s chosen experts as they are; "
             f"Megatron-Core always divides them by their sum; {OTHER_MODEL}"
+        )
+
+    def _expert_groups(self, config: Config) -> str | None:
+        groups, chosen, experts = config.get("n_group") or 1, config.get("topk_group") or 1, expert_count(config)
+        topk = self.normalise(config).get("num_experts_per_tok") or 1
+        if self.router != "sigmoid" or not experts or groups == 1:
+            return None
+        if experts % groups or chosen > groups:
+            return f"topk_group: {chosen} of n_group: {groups} groups do not fit {experts} experts; correct config.json"
+        if topk // chosen == 2:
+            return None
+        return (
+            f"n_group: {groups}: groups of experts are ranked by their two best, by Megatron-Core by their {topk // chosen} best "
+            f"(num_experts_per_tok {topk} over topk_group {chosen}); {OTHER_MODEL}"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascend.models.base import OTHER_MODEL, Architecture, Config, expert_count
+from megascend.models.base import OTHER_MODEL, Architecture, Config, LatentAttention, expert_count
 
 LATENT = {
     "num_key_value_heads": 4,
@@ -40,6 +40,15 @@ class DeepSeek(Architecture):
 
     # mcore-bridge's latent attention rotates neighbouring features as pairs, and transformers has no period of expert layers.
     fixed: Mapping[str, Any] = field(default_factory=lambda: FIXED)
+
+    def unsupported(self, config: Config) -> list[str]:
+        problems, latent = super().unsupported(config), LatentAttention.from_config(config)
+        if latent is not None and latent.value_head_dim > latent.query_head_dim:
+            problems.append(
+                f"v_head_dim: {latent.value_head_dim} is above a query head's {latent.query_head_dim} (qk_nope_head_dim and "
+                f"qk_rope_head_dim), for which Megatron's attention is not made; {OTHER_MODEL}"
+            )
+        return problems
 
 
 @dataclass(frozen=True)
@@ -83,16 +92,6 @@ class DeepSeekV3(DeepSeek):
     fixed: Mapping[str, Any] = field(
         default_factory=lambda: FIXED | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     )
-
-    def unsupported(self, config: Config) -> list[str]:
-        problems = super().unsupported(config)
-        groups, topk = config.get("topk_group") or 1, config.get("num_experts_per_tok") or 1
-        if (config.get("n_group") or 1) > 1 and topk // groups != 2:
-            problems.append(
-                f"groups of experts are ranked by the sum of their two best; Megatron-Core ranks them by the sum of their "
-                f"{topk // groups} best (num_experts_per_tok {topk} over topk_group {groups}); {OTHER_MODEL}"
-            )
-        return problems
 
 
 FAMILIES = (

@@ -31,6 +31,10 @@ class Ernie45Moe(Architecture):
 
     megatron: str | None = "megascend.models.ernie_megatron"
 
+    def megatron_settings(self, config: Config) -> dict[str, Any]:
+        # Its router is one of its own; Megatron-Core's does not weigh one expert by a softmax over the chosen.
+        return super().megatron_settings(config) | {"moe_router_pre_softmax": True}
+
 
 FAMILIES = (
     MiniMaxM2(
@@ -38,7 +42,7 @@ FAMILIES = (
         proven=True,
         renamed=MIXTRAL_NAMES,
         model_class="MiniMaxM2ForCausalLM",
-        fixed={"use_qk_norm": True, "router_jitter_noise": 0.0, "norm_topk_prob": True},
+        fixed={"use_qk_norm": True, "router_jitter_noise": 0.0, "norm_topk_prob": True, "scoring_func": "sigmoid"},
         router="sigmoid",
         tiny={
             "intermediate_size": 32,
