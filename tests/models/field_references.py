@@ -58,10 +58,10 @@ def reference(folder: Path, config: dict[str, Any], in_training: bool) -> dict[s
     loader = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     model = loader.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager").float().eval()
     fill(model)
-    values = logprobs(model)
-    acts = in_training and not torch.equal(values, logprobs(model.train()))
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    values = logprobs(model)
+    acts = in_training and not torch.equal(values, logprobs(model.train()))
     return {"logprobs": values.tolist(), "acts_in_training": acts}
 
 

@@ -214,6 +214,7 @@ class Architecture:
             self._no_experts(config),
             self._unnormalised_sigmoid(config),
             self._expert_groups(config),
+            self._no_shared_expert(config),
         )
         kind = config.get("model_type")
         ignored = [
@@ -393,6 +394,12 @@ class Architecture:
             f"n_group: {groups}: groups of experts are ranked by their two best, by Megatron-Core by their {topk // chosen} best "
             f"(num_experts_per_tok {topk} over topk_group {chosen}); {OTHER_MODEL}"
         )
+
+    def _no_shared_expert(self, config: Config) -> str | None:
+        name = next((name for name in ("n_shared_experts", "num_shared_experts") if config.get(name) == 0), None)
+        if name is None or not expert_count(config):
+            return None
+        return f"{name}: 0: transformers builds shared experts without weights, for which Megatron has no place; {OTHER_MODEL}"
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ class DeepSeek(Architecture):
     """A family with multi-head latent attention (MLA): queries, keys and values are projected through low-rank latents."""
 
     latent_norm_epsilon: float | None = 1e-6  # transformers and the authors' code leave their norm's default
-
     # mcore-bridge's latent attention rotates neighbouring features as pairs, and transformers has no period of expert layers.
     fixed: Mapping[str, Any] = field(default_factory=lambda: FIXED)
 
@@ -48,6 +47,9 @@ class DeepSeek(Architecture):
                 f"v_head_dim: {latent.value_head_dim} is above a query head's {latent.query_head_dim} (qk_nope_head_dim and "
                 f"qk_rope_head_dim), for which Megatron's attention is not made; {OTHER_MODEL}"
             )
+        part = (config.get("rope_parameters") or {}).get("partial_rotary_factor")
+        if latent is not None and part not in (None, 1.0):
+            problems.append(f"partial_rotary_factor: {part}: Megatron rotates all of qk_rope_head_dim; {OTHER_MODEL}")
         return problems
 
 
