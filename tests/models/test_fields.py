@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ BOUND = 1e-4
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a variant on engine megatron: ``followed``, ``without effect``, ``refused``, ``illegal``, or a fault."""
+    """What became of a variant on engine megatron: one of PASSES (``illegal``: transformers cannot compute it), or a fault."""
 
     kind: str
     detail: str = ""
@@ -79,12 +80,11 @@ def judge(variant: Variant, result: dict[str, Any], reference: dict[str, Any], o
     if "crashed" in result:
         return Outcome("crashed", f"{result['crashed']} (transformers: {reference.get('problem', 'computes it')})")
     if "refused" in result:
-        name = variant.field.rpartition(".")[2].partition("=")[0]
-        named = name in result["refused"] or variant.field.partition(".")[0] in result["refused"]
+        named = any(word in result["refused"] for word in re.findall(r"\w+", variant.field))
         kind = "illegal" if "problem" in reference else "refused" if named else "refused without its name"
         return Outcome(kind, result["refused"])
     if "problem" in reference:
-        return Outcome("computed", f"transformers: {reference['problem']}")
+        return Outcome("illegal", f"transformers: {reference['problem']}")
     expected, values = torch.tensor(reference["logprobs"]), torch.tensor(result["logprobs"])
     difference = float((expected - values).abs().max())
     if not difference <= BOUND:

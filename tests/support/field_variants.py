@@ -217,7 +217,8 @@ def rope_variants(base: dict[str, Any], full: dict[str, Any]) -> Iterator[Varian
         "rope_type=longrope": longrope,
         "rope_type=longrope, factor": longrope | {"factor": 4.0},
         "rope_type=longrope, attention_factor": longrope | {"attention_factor": 1.5},
-        "rope_type=proportional": plain | {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+        "partial_rotary_factor, rope_type=proportional": plain
+        | {"rope_type": "proportional", "partial_rotary_factor": 0.5},
         "rope_type=yarn": yarn,
         "rope_type=yarn, beta": yarn | {"beta_fast": 8, "beta_slow": 2},
         "rope_type=yarn, truncate": yarn | {"truncate": False},

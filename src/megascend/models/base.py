@@ -384,11 +384,13 @@ class Architecture:
     def _expert_groups(self, config: Config) -> str | None:
         groups, chosen, experts = config.get("n_group") or 1, config.get("topk_group") or 1, expert_count(config)
         topk = self.normalise(config).get("num_experts_per_tok") or 1
-        if self.router != "sigmoid" or not experts or groups == 1:
+        if experts and topk > experts:
+            return f"num_experts_per_tok: {topk} exceeds the {experts} experts of a layer; correct config.json"
+        if self.router != "sigmoid" or not experts:
             return None
         if experts % groups or chosen > groups:
             return f"topk_group: {chosen} of n_group: {groups} groups do not fit {experts} experts; correct config.json"
-        if topk // chosen == 2:
+        if groups == 1 or topk // chosen == 2:
             return None
         return (
             f"n_group: {groups}: groups of experts are ranked by their two best, by Megatron-Core by their {topk // chosen} best "
@@ -399,7 +401,7 @@ class Architecture:
         name = next((name for name in ("n_shared_experts", "num_shared_experts") if config.get(name) == 0), None)
         if name is None or not expert_count(config):
             return None
-        return f"{name}: 0: transformers builds shared experts without weights, for which Megatron has no place; {OTHER_MODEL}"
+        return f"{name}: 0 makes transformers' shared experts ones without weights, which Megatron cannot build; {OTHER_MODEL}"
 
 
 @dataclass(frozen=True)
