@@ -43,7 +43,7 @@ REFUSED = [
     ("mlp_bias", {"mlp_bias": True}, ("llama",)),
     (
         "num_experts_per_tok: 1 with norm_topk_prob: true",
-        {"num_experts_per_tok": 1, "norm_topk_prob": True, "n_routed_experts": 4, "n_group": 1},
+        {"num_experts_per_tok": 1, "norm_topk_prob": True, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
         ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe"),
     ),
     ("decoder_sparse_step: 99", {"decoder_sparse_step": 99}, ("qwen2_moe", "qwen3_moe")),
@@ -76,7 +76,7 @@ HONOURED = [
     ({"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}, ("deepseek_v2",)),
     ({"attention_bias": True}, ("qwen2", "qwen2_moe", "glm4", "glm4_moe", "gpt_oss")),
     (
-        {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1},
+        {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
         ("qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe"),
     ),
     ({"num_experts_per_tok": 1, "norm_topk_prob": True}, ("qwen3", "llama")),  # a leftover: there are no experts

@@ -388,8 +388,9 @@ class Architecture:
             return f"num_experts_per_tok: {topk} exceeds the {experts} experts of a layer; correct config.json"
         if self.router != "sigmoid" or not experts:
             return None
-        if experts % groups or chosen > groups:
-            return f"topk_group: {chosen} of n_group: {groups} groups do not fit {experts} experts; correct config.json"
+        fits = experts % groups == 0 and chosen <= groups <= max(1, experts // 2)
+        if not fits or ("n_group" in config and config["n_group"] is None and config.get("topk_group")):
+            return f"topk_group: {chosen} of n_group: {config.get('n_group')} groups do not fit {experts} experts; correct config.json"
         if groups == 1 or topk // chosen == 2:
             return None
         return (
