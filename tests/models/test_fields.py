@@ -80,7 +80,8 @@ def judge(variant: Variant, result: dict[str, Any], reference: dict[str, Any], o
     if "crashed" in result:
         return Outcome("crashed", f"{result['crashed']} (transformers: {reference.get('problem', 'computes it')})")
     if "refused" in result:
-        named = any(word in result["refused"] for word in re.findall(r"\w+", variant.field))
+        # transformers reads some layers of Mistral as another family's, which mcore-bridge does not have.
+        named = any(word in result["refused"] for word in [*re.findall(r"\w+", variant.field), "model_type"])
         kind = "illegal" if "problem" in reference else "refused" if named else "refused without its name"
         return Outcome(kind, result["refused"])
     if "problem" in reference:

@@ -187,6 +187,8 @@ def values(field: str, current: Any) -> tuple[Any, ...]:
         return VALUES[field]
     if isinstance(current, bool):
         return (not current,)
+    if isinstance(current, int) and field.endswith("_dim"):
+        return (2 * current, current // 2)
     if isinstance(current, int):
         return (current * 3 // 2,) if field.endswith(("_size", "_rank")) else (2 * current, 1)
     if isinstance(current, float):

@@ -390,7 +390,8 @@ class Architecture:
             return None
         fits = experts % groups == 0 and chosen <= groups <= max(1, experts // 2)
         if not fits or ("n_group" in config and config["n_group"] is None and config.get("topk_group")):
-            return f"topk_group: {chosen} of n_group: {config.get('n_group')} groups do not fit {experts} experts; correct config.json"
+            given = f"n_group: {config.get('n_group')} and topk_group: {config.get('topk_group')}"
+            return f"{given} do not fit {experts} experts; correct config.json"
         if groups == 1 or topk // chosen == 2:
             return None
         return (
