@@ -47,9 +47,6 @@ class DeepSeek(Architecture):
                 f"v_head_dim: {latent.value_head_dim} is above a query head's {latent.query_head_dim} (qk_nope_head_dim and "
                 f"qk_rope_head_dim), for which Megatron's attention is not made; {OTHER_MODEL}"
             )
-        part = (config.get("rope_parameters") or {}).get("partial_rotary_factor")
-        if latent is not None and part not in (None, 1.0):
-            problems.append(f"partial_rotary_factor: {part}: Megatron rotates all of qk_rope_head_dim; {OTHER_MODEL}")
         return problems
 
 

@@ -240,7 +240,14 @@ patch(gpt_model, "get_rope_inv_freq", rotary_frequencies, "rotary frequencies ar
 
 
 def check_rotary(config: ModelConfig, longest: int) -> None:
-    """Raise ConfigError if samples may be so long that their rotary frequencies depend on the length of their micro batch."""
+    """Raise ConfigError if rotary frequencies do not fit a head, or samples may be so long that theirs depend on others."""
+    if config.multi_latent_attention:
+        width, rotated = 2 * len(rotary_frequencies(config)[0]), config.qk_pos_emb_head_dim
+        if width != rotated:
+            raise ConfigError(
+                f"head_dim and partial_rotary_factor rotate {width} features of a head, qk_rope_head_dim {rotated}; correct "
+                "config.json"
+            )
     rope: Any = config.rope_scaling or {}
     kind, name = rope.get("rope_type"), "max_position_embeddings"
     limit: Any = config.max_position_embeddings
