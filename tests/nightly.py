@@ -374,7 +374,7 @@ NIGHTLY = {
         "backend_starts_early_worker_only_without_cache": "early worker checks and next run starts none",
     },
     "selfcheck/test_findings.py": {
-        "ignored_settings_are_named[one]": "selfcheck/test_check.py: a difference raises an error",
+        "ignored_settings_are_named": "selfcheck/test_check.py: a difference raises an error",
         "random_shapes_of_proven_architectures_agree[one each]": "unbuildable models do not agree and honoured settings do",
     },
     "serve/test_serve_flat.py": {

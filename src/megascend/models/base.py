@@ -46,6 +46,7 @@ class Images:
             each feature.
         not_linear: modules of the tower whose matrices are not those of linear layers.
         processor: transformers' classes of the image processor, video processor and processor, for new models.
+        rotary_sections: transformers' default of ``rope_parameters.mrope_section``, rotary frequencies by time, height and width.
         special_tokens: the tokenizer's tokens for begin and end of an image, a feature of an image, a feature of a video.
     """
 
@@ -55,6 +56,7 @@ class Images:
     blocks: str = "blocks."
     not_linear: tuple[str, ...] = ("patch_embed.proj", "pos_embed")
     processor: tuple[str, str, str] = ("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", "Qwen3VLProcessor")
+    rotary_sections: tuple[int, int, int] = (24, 20, 20)
     special_tokens: tuple[str, str, str, str] = (
         "<|vision_start|>",
         "<|vision_end|>",
@@ -119,6 +121,8 @@ class Architecture:
             them.
         images: declaration of the images that a sample may hold beside tokens; None: tokens only.
         text_type: ``model_type`` of ``text_config``, of a family whose ``config.json`` has one.
+        fixed: settings that transformers, mcore-bridge or Megatron-Core has in its code, by the value that all compute with.
+        passed: TransformerConfig's settings that mcore-bridge does not set, by the settings of ``config.json`` with their values.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
         proven_with_images: tests compare training with images in the layouts that take them (docs/images.md).
@@ -145,6 +149,8 @@ class Architecture:
     packages: tuple[str, ...] = ()
     images: Images | None = None
     text_type: str | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    passed: Mapping[str, str] = field(default_factory=dict)
     tiny: Mapping[str, Any] = field(default_factory=dict)
     proven: bool = False
     proven_with_images: bool = False
@@ -175,7 +181,12 @@ class Architecture:
 
         The parser reads keys of the authors' configurations. transformers 5 has their values in its code and does not write them.
         """
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = {
+            name: config[key] for name, key in self.passed.items() if config.get(key) is not None
+        }
+        if self.images is not None:  # transformers always interleaves them, whatever mrope_interleaved says
+            sections = (config.get("rope_parameters") or {}).get("mrope_section", self.images.rotary_sections)
+            settings |= {"position_embedding_type": "mrope", "mrope_section": [*sections], "mrope_interleaved": True}
         # A declaration knows the scoring function even where config.json does not name it; a sigmoid router's choice
         # is corrected by expert biases, which are tensors of the checkpoint.
         if self.router is not None and expert_count(config):
@@ -202,8 +213,16 @@ class Architecture:
             self._one_expert(config),
             self._no_experts(config),
             self._unnormalised_sigmoid(config),
+            self._expert_groups(config),
+            self._no_shared_expert(config),
         )
-        return [reason for reason in checks if reason is not None]
+        kind = config.get("model_type")
+        ignored = [
+            f"{name}: {config[name]} is ignored for {kind}, which is computed with {value}; {OTHER_MODEL}"
+            for name, value in self.fixed.items()
+            if config.get(name) not in (None, value)
+        ]
+        return [reason for reason in checks if reason is not None] + ignored
 
     def unsupported_layout(self, config: Config, *, tensor: int, context: int) -> list[str]:
         """Return why the Megatron engine cannot divide the model over tensor and context parallel ranks; empty if it can.
@@ -335,12 +354,12 @@ class Architecture:
         )
 
     def _one_expert(self, config: Config) -> str | None:
-        if config.get("num_experts_per_tok") != 1 or not config.get("norm_topk_prob") or not expert_count(config):
+        divides = self.fixed.get("norm_topk_prob", config.get("norm_topk_prob"))
+        if self.normalise(config).get("num_experts_per_tok") != 1 or not divides or not expert_count(config):
             return None
         return (
-            "num_experts_per_tok: 1 with norm_topk_prob: true divides the weight of each token's only expert by itself, so that "
-            "it is always 1; Megatron-Core routes to one expert by its probability. Set norm_topk_prob: false in config.json if "
-            f"that is how the model was trained, else {OTHER_MODEL}"
+            "num_experts_per_tok: 1 with norm_topk_prob: true makes the weight of each token's expert 1; Megatron-Core takes its "
+            f"probability; {OTHER_MODEL}"
         )
 
     def _no_experts(self, config: Config) -> str | None:
@@ -355,12 +374,36 @@ class Architecture:
 
     def _unnormalised_sigmoid(self, config: Config) -> str | None:
         single_expert = config.get("num_experts_per_tok") == 1  # which Megatron-Core does not divide
-        if self.router != "sigmoid" or single_expert or config.get("norm_topk_prob", True) is not False:
+        if self.router != "sigmoid" or single_expert or config.get("norm_topk_prob") is not False:
             return None
         return (
             f"norm_topk_prob: false keeps the sigmoid scores of {config.get('model_type')}'s chosen experts as they are; "
             f"Megatron-Core always divides them by their sum; {OTHER_MODEL}"
         )
+
+    def _expert_groups(self, config: Config) -> str | None:
+        groups, chosen, experts = config.get("n_group") or 1, config.get("topk_group") or 1, expert_count(config)
+        topk = self.normalise(config).get("num_experts_per_tok") or 1
+        if experts and topk > experts:
+            return f"num_experts_per_tok: {topk} exceeds the {experts} experts of a layer; correct config.json"
+        if self.router != "sigmoid" or not experts:
+            return None
+        fits = experts % groups == 0 and chosen <= groups <= max(1, experts // 2)
+        if not fits or ("n_group" in config and config["n_group"] is None and config.get("topk_group")):
+            given = f"n_group: {config.get('n_group')} and topk_group: {config.get('topk_group')}"
+            return f"{given} do not fit {experts} experts; correct config.json"
+        if groups == 1 or topk // chosen == 2:
+            return None
+        return (
+            f"n_group: {groups}: groups of experts are ranked by their two best, by Megatron-Core by their {topk // chosen} best "
+            f"(num_experts_per_tok {topk} over topk_group {chosen}); {OTHER_MODEL}"
+        )
+
+    def _no_shared_expert(self, config: Config) -> str | None:
+        name = next((name for name in ("n_shared_experts", "num_shared_experts") if config.get(name) == 0), None)
+        if name is None or not expert_count(config):
+            return None
+        return f"{name}: 0 makes transformers' shared experts ones without weights, which Megatron cannot build; {OTHER_MODEL}"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megascend.models.base import OTHER_MODEL, Architecture, Config
+from megascend.models.base import Architecture, Config
 
 EXPERTS = {
     "num_experts": 4,
@@ -51,24 +51,6 @@ def window_settings(config: Config) -> dict[str, Any]:
     return settings
 
 
-@dataclass(frozen=True)
-class SeedOss(Architecture):
-    """Seed-OSS: biases on queries, keys and values, dropout after attention and after the MLP."""
-
-    megatron: str | None = "megascend.models.decoders_megatron"
-
-    def megatron_settings(self, config: Config) -> dict[str, Any]:
-        return super().megatron_settings(config) | {"hidden_dropout": float(config.get("residual_dropout") or 0.0)}
-
-    def unsupported(self, config: Config) -> list[str]:
-        problems = super().unsupported(config)
-        if config.get("attention_out_bias"):
-            problems.append(
-                f"attention_out_bias: true gives o_proj a bias, which Megatron's attention lacks; {OTHER_MODEL}"
-            )
-        return problems
-
-
 FAMILIES = (
     Architecture(
         ("llama",),
@@ -92,6 +74,7 @@ FAMILIES = (
         ("olmoe",),
         proven=True,
         model_class="OlmoeForCausalLM",
+        fixed={"clip_qkv": None},
         tiny={"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "intermediate_size": 64},
     ),
     Architecture(("internlm3",), proven=True, model_class="LlamaForCausalLM", tiny={"qkv_bias": False, "bias": False}),
@@ -101,13 +84,17 @@ FAMILIES = (
         proven=True,
         renamed=MIXTRAL_NAMES,
         model_class="MixtralForCausalLM",
+        fixed={"router_jitter_noise": 0.0, "norm_topk_prob": True},
         tiny={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
-    SeedOss(
+    Architecture(
         ("seed_oss",),
+        megatron="megascend.models.decoders_megatron",
         proven=True,
         model_class="SeedOssForCausalLM",
         biases="qkv",
+        fixed={"attention_out_bias": False},
+        passed={"hidden_dropout": "residual_dropout"},
         tiny={
             "attention_bias": True,
             "attention_out_bias": False,

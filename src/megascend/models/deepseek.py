@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from megascend.models.base import OTHER_MODEL, Architecture, Config, expert_count
+from megascend.models.base import OTHER_MODEL, Architecture, Config, LatentAttention, expert_count
 
 LATENT = {
     "num_key_value_heads": 4,
@@ -27,6 +28,8 @@ EXPERTS = {
     "routed_scaling_factor": 1.5,
 }
 """Experts of tiny models."""
+FIXED = {"rope_interleave": True, "moe_layer_freq": 1}
+"""Settings of all families here."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,15 @@ class DeepSeek(Architecture):
     """A family with multi-head latent attention (MLA): queries, keys and values are projected through low-rank latents."""
 
     latent_norm_epsilon: float | None = 1e-6  # transformers and the authors' code leave their norm's default
+    # mcore-bridge's latent attention rotates neighbouring features as pairs, and transformers has no period of expert layers.
+    fixed: Mapping[str, Any] = field(default_factory=lambda: FIXED)
 
     def unsupported(self, config: Config) -> list[str]:
-        problems = super().unsupported(config)
-        if config.get("kv_lora_rank") is not None and config.get("rope_interleave") is False:
+        problems, latent = super().unsupported(config), LatentAttention.from_config(config)
+        if latent is not None and latent.value_head_dim > latent.query_head_dim:
             problems.append(
-                "rope_interleave: false rotates halves of each head; mcore-bridge's latent attention rotates interleaved pairs; "
-                f"{OTHER_MODEL}"
-            )
-        if (config.get("moe_layer_freq") or 1) != 1:
-            problems.append(
-                f"moe_layer_freq: {config['moe_layer_freq']} is ignored by transformers, where every layer from "
-                f"first_k_dense_replace on has experts; {OTHER_MODEL}"
+                f"v_head_dim: {latent.value_head_dim} is above a query head's {latent.query_head_dim} (qk_nope_head_dim and "
+                f"qk_rope_head_dim), for which Megatron's attention is not made; {OTHER_MODEL}"
             )
         return problems
 
@@ -55,6 +55,7 @@ class DeepSeekV2(DeepSeek):
     """DeepSeek-V2: softmax scores that are not renormalised after the choice, in the large models among the best groups."""
 
     megatron: str | None = "megascend.models.deepseek_megatron"
+    fixed: Mapping[str, Any] = field(default_factory=lambda: FIXED | {"norm_topk_prob": False})
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
         # Configurations that choose among all experts have these keys, too; the other kind of choice has a separate router.
@@ -68,11 +69,6 @@ class DeepSeekV2(DeepSeek):
 
     def unsupported(self, config: Config) -> list[str]:
         problems = super().unsupported(config)
-        if config.get("norm_topk_prob"):
-            problems.append(
-                f"norm_topk_prob: true is ignored by transformers for {config.get('model_type')}, which never divides the scores "
-                f"of the chosen experts by their sum; set it to false if that is how the model was trained, else {OTHER_MODEL}"
-            )
         method = config.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             problems.append(
@@ -92,21 +88,9 @@ class DeepSeekV2(DeepSeek):
 class DeepSeekV3(DeepSeek):
     """DeepSeek-V3: sigmoid scores, a correction bias for the choice, groups ranked by their two best experts."""
 
-    def unsupported(self, config: Config) -> list[str]:
-        problems = super().unsupported(config)
-        for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-            if config.get(name, value) != value:
-                problems.append(
-                    f"{name}: {config[name]} is ignored by transformers for {config.get('model_type')}, which computes {value}; "
-                    f"{OTHER_MODEL}"
-                )
-        groups, topk = config.get("topk_group") or 1, config.get("num_experts_per_tok") or 1
-        if (config.get("n_group") or 1) > 1 and topk // groups != 2:
-            problems.append(
-                f"groups of experts are ranked by the sum of their two best; Megatron-Core ranks them by the sum of their "
-                f"{topk // groups} best (num_experts_per_tok {topk} over topk_group {groups}); {OTHER_MODEL}"
-            )
-        return problems
+    fixed: Mapping[str, Any] = field(
+        default_factory=lambda: FIXED | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    )
 
 
 FAMILIES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megascend.models.base import OTHER_MODEL, Architecture, Config
+from megascend.models.base import Architecture, Config
 from megascend.models.decoders import MIXTRAL_NAMES
 
 
@@ -15,14 +15,6 @@ class MiniMaxM2(Architecture):
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
         return super().megatron_settings(config) | {"qk_layernorm": True}
-
-    def unsupported(self, config: Config) -> list[str]:
-        problems = super().unsupported(config)
-        if config.get("use_qk_norm") is False:
-            problems.append(
-                f"use_qk_norm: false is ignored by transformers, where minimax_m2 always has these norms; {OTHER_MODEL}"
-            )
-        return problems
 
 
 @dataclass(frozen=True)
@@ -39,6 +31,10 @@ class Ernie45Moe(Architecture):
 
     megatron: str | None = "megascend.models.ernie_megatron"
 
+    def megatron_settings(self, config: Config) -> dict[str, Any]:
+        # Its router is one of its own; Megatron-Core's does not weigh one expert by a softmax over the chosen.
+        return super().megatron_settings(config) | {"moe_router_pre_softmax": True}
+
 
 FAMILIES = (
     MiniMaxM2(
@@ -46,6 +42,7 @@ FAMILIES = (
         proven=True,
         renamed=MIXTRAL_NAMES,
         model_class="MiniMaxM2ForCausalLM",
+        fixed={"use_qk_norm": True, "router_jitter_noise": 0.0, "norm_topk_prob": True, "scoring_func": "sigmoid"},
         router="sigmoid",
         tiny={
             "intermediate_size": 32,
@@ -60,6 +57,7 @@ FAMILIES = (
         proven=True,
         renamed=((".shared_mlp.", ".shared_experts."), (".router.gate.", ".gate.")),
         model_class="HYV3ForCausalLM",
+        fixed={"norm_topk_prob": True},
         router="sigmoid",
         tiny={
             "num_experts": 4,
@@ -90,6 +88,8 @@ FAMILIES = (
         biases="all",
         lora_targets="megascend.lora.target_maps:layer_targets_of_interleaved_experts",
         interleaved_experts=True,
+        fixed={"swiglu_alpha": 1.702, "norm_topk_prob": True},
+        passed={"activation_func_clamp_value": "swiglu_limit"},
         tiny={
             "num_local_experts": 4,
             "num_experts_per_tok": 2,

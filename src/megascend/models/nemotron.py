@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megascend.models.base import LINEAR, OTHER_MODEL, Architecture, Config
@@ -44,6 +44,7 @@ class NemotronH(Architecture):
         *(".experts.up_proj", ".experts.gate_up_proj", ".experts.down_proj"),
         "mixer.out_proj",
     )
+    fixed: Mapping[str, Any] = field(default_factory=lambda: FIXED)
     packages: tuple[str, ...] = ("mamba_ssm.ops.triton.ssd_combined", "causal_conv1d")
 
     def normalise(self, config: Config) -> dict[str, Any]:
@@ -97,12 +98,7 @@ class NemotronH(Architecture):
 
     def unsupported(self, config: Config) -> list[str]:
         config = self.normalise(config)
-        problems, kind = super().unsupported(config), config.get("model_type")
-        problems += [
-            f"{name}: {config[name]}: engine megatron computes {kind} with {value}; {OTHER_MODEL}"
-            for name, value in FIXED.items()
-            if name in config and config[name] != value
-        ]
+        problems = super().unsupported(config)
         limits = step_limits(config)
         if limits != (0.0, math.inf):
             problems.append(

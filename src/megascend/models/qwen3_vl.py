@@ -118,6 +118,7 @@ FAMILIES = (
         proven_with_images=True,
         model_class="Qwen3VLMoeForConditionalGeneration",
         text_type="qwen3_vl_moe_text",
+        fixed={"norm_topk_prob": True, "routed_scaling_factor": 1.0},
         tiny={"attention_bias": False} | EXPERTS,
     ),
 )

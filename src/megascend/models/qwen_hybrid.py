@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megascend.models.base import (
@@ -16,7 +15,7 @@ from megascend.models.base import (
     LinearAttention,
     expert_count,
 )
-from megascend.models.qwen3_vl import IMAGES, TINY_TOWER, with_tower
+from megascend.models.qwen3_vl import TINY_TOWER, with_tower
 
 LINEAR_SIZES = {
     "linear_conv_kernel_dim": 4,
@@ -36,20 +35,18 @@ DEFAULT_SIZES = {
     "linear_num_value_heads": 32,
 }
 """transformers' defaults for all of these models."""
+IMAGES = Images(rotary_sections=(11, 11, 10))
 TINY_LAYERS = [LINEAR, LINEAR, LINEAR, "full_attention"]
 
 
-QWEN35_ROUTING = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-"""Routing of Qwen3.5 in transformers, which does not read these keys; mcore-bridge and this package do."""
+ROUTING = {"routed_scaling_factor": 1.0}
+QWEN35_ROUTING = ROUTING | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+"""Routing in transformers, which does not read these keys; mcore-bridge and this package do."""
 
 
 @dataclass(frozen=True)
 class QwenHybrid(Architecture):
-    """Layers of linear attention by ``layer_types``, softmax attention with an output gate and partial rotary embeddings.
-
-    Attributes:
-        fixed_routing: keys of a mixture of experts that transformers does not read, by the value that it computes with.
-    """
+    """Layers of linear attention by ``layer_types``, softmax attention with an output gate and partial rotary embeddings."""
 
     megatron: str | None = "megascend.models.qwen_hybrid_megatron"
     lora_targets: str | None = "megascend.lora.target_maps:layer_targets_of_hybrids"
@@ -59,7 +56,6 @@ class QwenHybrid(Architecture):
     packages: tuple[str, ...] = ("fla.modules.convolution", "fla.ops.gated_delta_rule")
     prediction_head: bool = True
     prediction_layers: str = "mtp.layers"
-    fixed_routing: Mapping[str, Any] = field(default_factory=lambda: {"routed_scaling_factor": 1.0})
 
     def normalise(self, config: Config) -> dict[str, Any]:
         # transformers leaves sizes that are its defaults out of the files that it writes.
@@ -90,19 +86,6 @@ class QwenHybrid(Architecture):
                 f"hidden_act: {activation} is also the activation of {kind}'s convolutions in transformers, and the kernels of "
                 f"linear attention have silu only; {OTHER_MODEL}"
             )
-        if not expert_count(config):
-            return problems
-        problems += [
-            f"{name}: {config[name]} is ignored by transformers for {kind}, which computes with {value}; set it to that if the "
-            f"model was trained so, else {OTHER_MODEL}"
-            for name, value in self.fixed_routing.items()
-            if config.get(name) not in (None, value)
-        ]
-        if config.get("num_experts_per_tok") == 1 and "norm_topk_prob" in self.fixed_routing:
-            problems.append(
-                f"num_experts_per_tok: 1: transformers divides the weight of a token's only expert of {kind} by itself, so that "
-                f"it is always 1; Megatron-Core routes to one expert by its probability; {OTHER_MODEL}"
-            )
         return problems
 
     def unsupported_layout(self, config: Config, *, tensor: int, context: int) -> list[str]:
@@ -125,7 +108,6 @@ class Qwen35(QwenHybrid):
 
     images: Images | None = IMAGES
     text_type: str = "qwen3_5_text"
-    fixed_routing: Mapping[str, Any] = field(default_factory=lambda: QWEN35_ROUTING | {"routed_scaling_factor": 1.0})
 
     def full_config(self, text: Config) -> dict[str, Any]:
         # Qwen3-VL feeds features of inner vision layers to the first decoder layers; Qwen3.5 does not.
@@ -146,6 +128,7 @@ FAMILIES = (
         ("qwen3_next",),
         proven=True,
         model_class="Qwen3NextForCausalLM",
+        fixed=ROUTING,
         tiny=TINY | TINY_EXPERTS | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     Qwen35(
@@ -159,6 +142,7 @@ FAMILIES = (
         proven_with_images=True,
         model_class="Qwen3_5MoeForConditionalGeneration",
         text_type="qwen3_5_moe_text",
+        fixed=QWEN35_ROUTING,
         tiny=TINY | TINY_EXPERTS,
     ),
     QwenHybrid(
@@ -171,7 +155,7 @@ FAMILIES = (
         ("qwen3_5_moe_text",),
         proven=True,
         model_class="Qwen3_5MoeForCausalLM",
-        fixed_routing=QWEN35_ROUTING | {"routed_scaling_factor": 1.0},
+        fixed=QWEN35_ROUTING,
         tiny=TINY | TINY_EXPERTS,
     ),
 )

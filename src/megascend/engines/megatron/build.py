@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
-from mcore_bridge.model import GPTModel, get_mcore_model_type, get_model_meta, register
+from mcore_bridge.model import GPTModel, get_mcore_model_type, get_model_meta, gpt_model, register
+from mcore_bridge.model.rope import get_rope_inv_freq
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -139,7 +141,8 @@ def build_config(
         prediction_head: build the head for multi-token prediction.
     """
     hf_config = transformers_config(model_dir)
-    arguments = hf_to_mcore_config(hf_config)
+    listed = listed_settings(hf_config)
+    arguments = hf_to_mcore_config(listed) | {"hf_config": hf_config}
     if not arguments.get("hf_model_type"):
         raise CheckpointError(f"{model_dir}/config.json names no model_type")
     arguments.update(activation_arguments(getattr(hf_config.get_text_config(), "hidden_act", None), arguments))
@@ -147,7 +150,10 @@ def build_config(
     arguments.update(precision_arguments(precision))
     arguments.update(recompute_arguments(recompute))
     architecture = architecture_of(hf_config.to_dict())
-    full = text_config(hf_config.to_dict())
+    full = text_config(listed.to_dict())
+    rope = arguments.get("rope_scaling") or {}
+    if original := rope.get("original_max_position_embeddings"):
+        arguments["original_max_position_embeddings"] = original
     check_divisible(architecture, full, topology)
     if platform.name != "npu":  # NPUs have other kernels, and their providers refuse such models
         check_packages(architecture)
@@ -169,6 +175,10 @@ def build_config(
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     check_recompute(recompute, arguments)
     if arguments.get("multi_latent_attention"):
+        if (
+            rope
+        ):  # mcore-bridge reads both from every YaRN; without them transformers leaves the scale of scores as it is
+            arguments["rope_scaling"] = {"mscale": 0.0, "mscale_all_dim": 0.0} | rope
         # MindSpeed reads it while the configuration is created, before it can refuse the model by name; mcore-bridge sets this
         # value only when it builds the model.
         ModelConfig.rope_type = "rope"  # type: ignore[attr-defined]
@@ -187,6 +197,67 @@ def build_config(
     check_output_layer(config)
     check_dropout(config)
     return config
+
+
+READ_UNLISTED = ("head_dim",)
+"""Settings that transformers' models read although not all of their configurations' classes list them."""
+
+
+def listed_settings(config: Any) -> Any:
+    """Return a copy of transformers' configuration with the settings that its class lists.
+
+    transformers ignores the others, of which mcore-bridge and this package would read some: for other families they are settings.
+    """
+    listed = copy.deepcopy(config)
+    text = listed.get_text_config()
+    for part in (listed, text) if text is not listed else (listed,):
+        for name in vars(part).keys() - vars(type(part)()).keys() - {*READ_UNLISTED}:
+            delattr(part, name)
+    return listed
+
+
+def rotary_frequencies(config: ModelConfig, *args: Any, **kwargs: Any) -> tuple[Tensor, float]:
+    """Return a model's rotary frequencies, and the factor of sines and cosines, from transformers' module for its configuration.
+
+    mcore-bridge takes them from some of the settings, by rules that are not every family's: most ignore partial_rotary_factor.
+    """
+    text = config.hf_config.get_text_config()  # type: ignore[reportOptionalMemberAccess]
+    for kind in type(text).__mro__:  # Kimi-K2's is a subclass of DeepSeek-V3's
+        name = kind.__module__.replace(".configuration_", ".modeling_")
+        classes = vars(import_module(name)).values() if name != kind.__module__ else ()
+        rotary = [each for each in classes if isinstance(each, type) and each.__module__ == name and _is_rotary(each)]
+        if len(rotary) == 1:
+            module = rotary[0](text)
+            return module.inv_freq.data, module.attention_scaling
+    return get_rope_inv_freq(config, *args, **kwargs)
+
+
+def _is_rotary(kind: type) -> bool:
+    return kind.__name__.endswith("RotaryEmbedding") and "Vision" not in kind.__name__
+
+
+patch(gpt_model, "get_rope_inv_freq", rotary_frequencies, "rotary frequencies are those of transformers")
+
+
+def check_rotary(config: ModelConfig, longest: int) -> None:
+    """Raise ConfigError if rotary frequencies do not fit a head, or samples may be so long that theirs depend on others."""
+    if config.multi_latent_attention:
+        width, rotated = 2 * len(rotary_frequencies(config)[0]), config.qk_pos_emb_head_dim
+        if width != rotated:
+            raise ConfigError(
+                f"head_dim and partial_rotary_factor rotate {width} features of a head, qk_rope_head_dim {rotated}; correct "
+                "config.json"
+            )
+    rope: Any = config.rope_scaling or {}
+    kind, name = rope.get("rope_type"), "max_position_embeddings"
+    limit: Any = config.max_position_embeddings
+    if kind == "longrope":
+        name, limit = "original_max_position_embeddings", config.original_max_position_embeddings
+    if kind in ("longrope", "dynamic") and longest > (limit or longest):
+        raise ConfigError(
+            f"rope_type: {kind} depends on a sample's length beyond {name} ({limit}), Megatron's on the longest of its micro "
+            f"batch: set batching.max_length: {limit}, or use engine fsdp"
+        )
 
 
 def fuses_rotary(arguments: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from mcore_bridge import ModelConfig
 from megascend.engines.base import longest_sample
 from megascend.engines.context import EngineSpec
 from megascend.engines.megatron import graph_support, grouped_experts, mtp, quantised_base, routers, vision
-from megascend.engines.megatron.build import build_config, check_packing, check_window
+from megascend.engines.megatron.build import build_config, check_packing, check_rotary, check_window
 from megascend.engines.megatron.groups import fake_groups
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo, linear_layers
@@ -69,6 +69,7 @@ def configure(
     if info.image_layout is not None:
         vision.check(config, topology, spec.adapters, trains_head=spec.mtp == "train")
     check_window(config, longest_sample(spec, info))
+    check_rotary(config, longest_sample(spec, info))
     check_packing(config, platform, packing=spec.batching.packing)
     return config, grouped
 

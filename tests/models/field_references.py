@@ -1,0 +1,80 @@
+"""Write models of configurations with random weights and compute their log-probabilities with transformers. A script:
+
+python field_references.py < JOB
+
+JOB: JSON list of ``folder``, ``config`` and ``in_training`` of each. Each folder gets a checkpoint with the configuration as JOB
+has it, and ``reference.json``: ``logprobs`` of TOKENS, or the ``problem`` why transformers cannot compute the model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+TOKENS = [(7 * i * i + 3 * i + 5) % 300 + 3 for i in range(41)]
+
+
+def fill(model: Any) -> None:
+    """Draw weights by their names, so that those of two variants are equal where their shapes are."""
+    tensors = dict(model.named_parameters())
+    # Correction biases of routers are buffers in some families.
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    for name, tensor in tensors.items():
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        if name.endswith("bias"):
+            value = 0.1 * noise
+        elif name.endswith("A_log"):
+            value = 0.5 * noise - 2.0
+        elif tensor.ndim == 1:
+            value = 0.2 * noise + (1.0 if tensor.any() else 0.0)  # norms whose weight is an offset from 1 start at 0
+        elif "embed" in name or "lm_head" in name:
+            value = 0.25 * noise
+        else:
+            value = noise * (2.0 if name.endswith("gate.weight") else 1.0) / tensor.shape[-1] ** 0.5
+        tensor.copy_(value)
+
+
+def logprobs(model: Any) -> torch.Tensor:
+    ids = torch.tensor([TOKENS])
+    return (
+        model(input_ids=ids[:, :-1], use_cache=False)
+        .logits[0]
+        .float()
+        .log_softmax(-1)
+        .gather(1, ids[0, 1:, None])[:, 0]
+    )
+
+
+@torch.no_grad()
+def reference(folder: Path, config: dict[str, Any], in_training: bool) -> dict[str, Any]:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    loader = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    model = loader.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager").float().eval()
+    fill(model)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    values = logprobs(model)
+    acts = in_training and not torch.equal(values, logprobs(model.train()))
+    return {"logprobs": values.tolist(), "acts_in_training": acts}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for job in json.load(sys.stdin):
+        folder = Path(job["folder"])
+        try:
+            result = reference(folder, job["config"], job["in_training"])
+        except Exception as error:  # noqa: BLE001  any exception of transformers' code: no model of transformers
+            result = {"problem": f"{type(error).__name__}: {error}"}
+        (folder / "reference.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
