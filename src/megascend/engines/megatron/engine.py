@@ -562,6 +562,10 @@ class MegatronEngine(Engine):
     def close(self) -> None:
         if self.graphs is not None:
             self.graphs.clear()
+        # Their hooks refer back to the chunk, which Python cannot see: model, groups and threads would live as long as the process.
+        for chunk in self.chunks:
+            if isinstance(accumulators := getattr(chunk, "grad_accs", None), list):
+                accumulators.clear()
 
 
 def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
