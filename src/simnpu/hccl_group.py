@@ -91,7 +91,7 @@ class ProcessGroupHCCL(ProcessGroupGloo):
                 continue
             # Gloo closes all connections of a group when a wait of its caller has expired. A lost peer's is closed already.
             try:
-                self.recv([torch.empty(1, dtype=torch.uint8)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
+                super().recv([torch.empty(1, dtype=torch.uint8)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))  # type: ignore[reportAttributeAccessIssue]
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     return
