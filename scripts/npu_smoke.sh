@@ -50,6 +50,7 @@ median_ms() {
   steps "$1" | sed -E 's/.*  ([0-9,]+) ms.*/\1/; s/,//g' | sort -n |
     awk '{ value[NR] = $1 } END { print NR ? value[int((NR + 1) / 2)] : "-" }'
 }
+monitors() { sed -nE 's/^hang monitors: ([0-9]+) of ([0-9]+) alive$/\1\/\2/p' "$1" | last_of; }
 layout() { # "8 ranks = tensor 2 x context 1 x ..." as TP2 CP1 ...
   sed -nE '
     /^[0-9]+ ranks = /{s/.*tensor ([0-9]+) x context ([0-9]+) x data ([0-9]+) x pipeline ([0-9]+).*/TP\1 CP\2 DP\3 PP\4/p}
@@ -63,11 +64,11 @@ report() { # print the error of a failed run: the first rank that raised, else t
 
 logs=$MEGASCEND_RUN/logs
 mkdir -p "$logs"
-row='%-14s  %-30s  %10s  %9s  %9s  %14s  %9s  %s\n'
+row='%-14s  %-30s  %10s  %9s  %9s  %14s  %8s  %9s  %s\n'
 echo "device: $device"
 echo "packages: $packages"
 # shellcheck disable=SC2059
-printf "$row" recipe layout 'first loss' 'last loss' 'grad norm' 'median step ms' 'seconds' verdict
+printf "$row" recipe layout 'first loss' 'last loss' 'grad norm' 'median step ms' monitors 'seconds' verdict
 failed=()
 for recipe in "${recipes[@]}"; do
   log=$logs/$recipe.log
@@ -75,7 +76,9 @@ for recipe in "${recipes[@]}"; do
   # torchrun gives its workers 30 s to end, then kills them: let it.
   timeout --kill-after=60 "$deadline" "${start[@]}" bash "cookbook/ascend/$recipe.sh" > "$log" 2>&1 || status=$?
   if [ "$status" = 0 ] && [ "$(tail -n 1 "$log")" = "SMOKE OK" ]; then
-    verdict=OK
+    verdict=OK alive=$(monitors "$log")
+    # A monitor that has ended is noticed only when a rank is lost.
+    [ "${alive%/*}" = "${alive#*/}" ] || { failed+=("$recipe"); verdict="FAILED (hang monitors: $alive)"; }
   else
     failed+=("$recipe")
     verdict="FAILED (exit code $status)"
@@ -83,7 +86,7 @@ for recipe in "${recipes[@]}"; do
   fi
   # shellcheck disable=SC2059
   printf "$row" "$recipe" "$(layout "$log")" "$(losses "$log" | head -n 1 | last_of)" "$(losses "$log" | last_of)" \
-    "$(norm "$log")" "$(median_ms "$log")" "$SECONDS" "$verdict"
+    "$(norm "$log")" "$(median_ms "$log")" "$(monitors "$log")" "$SECONDS" "$verdict"
 done
 
 for recipe in "${failed[@]}"; do

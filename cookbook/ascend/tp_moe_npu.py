@@ -99,14 +99,16 @@ def main() -> None:
                 )
 
         # Over Gloo, never over HCCL. Also a barrier: it returns when every rank has called it.
-        reports = gather_objects((losses, backend.platform.memory().peak), "world", backend.groups)
+        figures = losses, backend.platform.memory().peak, backend.groups.monitor.alive
+        reports = gather_objects(figures, "world", backend.groups)
     finally:
         backend.close()
 
-    problem = problem_in([losses for losses, _ in reports], norms, skipped)
+    problem = problem_in([losses for losses, *_ in reports], norms, skipped)
     if main_rank:
-        peaks = [peak / 2**20 for _, peak in reports]
+        peaks = [peak / 2**20 for _, peak, _ in reports]
         print(f"peak device memory: {min(peaks):,.1f} to {max(peaks):,.1f} MiB a rank")
+        print(f"hang monitors: {sum(alive for *_, alive in reports)} of {len(reports)} alive")
         print(f"SMOKE FAILED: {problem}" if problem else "SMOKE OK", flush=True)
     if problem:
         raise SystemExit(1)

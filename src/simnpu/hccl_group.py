@@ -39,6 +39,7 @@ BACKEND = "hccl"
 COMM_PREFIX = "simnpu_hccl_"
 CONNECT_VARIABLE = "HCCL_CONNECT_TIMEOUT"
 CONNECT_S = 120  # HCCL's default
+ABORT_TAG = 2**31 - 1  # of a message that nobody sends
 
 _group_counts: collections.Counter[tuple[int, ...]] = collections.Counter()  # groups of this process, by their ranks
 _alive: dict[str, ProcessGroupHCCL] = {}  # by group name: C++ keeps no Python object
@@ -79,6 +80,21 @@ class ProcessGroupHCCL(ProcessGroupGloo):
     def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:
         """Return the name that operators take as ``hcom``, which :func:`group_of` reads."""
         return COMM_PREFIX + self.hccl_options.group_id
+
+    def abort_hccl_comm(self, abort_reason: str | None, /) -> None:
+        """End the communicator: operations in flight raise at once, on the other ranks too.
+
+        torch_npu makes a new communicator at the next collective; here the group is unusable from now on.
+        """
+        for peer in range(self.size()):
+            if peer == self.rank():
+                continue
+            # Gloo closes all connections of a group when a wait of its caller has expired. A lost peer's is closed already.
+            try:
+                super().recv([torch.empty(1, dtype=torch.uint8)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))  # type: ignore[reportAttributeAccessIssue]
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    return
 
     def join(self) -> None:
         """Wait, before the first collective, until every rank of the group is at its own."""

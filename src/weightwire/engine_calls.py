@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from weightwire.background import BackgroundThread
 from weightwire.engine import InferenceEngine
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 CANCEL_S = 10.0
 """Seconds that cancelled coroutines have to end when their loop closes."""
@@ -65,9 +68,18 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._ending = False
         # A daemon: a program that never calls close() must still end.
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread = BackgroundThread(self._run, name=name)
         self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ending:
+            try:
+                self.loop.run_forever()
+            # SystemExit of a coroutine, as of a user's reward, ends the loop besides being that coroutine's result.
+            except BaseException:
+                log.exception("an event loop of thread %s was interrupted, and goes on", self._thread.name)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the thread."""
@@ -99,6 +111,7 @@ class LoopThread:
         """Cancel running coroutines and end the thread. May be called twice."""
         if self._thread.is_alive():
             self.run(_cancel_tasks())
+            self._ending = True
             # Methods of a loop may be called from its own thread only; this one excepted.
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()

@@ -53,7 +53,7 @@ class HeartbeatObserver(Generic[B]):
         self.records: dict[int, B] = {}
         self.polled = float("-inf")
         self._unchanged_since: dict[int, float] = {}
-        self._advanced: dict[int, float] = {}  # time of the last new heartbeat
+        self._advanced: dict[int, float] = {}  # time after which the last new heartbeat was written
 
     def update(self, records: Mapping[int, B | None], now: float, timeout_s: float) -> None:
         """Take note of the peers' records as of ``now``; None for a peer without one.
@@ -70,7 +70,8 @@ class HeartbeatObserver(Generic[B]):
             # Any other number, not a larger one: records are compared, never ordered.
             advanced = last is not None and last.heartbeat != record.heartbeat
             if advanced:
-                self._advanced[rank] = now
+                # After the last update, when it was not there yet: it may have been written long before this one.
+                self._advanced[rank] = self.polled
             if last is None or advanced or resumed:
                 self.records[rank], self._unchanged_since[rank] = record, now
         self.polled = now

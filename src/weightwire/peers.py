@@ -23,6 +23,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from weightwire.background import BackgroundThread, Guard
 from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError
 from weightwire.liveness import HeartbeatObserver, Identity, read_records
 
@@ -126,7 +127,7 @@ class Peers:
         self._records, self._group, self._address = records, group, (host, port)
         self._observer = HeartbeatObserver[Heartbeat]()
         self._beat, self._left, self._unanswered = 0, False, 0.0
-        self._watcher: threading.Thread | None = None
+        self._watcher: BackgroundThread | None = None
 
     def describe(self, rank: int) -> str:
         """Return a member's name for messages, with its process if that is known."""
@@ -172,7 +173,7 @@ class Peers:
             time.sleep(poll_pause(time.monotonic() - start))
         if self._reported_missing() and (failure := self.failure()) is not None:
             raise failure  # the last member joined too late: the others have given up
-        self._watcher = threading.Thread(target=self._watch, name=f"weightwire-{self._group}", daemon=True)
+        self._watcher = BackgroundThread(self._watch, name=f"weightwire-{self._group}")
         self._watcher.start()
 
     def _missing(self) -> list[int]:
@@ -300,15 +301,16 @@ class Peers:
     # --- the watcher's thread ---
 
     def _watch(self) -> None:
-        while not self.ended.wait(BEAT_S):
-            try:
-                self._write_heartbeat()
-                self.poll()
-            except RuntimeError as error:  # the store's; a thread that died of it would fall silent itself
-                log.debug("%s: %s", self.describe(self.rank), error)
-                self._note_silent_store(error)
-            if self.lost is not None:
-                return
+        guard = Guard(f"{self.describe(self.rank)}: the watch over group {self._group}")
+        # Until this member leaves: without its heartbeats it would seem lost itself.
+        while self.lost is None and not self.ended.wait(BEAT_S):
+            with guard:
+                try:
+                    self._write_heartbeat()
+                    self.poll()
+                except RuntimeError as error:  # the store's
+                    log.debug("%s: %s", self.describe(self.rank), error)
+                    self._note_silent_store(error)
 
     def _write_heartbeat(self) -> None:
         self._beat += 1

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from weightwire import digest
+from weightwire.background import BackgroundThread, Guard
 from weightwire.errors import (
     BaseError,
     CommitError,
@@ -176,7 +177,7 @@ class Receiver:
             self._update = update
         _joining.add(update)
         # A daemon: an engine that ends must not wait for a trainer that no longer sends.
-        threading.Thread(target=self._run, args=(update,), name=f"weightwire-{offer.update}", daemon=True).start()
+        BackgroundThread(self._run, update, name=f"weightwire-{offer.update}").start()
 
     def layout(self, name: str) -> BucketLayout | ShardLayout:
         """Return the layout of an update in its memory."""
@@ -470,12 +471,16 @@ class Receiver:
                 receive(update, self._note_arrival)
         except WireError as error:
             self._drop(update, error)
-        except Exception as error:
+        except BaseException as error:
             log.exception("%s: %s failed", self.name, update)
             self._drop(update, UpdateError(f"{self.name}: {update} failed: {type(error).__name__}: {error}"))
-        update.arrived.set()
-        update.left.set()
-        self._keep_while_leased(update)
+        finally:
+            update.arrived.set()
+            update.left.set()
+        guard = Guard(f"{self.name}: the lease of {update}")
+        while update.is_open:
+            with guard:
+                self._check_lease(update)
 
     def _note_arrival(self, update: IncomingUpdate) -> None:
         with self._lock:
@@ -484,21 +489,19 @@ class Receiver:
                 update.state, update.last_activity = RECEIVE_DONE, time.monotonic()
                 update.arrived.set()
 
-    def _keep_while_leased(self, update: IncomingUpdate) -> None:
+    def _check_lease(self, update: IncomingUpdate) -> None:
+        """Drop an update whose lease has ended; wait for a second otherwise."""
         lease = update.offer.lease_s
-        while update.is_open:
-            left = update.last_activity + lease - time.monotonic()
-            if left > 0:
-                # At most a second: calls extend the lease meanwhile, and a commit ends the loop without this event.
-                update.abandoned.wait(min(left, 1.0))
-                continue
-            with self._lock:
-                # Not while receiving: the transfer has deadlines of its own. Checked again under the lock, which a
-                # call may have held to extend the lease.
-                if update.state in (RECEIVE_DONE, VERIFIED) and update.last_activity + lease <= time.monotonic():
-                    reason = f"{self.name}: {update} was dropped: nobody continued it for {lease:g} s"
-                    log.warning("%s", reason)
-                    self._drop(update, UpdateError(reason))
+        left = update.last_activity + lease - time.monotonic()
+        # At most a second: calls extend the lease meanwhile, and a commit ends the loop without this event.
+        update.abandoned.wait(min(max(left, 0.01), 1.0))
+        with self._lock:
+            # Not while receiving: the transfer has deadlines of its own. Checked under the lock, which a call may have held to
+            # extend the lease.
+            if update.state in (RECEIVE_DONE, VERIFIED) and update.last_activity + lease <= time.monotonic():
+                reason = f"{self.name}: {update} was dropped: nobody continued it for {lease:g} s"
+                log.warning("%s", reason)
+                self._drop(update, UpdateError(reason))
 
 
 _joining: weakref.WeakSet[IncomingUpdate] = weakref.WeakSet()
@@ -516,26 +519,26 @@ def _leave_groups() -> None:
         update.left.wait(max(0.0, deadline - time.monotonic()))
 
 
-class _Refill(threading.Thread):
-    """Thread that writes what was received into an update's memory again."""
+class _Refill:
+    """Writes what was received into an update's memory again, on a thread."""
 
     def __init__(self, refill: Callable[[], object], device: torch.device, label: str) -> None:
-        super().__init__(name="weightwire-refill", daemon=True)
-        self._work, self._device, self._label, self._succeeded = refill, device, label, False
-        self.start()
+        self._refill, self._device, self._label, self._succeeded = refill, device, label, False
+        self._thread = BackgroundThread(self._run, name="weightwire-refill", on_error=self._report)
+        self._thread.start()
 
-    def run(self) -> None:
-        try:
-            with side_stream(self._device):
-                self._work()
-                synchronise_stream(self._device)
-            self._succeeded = True
-        except Exception:
-            log.exception("%s cannot be the base of the next one, which has to be complete", self._label)
+    def _run(self) -> None:
+        with side_stream(self._device):
+            self._refill()
+            synchronise_stream(self._device)
+        self._succeeded = True
+
+    def _report(self, error: BaseException) -> None:
+        log.error("%s cannot be the base of the next one, which has to be complete", self._label, exc_info=error)
 
     def succeeded(self) -> bool:
         """Wait for the thread; return whether the memory holds what was received."""
-        self.join()
+        self._thread.join()
         return self._succeeded
 
 

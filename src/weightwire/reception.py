@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weightwire import digest
+from weightwire.background import BackgroundThread
 from weightwire.errors import DigestError, ManifestError, TransportError, WireError
 from weightwire.group import Group, join
 from weightwire.manifest import Manifest
@@ -113,7 +114,7 @@ def receive(update: IncomingUpdate, note_arrival: Callable[[IncomingUpdate], obj
     group = join(offer.host, offer.port, offer.update, update.rank, offer.timeout_s, update.abandoned)
     # Bound before the try block: if creating the transport fails, the group must still be notified.
     transport: Any = None
-    threading.Thread(target=_abandon_group, args=(update, group), name="weightwire-given-up", daemon=True).start()
+    BackgroundThread(_abandon_group, update, group, name="weightwire-given-up").start()
 
     def arrived(index: int, content: Tensor) -> None:
         # Only started: the device computes the digest while the next bucket arrives; verify() reads the values.

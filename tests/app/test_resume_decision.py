@@ -78,6 +78,11 @@ def test_earlier_run_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         decide(output, False, None, Launch())
     assert "--resume" not in str(caught.value)
+    # Killed before its first checkpoint: a job that is started again with the same command begins again.
+    assert decide(output, False, "auto", Launch()).clear == RESULTS
+    check_start(output, False, "auto", Launch())
+    with (output / "events.jsonl").open("a") as events:
+        events.write('{"event": "saved", "checkpoint": "step-00000004"}\n')
     with pytest.raises(ConfigError, match="no complete checkpoint of it; start over with --overwrite"):
         decide(output, False, "auto", Launch())
 

@@ -222,6 +222,7 @@ def assert_it_learns(recipe: str, layout: str, output: str) -> None:
     assert len(tenants) == (4 if recipe == "multi_lora_npu" else 0)
     assert all(float(last) < 0.9 * float(first) for _, first, last in tenants), tenants
     assert re.search(r"^peak device memory: [\d.,]+ to [\d.,]+ MiB a rank$", output, re.MULTILINE)
+    assert re.search(r"^hang monitors: (\d+) of \1 alive$", output, re.MULTILINE)
     assert output.rstrip().splitlines()[-1] == "SMOKE OK"
 
 

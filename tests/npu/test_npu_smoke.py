@@ -21,6 +21,7 @@ experts: expert tensor 1 x expert 4 x data 2 x pipeline 1
 step 1/3  loss 5.7703  grad norm 1.880  1,928 ms
 step 2/3  loss 5.3885  grad norm 1.889  201 ms  SKIPPED
 step 3/3  loss 5.1563  grad norm 1.975  182 ms
+hang monitors: 8 of 8 alive
 """
 RAISED = """\
 [rank3]: Traceback (most recent call last):
@@ -75,8 +76,14 @@ def test_passed_recipe_has_its_metrics_in_the_table(smoke) -> None:
     completed = smoke("--simulated", "--stand-in", "tp_npu")
     assert completed.returncode == 0, completed.stdout + completed.stderr
     *figures, _, verdict = cells(completed.stdout, "tp_npu")
-    assert figures == ["tp_npu", "TP2 CP1 DP4 PP1 ETP1 EP4", "5.7703", "5.1563", "1.975", "201"]
+    assert figures == ["tp_npu", "TP2 CP1 DP4 PP1 ETP1 EP4", "5.7703", "5.1563", "1.975", "201", "8/8"]
     assert verdict == "OK"
+
+
+def test_recipe_whose_monitors_have_ended_fails(smoke, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(LOG.replace("8 of 8", "0 of 8"))
+    completed = smoke("--simulated", "--stand-in", "tp_npu")
+    assert (completed.returncode, cells(completed.stdout, "tp_npu")[-1]) == (1, "FAILED (hang monitors: 0/8)")
 
 
 def test_failure_shows_the_failed_rank_and_exits_with_1(smoke, tmp_path: Path) -> None:

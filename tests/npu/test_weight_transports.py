@@ -153,6 +153,26 @@ def test_update_from_two_trainer_ranks_to_an_engine(tmp_path: Path) -> None:
     assert sent_bytes == [sum(tensor.numel() * 4 for tensor in load_file(checkpoint / "model.safetensors").values()), 0]
 
 
+def test_abort_ends_the_wait_for_a_silent_sender(tmp_path: Path) -> None:
+    """The library's own wait ends with an error, long before the timeout of the group, in which nothing else would end it."""
+
+    def on_member(group: Any) -> list[Any]:
+        medium, device = transport("hccl", group, 3600.0)
+        if group.rank == 0:
+            wait_until((tmp_path / "aborted").exists)
+            return []
+        received = medium.receive(torch.zeros(1000, dtype=torch.uint8, device=device))._work
+        pending = not received.is_completed()
+        medium.abort()
+        with pytest.raises(RuntimeError):
+            received.wait()
+        (tmp_path / "aborted").touch()
+        medium.close()
+        return [pending, hccl.COMMUNICATORS._cached == {}]
+
+    assert run_members(on_member, 2) == [[], [True, True]]
+
+
 @pytest.mark.parametrize(
     ("failure", "error"), [("dies", PeerLostError), ("is silent", DeadlineError)], ids=["dies", "is silent"]
 )

@@ -12,7 +12,6 @@ import logging
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from typing import Any
@@ -24,6 +23,7 @@ from megascend.errors import MegascendError
 from megascend.huggingface.files import read_config
 from megascend.kernels.compile_ahead import Job, compiler_environment, is_driver_installed
 from megascend.selfcheck import process
+from weightwire.background import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class SelfCheckPrefetch:
         self._plan, config = plan, plan.config
         self._enabled = rank == 0 and config.self_check and needs(config.engine).megatron
         self._worker = process.start_worker(config.model, config.batching.max_length) if self._enabled else None
-        self.thread: threading.Thread | None = None
+        self.thread: BackgroundThread | None = None
 
     def begin(self) -> None:
         """Start the check. Called after data and settings are checked: a run that is refused needs none."""
@@ -59,7 +59,7 @@ class SelfCheckPrefetch:
                 process.mark_checked(config.model, config.batching.max_length)
 
         # A daemon: a run that fails must not wait for the check.
-        self.thread = threading.Thread(target=check, name="megascend-self-check-prefetch", daemon=True)
+        self.thread = BackgroundThread(check, name="megascend-self-check-prefetch")
         self.thread.start()
 
     def _arguments(self) -> tuple[dict[str, Any], dict[str, Any], int] | None:

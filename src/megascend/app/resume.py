@@ -14,6 +14,7 @@ from megascend.app.event_log import EVENTS, agent, read_lines
 from megascend.app.run_backend import ADAPTER
 from megascend.app.run_directory import (
     CHECKPOINTS,
+    EXPORTS,
     RESULTS,
     RUN_FILES,
     OutputDirectory,
@@ -117,13 +118,24 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
         return StartPoint(candidates)
     if checkpoints:
         return StartPoint(checkpoints)
-    if run_files(output):
+    if run_files(output) and not never_saved(output):
         raise ConfigError(
             f"--resume auto: {output} holds a run but no complete checkpoint of it; start over with --overwrite, or choose "
             "another directory with --set output=PATH"
         )
     return StartPoint(
         clear=RESULTS, remark=f"--resume auto: no checkpoint in {output / CHECKPOINTS}, starting at step 1"
+    )
+
+
+def never_saved(output: Path) -> bool:
+    """Return True if the run in ``output`` was ended before its first checkpoint and has exported nothing."""
+    events, _ = read_lines(output / EVENTS)
+    kinds = {event.get("event") for event in events}
+    return (
+        "start" in kinds
+        and not kinds & {"saved", "resumed", "finished"}
+        and not any(os.path.lexists(output / name) for name in EXPORTS)
     )
 
 

@@ -31,6 +31,7 @@ from megascend.errors import CheckpointError
 from megascend.io.atomic import is_replaceable, replace_directory, stage, staging
 from megascend.io.paths import followed, remove
 from megascend.lora import adapter_io
+from weightwire.background import BackgroundThread
 
 if TYPE_CHECKING:
     from megascend.checkpoint.hf_slices import HfSlices
@@ -192,9 +193,7 @@ class Saver:
             raise
         self._pending = pending = PendingSave(path, state.manifest.step, self._timeout_s, self._groups.monitor)
         # A daemon, so that a disk that hangs does not keep the process alive; _at_exit waits for the write.
-        threading.Thread(
-            target=self._write, args=(pending, target, temporary, state, after), name="megascend-save", daemon=True
-        ).start()
+        BackgroundThread(self._write, pending, target, temporary, state, after, name="megascend-save").start()
         return pending
 
     def finish(self) -> None:

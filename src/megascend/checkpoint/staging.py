@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megascend.checkpoint.slices import TensorSlices
+from weightwire.background import BackgroundThread
 
 BLOCK = 2**28  # bytes; torch's allocator of page-locked memory rounds up to a power of two
 # A view as another dtype must begin at a multiple of its size.
@@ -25,14 +25,14 @@ class Staging:
     def __init__(self, *, page_locked: bool) -> None:
         self._page_locked = page_locked
         self._blocks: list[Tensor] = []
-        self._allocation: threading.Thread | None = None
+        self._allocation: BackgroundThread | None = None
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Allocate the memory that ``state`` will need, in the background."""
         # Two threads must not allocate blocks at once.
         self._wait_for_allocation()
         sizes = [_bytes(values) for values in _values(state)]
-        self._allocation = threading.Thread(target=self._carve, args=(sizes,), name="megascend-staging", daemon=True)
+        self._allocation = BackgroundThread(self._carve, sizes, name="megascend-staging")
         self._allocation.start()
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from megascend.data.order import SourceTurns
 from megascend.data.samples import Encoder
 from megascend.data.splits import Card, files_of
 from megascend.errors import DataError
+from weightwire.background import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
@@ -504,7 +505,7 @@ class PrefetchedBatches:
         self._stream = stream
         self.shares, self.changes = stream.shares, ""
         self._last = StreamedBatch([], 0, *_position(stream))
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._results: queue.SimpleQueue[StreamedBatch | BaseException] = queue.SimpleQueue()
         self._room = threading.Semaphore(PREFETCHED)
         self._closed = False
@@ -521,7 +522,7 @@ class PrefetchedBatches:
         assert not self._closed
         if self._thread is None:
             # A daemon: a read that never returns must not keep the process from ending.
-            self._thread = threading.Thread(target=self._read, name="megascend-stream", daemon=True)
+            self._thread = BackgroundThread(self._read, name="megascend-stream")
             # A thread that returns from C++ to an interpreter that is shutting down would abort the process.
             atexit.register(self.close)
             self._thread.start()

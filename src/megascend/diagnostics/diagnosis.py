@@ -203,6 +203,15 @@ def diagnose(
     )
 
 
+def store_lost(address: str, blamed: Sequence[int] = ()) -> Diagnosis:
+    """Return the diagnosis if the store of the records, at ``address`` as far as it is known, does not answer."""
+    reason = (
+        f"the store for the ranks' records does not answer; the process that serves it{address} is gone or overloaded, or the "
+        "network to it is down"
+    )
+    return Diagnosis(PeerVerdict.GONE, tuple(blamed), (reason,), "The ranks' phases are unknown")
+
+
 def not_arrived(channel: str, number: int, peers: Mapping[int, PeerStatus | None]) -> list[int]:
     """Return the ``peers`` whose published records show that they have not entered collective ``number`` of ``channel``."""
     return [peer for peer, status in peers.items() if status is None or status.record.collectives.of(channel) < number]

@@ -31,6 +31,7 @@ from megascend.diagnostics.diagnosis import (
     not_arrived,
     phase_text,
     shorten,
+    store_lost,
 )
 from megascend.diagnostics.heartbeat import HeartbeatThread
 from megascend.diagnostics.upstream_errors import is_secondary, library_of, members_of
@@ -174,6 +175,11 @@ class HangMonitor:
         """Return the label of the outermost phase that this thread is in; empty between phases."""
         phases = self._stack().phases
         return phases[0].label if phases else ""
+
+    @property
+    def alive(self) -> bool:
+        """Check whether this rank's phase is published, or need not be: in a world of one."""
+        return self._heartbeat is None or self._heartbeat.alive
 
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Run ``function`` in a phase; only for functions that return nothing, because fault injection can skip the phase."""
@@ -357,11 +363,7 @@ class HangMonitor:
         if self._heartbeat is None:
             return Diagnosis(PeerVerdict.LATE if blamed else PeerVerdict.FINE, blamed, (), "")
         if peers is None:
-            reason = (
-                f"the store for the ranks' records does not answer; the process that serves it{self._heartbeat.store_address} "
-                "is gone or overloaded, or the network to it is down"
-            )
-            return Diagnosis(PeerVerdict.GONE, blamed, (reason,), "The ranks' phases are unknown")
+            return store_lost(self._heartbeat.store_address, blamed)
         local = self._describe(stack, 0, waiting=self._waits_on_host)
         return diagnose(self._rank, local, peers, blamed or None)
 

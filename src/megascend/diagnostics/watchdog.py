@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from megascend.diagnostics.diagnosis import LOST, Diagnosis, RankRecord, diagnose, phase_text
+from megascend.diagnostics.diagnosis import LOST, Diagnosis, RankRecord, diagnose, phase_text, store_lost
+from megascend.diagnostics.heartbeat import StoreLostError
 from megascend.errors import PeerLostError
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class PhaseStack(Generic[P]):
         if frame is None:
             return "", False
         code = frame.f_code
-        text = f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+        number = _line_number(frame)
+        text = f"{code.co_name} ({os.path.basename(code.co_filename)}:{number})"
         outer: FrameType | None = frame
         # torch.distributed wraps a collective in a few frames (logging, timing); deeper callers are not the wait itself.
         for _ in range(6):
@@ -68,7 +70,16 @@ class PhaseStack(Generic[P]):
                 return text, True
             outer = outer.f_back
         # Megatron itself waits on the handles of asynchronous collectives, outside torch.distributed's files.
-        return text, ".wait(" in linecache.getline(code.co_filename, frame.f_lineno)
+        return text, ".wait(" in linecache.getline(code.co_filename, number)
+
+
+def _line_number(frame: FrameType) -> int:
+    # None where the instruction has no line of its own, as a jump back to a loop's head before Python 3.12: the line before it.
+    if frame.f_lineno is not None:
+        return frame.f_lineno
+    code = frame.f_code
+    before = [line for start, _, line in code.co_lines() if line is not None and start <= frame.f_lasti]
+    return before[-1] if before else code.co_firstlineno
 
 
 class Watchdog:
@@ -102,13 +113,18 @@ class Watchdog:
     def check(self, heartbeat: HeartbeatThread) -> None:
         """Log a warning, and finally end the process, if the main thread is stuck because of another rank."""
         stack, generation, now = self._stack, self._stack.generation, time.monotonic()
-        seconds = now - stack.since
+        since = stack.since
+        seconds = now - since
         # The thread ticks more often than records change.
         if not stack.phases or seconds < self.check_after_s or now - self._checked_at < heartbeat.pace.poll_s:
             return
         self._checked_at = now
         record = self._record()
-        diagnosis = diagnose(self._rank, record, heartbeat.poll())
+        try:
+            diagnosis = diagnose(self._rank, record, heartbeat.poll())
+            certain = heartbeat.certain(since + self._timeout_s + GRACE_S)
+        except StoreLostError:
+            diagnosis, certain = store_lost(heartbeat.store_address), True
         if diagnosis.kind not in LOST:
             self._lost_generation = -1
         elif self._lost_generation != generation:
@@ -116,7 +132,8 @@ class Watchdog:
             self._lost_generation, self._lost_since = generation, now
         if generation != stack.generation:
             return  # the main thread made progress while the peers' records were read
-        if seconds > self._timeout_s + GRACE_S and self._logged_generation != generation:
+        # Not before the records show who is alive: a rank that was killed a moment ago still looks late.
+        if certain and seconds > self._timeout_s + GRACE_S and self._logged_generation != generation:
             self._logged_generation = generation
             logger.warning("%s", self._message(record, diagnosis, seconds))
         if self._lost_generation == generation and now - self._lost_since > self._timeout_s + GRACE_S:
@@ -134,10 +151,14 @@ class Watchdog:
         # The main thread's stack, for the error file: the thread itself will never print a traceback.
         frame = sys._current_frames().get(self._stack.thread)
         error = PeerLostError(message)
-        self._on_fatal(error)
-        _write_error_file(error, "".join(traceback.format_stack(frame)) if frame else "")
-        # sys.exit would only end this thread; the main thread is stuck in a collective that cannot be interrupted.
-        os._exit(EXIT_PEER_LOST)
+        try:
+            self._on_fatal(error)
+            _write_error_file(error, "".join(traceback.format_stack(frame)) if frame else "")
+        except Exception:
+            logger.exception("the reports of a lost peer are incomplete")
+        finally:
+            # sys.exit would only end this thread; the main thread is stuck in a collective that cannot be interrupted.
+            os._exit(EXIT_PEER_LOST)
 
 
 def _write_error_file(error: BaseException, stack: str) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megascend.distributed import frames
 from megascend.errors import ProcessGroupError
+from weightwire.background import BackgroundThread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,9 +55,10 @@ class RelayedExchange:
     def __init__(self, buffer: torch.Tensor, ranks: Sequence[int], rank: int, group: ProcessGroup, tag: int) -> None:
         self._buffer, self._ranks, self._group, self._tag = buffer, ranks, group, tag
         self._position = list(ranks).index(rank)
-        self._completed, self._error = threading.Event(), None
+        self._completed = threading.Event()
+        self._error: BaseException | None = None
         # A daemon: a rank may end although others have not joined.
-        threading.Thread(target=self._run, name="megascend-exchange", daemon=True).start()
+        BackgroundThread(self._run, name="megascend-exchange").start()
 
     def wait(self, timeout: timedelta = timedelta.max) -> None:
         """See :class:`ExchangeWork`."""
@@ -72,7 +74,7 @@ class RelayedExchange:
     def _run(self) -> None:
         try:
             self._relay()
-        except RuntimeError as error:  # Gloo's, for lost peers and after the group's timeout
+        except BaseException as error:  # noqa: BLE001  raised in wait(), which would find no end otherwise
             self._error = error
         self._completed.set()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,6 +17,7 @@ from megascend.distributed.engine_groups import GroupFactory
 from megascend.distributed.launch import Launch
 from megascend.errors import ProcessGroupError
 from megascend.topology.topology import Coordinates, Topology, axes_of
+from weightwire.background import BackgroundThread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -146,7 +146,7 @@ class ProcessGroups:
         if limit_s is None:
             self._destroy_created()
             return
-        thread = threading.Thread(target=self._destroy_created, name="megascend-destroy", daemon=True)
+        thread = BackgroundThread(self._destroy_created, name="megascend-destroy")
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():

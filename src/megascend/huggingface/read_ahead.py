@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from weightwire.background import BackgroundThread
+
 CHUNK = 8 * 2**20
 THREADS = 4
 SHARE_OF_MEMORY = 0.5
@@ -38,7 +40,7 @@ def read_ahead(files: Sequence[Path], index: int = 0, count: int = 1) -> Iterato
     stopped = threading.Event()
     threads = [
         # Daemons, so that a slow disk does not delay the end of a process that failed.
-        threading.Thread(target=_read, args=(waiting, stopped), name=f"megascend-read-ahead-{number}", daemon=True)
+        BackgroundThread(_read, waiting, stopped, name=f"megascend-read-ahead-{number}")
         for number in range(min(THREADS, len(waiting)))
     ]
     for thread in threads:

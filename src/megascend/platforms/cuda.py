@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import MutableMapping
 from typing import ClassVar
 
 from megascend.errors import ConfigError, PlatformError
 from megascend.platforms.base import MemoryFigures, Platform
+from weightwire.background import BackgroundThread
 
 # Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity).
 PEAK_FLOPS = {
@@ -70,7 +70,7 @@ class CudaPlatform(Platform):
 
     def warm_up(self, local_rank: int) -> None:
         # Not a daemon: a process that ends within a second has to wait, since exiting during CUDA's start-up crashes.
-        threading.Thread(target=first_products, args=(local_rank,), name="megascend-cuda-start").start()
+        BackgroundThread(first_products, local_rank, name="megascend-cuda-start", daemon=False).start()
 
     def synchronize(self) -> None:
         import torch

@@ -44,6 +44,7 @@ from megascend.rollout.episodes import Episodes, ResponseSampler, sample
 from megascend.rollout.group import Trajectory
 from megascend.rollout.prompts import Prompt
 from megascend.rollout.rewards import as_number
+from weightwire.background import BackgroundThread
 from weightwire.engine import Completion, RoutedExperts, Sampling
 from weightwire.engine_calls import LoopThread
 
@@ -509,7 +510,7 @@ class EnvironmentEpisodes(Episodes):
 
     def close(self) -> None:
         # On a thread: an environment that blocks must not hold up the end of the run.
-        closing = threading.Thread(target=self._thread.close, name="environments end", daemon=True)
+        closing = BackgroundThread(self._thread.close, name="environments end")
         closing.start()
         closing.join(CLOSE_S)
         if closing.is_alive():

@@ -19,6 +19,7 @@ from megascend.errors import DataError, EngineError
 from megascend.rollout.group import Trajectory
 from megascend.rollout.prompts import Prompt
 from megascend.rollout.rewards import Reward, checked, reward_name
+from weightwire.background import BackgroundThread
 from weightwire.engine import Completion, Sampling
 from weightwire.errors import UnsupportedCallError
 
@@ -190,7 +191,7 @@ class Graders:
 
     def __init__(self, threads: int) -> None:
         self._threads, self._calls = threads, queue.SimpleQueue[tuple[Prompt, Callable[[], Any], Future[Any]] | None]()
-        self._started: list[threading.Thread] = []
+        self._started: list[BackgroundThread] = []
         self._running: dict[int, tuple[float, Prompt]] = {}  # by thread
 
     def submit(self, prompt: Prompt, grade: Callable[[], T]) -> Future[T]:
@@ -199,7 +200,7 @@ class Graders:
         self._calls.put((prompt, grade, future))
         if len(self._started) < self._threads:
             # Daemons: a reward function that never returns must not keep the process alive.
-            self._started.append(threading.Thread(target=self._work, name="reward", daemon=True))
+            self._started.append(BackgroundThread(self._work, name="reward"))
             self._started[-1].start()
         return future
 

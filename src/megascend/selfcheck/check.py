@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Sl
 from megascend.selfcheck.trial_inputs import description
 from megascend.selfcheck.verdict import DisagreeingSetting, Verdict, gaps, objection, warnings_about
 from megascend.surroundings import announce
+from weightwire.background import BackgroundThread
 
 if TYPE_CHECKING:
     from megascend.distributed.process_groups import ProcessGroups
@@ -115,7 +115,7 @@ def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
             outcome.append((None, error))
 
     # A daemon: if another rank fails, this process must be able to end before the check does.
-    worker = threading.Thread(target=work, name="megascend-self-check", daemon=True)
+    worker = BackgroundThread(work, name="megascend-self-check")
     if groups.rank == 0:
         worker.start()
 

@@ -8,7 +8,6 @@ import importlib
 import logging
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,13 +15,14 @@ from typing import Any
 
 from megascend.config import Adapters
 from megascend.config.serve import ServeConfig
-from megascend.errors import ConfigError, MissingDependencyError
+from megascend.errors import ConfigError, MissingDependencyError, PlatformError
 from megascend.platforms.base import MemoryFigures
 from megascend.serve.api import keys as api_keys
 from megascend.serve.samplers.vllm import VllmSampling, vllm_servers
 from megascend.serve.scheduler.commands import Outcome
 from megascend.serve.served_model import ServedModel, allowed_targets
 from megascend.surroundings import open_file_limit
+from weightwire.background import BackgroundThread
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger("megascend.serve")
@@ -212,7 +212,13 @@ def http_server(
             proxy_headers=bool(settings.proxies), forwarded_allow_ips=settings.proxies,
             ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="http", daemon=True)
+        problems: list[BaseException] = []
+
+        def ended(error: BaseException) -> None:
+            problems.append(error)
+            inbox.close()  # which ends the ranks' loop: without requests they would wait for ever
+
+        thread = BackgroundThread(server.run, [listening], name="http", on_error=ended)
         thread.start()
         while not server.started:  # uvicorn has no event to wait for
             thread.join(0.01)
@@ -228,6 +234,8 @@ def http_server(
         host, port = listening.getsockname()[:2]
         try:
             yield f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}", report
+            if problems:
+                raise PlatformError("the HTTP server has ended; see the cause above") from problems[0]
         finally:
             try:
                 if service.vllm is not None:  # while the loop still runs

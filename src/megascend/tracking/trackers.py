@@ -17,6 +17,7 @@ from typing import Any
 from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
 from megascend.tracking.registry import OpenTracker, RunOutcome, TrackedRun, Tracker, log_rollouts, opener
+from weightwire.background import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ class BackgroundTracker:
         self._failure_reported = False
         self._outcome: RunOutcome = "failed"
         # A daemon: a tracker that hangs in the network must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread = BackgroundThread(self._work, name=f"tracker-{name}")
         self._thread.start()
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -199,8 +200,8 @@ class BackgroundTracker:
         try:
             tracker = self._open(self._run)
             self._opened(self.name, tracker.run_id)
-        # SystemExit too: a package may call sys.exit(), for example when it cannot log in.
-        except (Exception, SystemExit) as error:  # noqa: BLE001  training continues after any error of its package
+        # SystemExit too, when a package cannot log in, and the panics of packages in Rust.
+        except BaseException as error:  # noqa: BLE001  training continues after any error of its package
             self._problem(f"it cannot be opened: {type(error).__name__}: {error}", lost_count=0)
         while (record := self._waiting.get()) is not None:
             self._call(tracker, record)
@@ -213,7 +214,7 @@ class BackgroundTracker:
             return
         try:
             record(tracker)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  as above
+        except BaseException as error:  # noqa: BLE001  as above
             self._problem(f"{type(error).__name__}: {error}", lost_count)
 
     def _problem(self, text: str, lost_count: int = 1) -> None:

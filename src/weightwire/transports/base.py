@@ -18,6 +18,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from weightwire.background import BackgroundThread
 from weightwire.errors import DeadlineError, TransportError
 
 if TYPE_CHECKING:
@@ -308,17 +309,17 @@ class ThreadWork:
         failure: str = "a message has not travelled",
     ) -> None:
         self._buffer, self._group, self._name, self._failure = buffer, group, name, failure
-        self._problem: Exception | None = None
+        self._problem: BaseException | None = None
         self._ended = threading.Event()
         # A daemon: the exit of the process must not wait for long for a peer that is silent.
-        thread = threading.Thread(target=self._run, args=(wait,), name=f"weightwire-{name}", daemon=True)
+        thread = BackgroundThread(self._run, wait, name=f"weightwire-{name}")
         thread.start()
         _threads.add(thread)
 
     def _run(self, wait: Callable[[], object]) -> None:
         try:
             wait()
-        except Exception as error:  # noqa: BLE001  wait() raises it; a thread that ended without would look like a silent peer
+        except BaseException as error:  # noqa: BLE001  wait() raises it; a thread that ended without would look like a silent peer
             self._problem = error
         self._ended.set()
 
@@ -361,6 +362,6 @@ def tracked(in_flight: list[DeviceWork | ThreadWork], work: InFlight) -> InFligh
     return work
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, without torch's C++ frames."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

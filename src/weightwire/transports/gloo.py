@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
+from weightwire.background import BackgroundThread
 from weightwire.errors import TransportError
 from weightwire.transports.base import POLL_S, DeviceWork, Setup, ThreadWork, first_line
 from weightwire.transports.communicators import Communicator, CommunicatorTransport
@@ -67,10 +67,7 @@ class GlooTransport(CommunicatorTransport):
         communicator, self._communicator = self._communicator, None
         if any(not work.ended for work in self._in_flight):
             # The thread holds the last references, so that no destructor waits; a daemon, so that the exit does not either.
-            references = (communicator, self._in_flight)
-            threading.Thread(
-                target=_keep_until_ended, args=references, name="weightwire-gloo-close", daemon=True
-            ).start()
+            BackgroundThread(_keep_until_ended, communicator, self._in_flight, name="weightwire-gloo-close").start()
         self._in_flight = []
 
 

@@ -87,4 +87,5 @@ class HcclTransport(CommunicatorTransport):
         if self._communicator is not None and any(not work.ended for work in self._in_flight):
             # A communicator that is already in error may refuse to be aborted; the next update creates a new one.
             with contextlib.suppress(RuntimeError):
-                self._communicator.handle[0].abort()
+                # Not abort() of the group or the backend, which is c10d's empty one: torch_npu does not override it.
+                self._communicator.handle[1].abort_hccl_comm("a weight update was given up")

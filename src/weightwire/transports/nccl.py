@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weightwire.background import BackgroundThread
 from weightwire.errors import TransportError, WireError
 from weightwire.transports.base import DeviceWork, Setup, first_line, wait_until
 from weightwire.transports.communicators import Communicators, CommunicatorTransport
@@ -72,7 +73,7 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
 # On a thread: an abort may take long when a peer is gone, and the next update should not wait for it.
 def _end(pg: Any) -> None:
     """Abort a communicator on a thread; only the exit of the process waits for it, for :data:`CLOSE_S` at most."""
-    thread = threading.Thread(target=_abort, args=(pg,), name="weightwire-nccl-end", daemon=True)
+    thread = BackgroundThread(_abort, pg, name="weightwire-nccl-end")
     thread.start()
     _ending[:] = [other for other in _ending if other.is_alive()] + [thread]
 
@@ -113,17 +114,14 @@ class NcclTransport(CommunicatorTransport):
             raise TransportError("nccl: this PyTorch is built without NCCL")
         super().__init__(setup)
         self._stream = torch.cuda.Stream(setup.device)
-        failed: list[Exception] = []
+        failed: list[BaseException] = []
 
         def connect() -> None:
-            try:
-                self._communicator = COMMUNICATORS.connect(setup)
-                self._first_broadcast(setup)
-            except (RuntimeError, OSError) as error:
-                failed.append(error)
+            self._communicator = COMMUNICATORS.connect(setup)
+            self._first_broadcast(setup)
 
         # The call that creates a communicator blocks until all members are in it: on a thread, which can be abandoned.
-        thread = threading.Thread(target=connect, name="weightwire-nccl-connect", daemon=True)
+        thread = BackgroundThread(connect, name="weightwire-nccl-connect", on_error=failed.append)
         thread.start()
         wait_until(
             lambda: not thread.is_alive(), self._group, setup.timeout_s, "nccl: the communicator has not been made"

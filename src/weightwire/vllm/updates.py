@@ -10,13 +10,13 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from weightwire.background import BackgroundThread
 from weightwire.errors import NotServingError, UpdateError, WireError
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
@@ -275,7 +275,7 @@ def _becomes_base(offer: Offer) -> bool:
     return offer.sharded is not None and offer.sharded.keep
 
 
-class _Copy(threading.Thread):
+class _Copy(BackgroundThread):
     """Thread that copies the active weights while the model computes with them.
 
     Attributes:
@@ -283,19 +283,18 @@ class _Copy(threading.Thread):
     """
 
     def __init__(self, model: torch.nn.Module, memory: Snapshot | None) -> None:
-        # A daemon: a worker that ends must not wait for a copy.
-        super().__init__(name="weightwire-snapshot", daemon=True)
+        super().__init__(self._copy, model, memory, name="weightwire-snapshot", on_error=self._report)
         self.snapshot: Snapshot | None = None
-        self._model, self._memory = model, memory
         self.start()
 
-    def run(self) -> None:
-        try:
-            self.snapshot = Snapshot(self._model, memory=self._memory)
-        except (RuntimeError, MemoryError):
-            log.exception(
-                "cannot copy the active weights: if the commit of this update fails, the engine stops serving"
-            )
+    def _copy(self, model: torch.nn.Module, memory: Snapshot | None) -> None:
+        self.snapshot = Snapshot(model, memory=memory)
+
+    def _report(self, error: BaseException) -> None:
+        log.error(
+            "cannot copy the active weights: if the commit of this update fails, the engine stops serving",
+            exc_info=error,
+        )
 
 
 def _adapters_directory() -> Path:

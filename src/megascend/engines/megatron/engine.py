@@ -6,7 +6,8 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -326,7 +327,7 @@ class MegatronEngine(Engine):
 
     def _wrap(self, chunk: Any, index: int) -> DistributedDataParallel:
         overlap = self.adam.overlap_grad_reduce
-        return DistributedDataParallel(
+        return CollectableDDP(
             config=self.config,
             ddp_config=DistributedDataParallelConfig(
                 # Sums over micro batches and ranks in bf16 would lose small gradients.
@@ -573,6 +574,24 @@ class MegatronEngine(Engine):
     def close(self) -> None:
         if self.graphs is not None:
             self.graphs.clear()
+
+
+class CollectableDDP(DistributedDataParallel):
+    """Megatron's wrapper without the cycle through its autograd hooks, which Python's collector cannot see.
+
+    With it the model, its process groups and their threads would stay until the process ends.
+    """
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        wrapper, parameter = weakref.ref(self), weakref.ref(param)
+
+        def hook(*unused: Any) -> None:
+            chunk, trained = wrapper(), parameter()
+            assert chunk is not None
+            assert trained is not None
+            DistributedDataParallel._make_backward_post_hook(chunk, trained)(*unused)
+
+        return hook
 
 
 def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:

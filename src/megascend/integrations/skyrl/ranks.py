@@ -11,6 +11,7 @@ from megascend.errors import MegascendError, ProcessGroupError
 from megascend.serve.scheduler.commands import Command, Outcome
 from megascend.serve.scheduler.inbox import Inbox
 from megascend.serve.served_model import ServedModel
+from weightwire.background import BackgroundThread
 
 
 class Ranks:
@@ -36,7 +37,7 @@ class Ranks:
         self._ended: BaseException | None = None
         ready: Future[ServedModel] = Future()
         # A daemon, because SkyRL never closes its backend: its process has to end without this thread.
-        self._thread = threading.Thread(target=self._work, args=(ready,), name="megascend", daemon=True)
+        self._thread = BackgroundThread(self._work, ready, name="megascend")
         self._thread.start()
         # The model is built on the thread that runs the commands, which stays its only user.
         self.base = ready.result()

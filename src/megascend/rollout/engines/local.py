@@ -25,6 +25,7 @@ import weightwire.errors
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError, MegascendError
 from megascend.huggingface.hub import snapshot
 from megascend.rollout.engines.guarded import GuardedProcess, RestartLimit
+from weightwire.background import BackgroundThread
 from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import WireError
@@ -141,9 +142,9 @@ class ModelProcess:
         # Callers write requests while the reader's thread completes earlier ones.
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[Any]] = {}
-        self._count = 0
+        self._count, self._deaf = 0, False
         # A daemon: it reads until the engine's process ends, for which the interpreter must not wait.
-        self._reader = threading.Thread(target=self._read, name=f"{name}-answers", daemon=True)
+        self._reader = BackgroundThread(self._read, name=f"{name}-answers")
         self._reader.start()
 
     async def call(self, call: str, arguments: dict[str, Any]) -> Any:
@@ -155,6 +156,8 @@ class ModelProcess:
             # Before the request is written: the answer may arrive at once.
             self._waiting[number] = future
             try:
+                if self._deaf:
+                    raise ValueError("nobody reads the answer")
                 self._requests.write(json.dumps([number, call, arguments]) + "\n")
                 self._requests.flush()
             except (OSError, ValueError):
@@ -163,19 +166,21 @@ class ModelProcess:
         return await asyncio.wrap_future(future)
 
     def _read(self) -> None:
-        for line in self._answers:
-            number, error, result = json.loads(line)
+        try:
+            for line in self._answers:
+                number, error, result = json.loads(line)
+                with self._lock:
+                    future = self._waiting.pop(number)
+                if error is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(error_from_json(error))
+        finally:
             with self._lock:
-                future = self._waiting.pop(number)
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error_from_json(error))
-        with self._lock:
-            # The end of the pipe is the end of the process: nobody will answer these.
-            waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            future.set_exception(self._lost_error())
+                # The end of the pipe is the end of the process, and after an error nobody reads: no answer to these will come.
+                waiting, self._waiting, self._deaf = self._waiting, {}, True
+            for future in waiting.values():
+                future.set_exception(self._lost_error())
 
     def ending(self) -> str:
         """Return the description of the end of the process; empty while it runs."""

@@ -27,6 +27,7 @@ from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.files import TensorHeader, tensor_headers
 from megascend.huggingface.padding_rows import restore_padding_rows
 from megascend.rollout.engines.sampler import Row, make_rows, sample, sequence_logprobs
+from weightwire.background import BackgroundThread
 from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs
 from weightwire.errors import ManifestError, UnsupportedCallError
 from weightwire.manifest import Manifest, TensorSpec
@@ -75,7 +76,7 @@ class LocalModel(InferenceEngine):
         self._resumed = threading.Condition()
         self._paused_until = 0.0
         # A daemon: sampling that still runs must not keep an engine's process alive.
-        self._thread = threading.Thread(target=self._work, name="local-engine", daemon=True)
+        self._thread = BackgroundThread(self._work, name="local-engine")
         self._thread.start()
 
     # --- requests ---
@@ -130,12 +131,13 @@ class LocalModel(InferenceEngine):
                 batch.append(request)
             try:
                 sample(self._model, [row for rows, _ in batch for row in rows], self._step)
-            except Exception as error:  # noqa: BLE001  passed to the callers; the next batch may succeed
+                completions = [[row.completion() for row in rows] for rows, _ in batch]
+            except BaseException as error:  # noqa: BLE001  passed to the callers; the next batch may succeed
                 for _, future in batch:
                     future.set_exception(EngineError(f"{self.name}: sampling failed: {type(error).__name__}: {error}"))
             else:
-                for rows, future in batch:
-                    future.set_result([row.completion() for row in rows])
+                for result, (_, future) in zip(completions, batch, strict=True):
+                    future.set_result(result)
             if stop:
                 return
 

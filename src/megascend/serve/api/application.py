@@ -325,11 +325,11 @@ def make_application(service: Service, keys: Keys) -> Starlette:
                         )
                         restart_timeouts(service)
                     await sweep(service)  # on the event loop, like all that touches the service's state
+                    if service.clock() - returned > TRIM_S:
+                        returned = service.clock()
+                        await asyncio.to_thread(return_freed)
                 except Exception:  # storage that cannot be read, for one
                     log.exception("timeouts could not be applied; trying again in %g s", TICK_S)
-                if service.clock() - returned > TRIM_S:
-                    returned = service.clock()
-                    await asyncio.to_thread(return_freed)
 
         task = asyncio.create_task(run_periodically())
         try:

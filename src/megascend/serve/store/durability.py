@@ -27,6 +27,7 @@ from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Durability, Service
 from megascend.serve.store.database import Removal, StateDatabase, StoredRow
 from megascend.serve.tenancy import Model, Session
+from weightwire.background import BackgroundThread, Guard
 
 SAVES = ("save_weights", "save_weights_for_sampler")
 """Requests whose answers are stored, because a replay could find other files. Failures of all requests are stored, because a
@@ -277,7 +278,7 @@ class StateWriter:
         self.problem: Exception | None = None
         # With their loops: an asyncio.Event must be set in its own thread, and this object is made before the loop exists.
         self._callers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-        self._thread = threading.Thread(target=self._run_or_log, name="state", daemon=True)
+        self._thread = BackgroundThread(self._run, name="state", on_error=self._ended)
 
     def start(self) -> None:
         """Start the thread."""
@@ -320,14 +321,13 @@ class StateWriter:
             self._changed.notify()
         self._thread.join(10)
 
-    def _run_or_log(self) -> None:
-        try:
-            self._run()
-        except Exception as error:  # no further request can be accepted
-            log.exception("the thread that writes the state has ended")
-            self.problem = RuntimeError(f"internal error ({type(error).__name__}); the server has to be started again")
+    def _ended(self, error: BaseException) -> None:
+        log.error("the thread that writes the state has ended", exc_info=error)
+        # No further request can be accepted.
+        self.problem = RuntimeError(f"internal error ({type(error).__name__}); the server has to be started again")
 
     def _run(self) -> None:
+        guard = Guard("what follows a write of the state")
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._closed)
@@ -345,10 +345,12 @@ class StateWriter:
                 callers, self._callers = self._callers, []
             del changes  # releases the request bodies
             for loop, changed in callers:
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(changed.set)
+                with guard:
+                    if not loop.is_closed():
+                        loop.call_soon_threadsafe(changed.set)
             # Only after the commit that no longer names them, and after the callers, who need not wait for the disk to delete.
-            self._remove_saves(unneeded)
+            with guard:
+                self._remove_saves(unneeded)
 
     def _write(self, changes: Sequence[StoredRow | Removal]) -> list[str] | None:
         """Write, retrying while the disk fails; return None if closed before that succeeds."""

@@ -1,0 +1,103 @@
+"""Threads that never end silently: how they start, and what becomes of their exceptions."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from weightwire.background import BackgroundThread, Guard
+from weightwire.engine_calls import LoopThread
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+POOLS = {
+    "megascend/batch/images.py",
+    "megascend/cli/launch.py",
+    "megascend/huggingface/safetensors_writer.py",
+    "megascend/integrations/verl_checkpoint_engine.py",
+    "megascend/kernels/compile_ahead.py",
+}
+"""Files with executors; each takes the result of every future."""
+
+
+def called(kinds: set[str]) -> set[str]:
+    """Return the files of src that call or subclass a name of ``kinds``."""
+    files = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+            names = {part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "") for part in parts}
+            if names & kinds:
+                files.add(str(path.relative_to(SOURCE)))
+    return files
+
+
+def test_every_thread_reports_its_exception() -> None:
+    assert called({"Thread", "Timer", "start_new_thread"}) == {"weightwire/background.py"}
+    assert called({"ThreadPoolExecutor", "ProcessPoolExecutor"}) == POOLS
+
+
+@pytest.mark.parametrize("error", [TypeError("x"), SystemExit(3), KeyboardInterrupt()])
+def test_exception_of_a_thread_is_logged_or_passed_on(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    def work() -> None:
+        raise error
+
+    received: list[BaseException] = []
+    for on_error in (None, received.append, lambda _: 1 / 0):
+        thread = BackgroundThread(work, name="watcher", on_error=on_error)
+        thread.start()
+        thread.join()
+    assert received == [error]
+    assert [record.exc_info is not None for record in caplog.records] == [True, True]
+    assert all("thread watcher has ended" in record.message for record in caplog.records)
+
+
+def test_guarded_round_is_logged_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    guard, rounds = Guard("the watch", passes=LookupError), 0
+    for _ in range(3):
+        with guard:
+            rounds += 1
+            raise TypeError("no line")
+    with pytest.raises(KeyError), guard:
+        raise KeyError
+    assert rounds == 3
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+def test_event_loop_outlives_a_coroutine_that_exits() -> None:
+    async def exits() -> None:
+        raise SystemExit(1)
+
+    async def answers() -> str:
+        return threading.current_thread().name
+
+    with LoopThread("loop") as thread:
+        with pytest.raises(SystemExit):
+            thread.run(exits())
+        assert thread.run(answers()) == "loop"
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12"])
+def test_line_of_a_thread_at_a_backward_jump(version: str) -> None:
+    """Read the line of a thread in a loop many times: before Python 3.12 a frame has none at the jump to the head of the loop."""
+
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    python = sys.executable if version == here else shutil.which(f"python{version}")
+    # pyenv has a command for every version, which fails unless that version is selected.
+    if python is None or subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
+        pytest.skip(f"no python{version} on PATH")
+    program = (
+        "import threading\nfrom megascend.diagnostics.watchdog import PhaseStack\n"
+        "stack, done, lines = PhaseStack(threading.get_ident()), [], []\n"
+        "def watch():\n    while len(lines) < 300: lines.append(stack.line())\n    done.append(1)\n"
+        "thread = threading.Thread(target=watch)\nwords = [str(i) for i in range(2000)]\n"
+        "def count():\n    total = 0\n    for word in words:\n        if word:\n            total += 1\n"
+        "thread.start()\nwhile thread.is_alive(): count()\nassert done and ':None)' not in str(lines), lines[:3]\n"
+    )
+    subprocess.run([python, "-c", program], env={"PYTHONPATH": str(SOURCE)}, timeout=120, check=True)
