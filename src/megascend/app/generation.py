@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -15,6 +14,7 @@ from megascend.data.images import ImageProcessor, sources_of
 from megascend.data.messages import parse_message
 from megascend.data.samples import SampleLimits, opening_tokens
 from megascend.errors import ConfigError, DataError
+from megascend.io.documents import load_json
 from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams
 from megascend.sampling.sampler import Sampler
 
@@ -124,7 +124,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Path, template: ChatT
     """Return the tokens that end an answer: the tokenizer's, the model's (generation_config.json), what closes a turn."""
     stops: list[Any] = [tokenizer.eos_token_id]
     try:
-        eos = json.loads((model / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+        eos = load_json((model / "generation_config.json").read_bytes()).get("eos_token_id")
         stops += eos if isinstance(eos, list) else [eos]
     except (OSError, ValueError, AttributeError):
         pass  # many models have none

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from megascend.errors import CheckpointError, ConfigError, MegascendError
 from megascend.huggingface.files import read_config
 from megascend.huggingface.hub import download_advice
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
+from megascend.io.documents import load_json
 from megascend.planning.hardware import Hardware
 from megascend.planning.rl import Split, splits
 from megascend.planning.search import Candidate, PlannedModel, PlanRequest, SearchResult, run_candidate, search
@@ -69,7 +69,7 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
             f"{model}: no model is there; name a checkpoint's directory, or a config.json{download_advice(model)}"
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = load_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
     if model.is_dir() and any(model.glob("*.safetensors")):

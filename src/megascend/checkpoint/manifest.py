@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from megascend.errors import CheckpointError
+from megascend.io.documents import load_json
 from megascend.io.hashing import digest as digest_of
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ class CheckpointManifest:
 def parse(text: str, path: Path) -> CheckpointManifest:
     """Parse the manifest in ``text``."""
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        values = load_json(text)
+    except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is damaged: it is not a JSON object")

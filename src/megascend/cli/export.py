@@ -5,15 +5,14 @@ An export passes the checkpoint through an engine's model: in another precision,
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 if TYPE_CHECKING:
-    from megascend.config import Classification, Lora
-
+    from megascend.io.documents import load_json, load_yaml
+from megascend.config import Classification, Lora
 
 WeightType = Literal["fp32", "fp16", "bf16"]
 
@@ -104,7 +103,6 @@ def read_settings(adapter: Path) -> tuple[Lora, int]:
 
 def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | Classification:
     """Return the kind of an adapter's head of so many labels: as recorded with it, in its run, or with the model."""
-    import yaml
 
     from megascend.config import Classification
     from megascend.config.data import default_labels
@@ -126,7 +124,7 @@ def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | 
     # A relative path may not name the run's directory.
     run_file = adapter.resolve().parent / "config.yaml"
     if run_file.is_file():
-        values = yaml.safe_load(run_file.read_text(encoding="utf-8"))
+        values = load_yaml(run_file.read_text(encoding="utf-8"))
         settings = (values.get("classification") if isinstance(values, dict) else None) or {}
         if not settings and rows == 1:
             return "reward_model"
@@ -156,7 +154,7 @@ def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | 
 def other_base(adapter: Path, model: Path) -> str | None:
     """Return the adapter's recorded base model if it differs from ``model`` in path or, if that is gone, in name."""
     try:
-        base_name = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base_name = load_json((adapter / "adapter_config.json").read_bytes())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if not isinstance(base_name, str) or not base_name:
