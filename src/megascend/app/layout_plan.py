@@ -13,7 +13,7 @@ from megascend.app.preflight import check_lora
 from megascend.app.run_backend import backend_settings, bootstrap
 from megascend.config import RunConfig, parsed
 from megascend.config.run_file import full_names, read_settings
-from megascend.errors import CheckpointError, ConfigError, MegascendError
+from megascend.errors import CheckpointError, ConfigError, MegascendError, redacted
 from megascend.huggingface.files import read_config
 from megascend.huggingface.hub import download_advice
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
@@ -179,7 +179,7 @@ def run_file(candidate: Candidate) -> str:
 
     config = candidate.config
     assert isinstance(config, RunConfig), "plans are of run files"
-    values = config.model_dump(mode="json", exclude_defaults=True)
+    values = redacted(config.model_dump(mode="json", exclude_defaults=True))
     values["data"]["global_batch_size"] = config.data.global_batch_size
     header = f"# {candidate.describe()}\n# predicted: {candidate.time.seconds:.3g} s a step\n"
     return header + yaml.safe_dump(values, sort_keys=False)

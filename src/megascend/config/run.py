@@ -46,7 +46,7 @@ from megascend.config.training import (
     Schedule,
     VisionTower,
 )
-from megascend.errors import ConfigError
+from megascend.errors import HIDDEN, ConfigError, hidden_entries
 
 
 class PromptMessage(TypedDict):
@@ -544,6 +544,10 @@ def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Pars
     """Check the settings ``values`` of a run file."""
     from megascend.config.plugins import check_loss, check_names
 
+    for key in hidden_entries(values):
+        raise ConfigError(
+            f"{path}: {key} was saved without its password ({HIDDEN}): write it again, or name it with --set"
+        )
     try:
         settings = kind.model_validate(values)
     except ValidationError as error:
