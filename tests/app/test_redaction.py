@@ -139,5 +139,5 @@ def test_run_saves_no_password_and_resumes(tmp_path: Path, monkeypatch: pytest.M
     assert differences(saved, settings(2)) == []  # another password is no other setting
     with pytest.raises(ConfigError, match=r"config\.yaml: trackers.*without its password"):
         load_config(output / "config.yaml")
-    again = load_config(output / "config.yaml", [f"trackers={json.dumps([{'kept': OPTIONS}])}"])
-    assert again.tracker_options["kept"] == OPTIONS
+    again = load_config(output / "config.yaml", [f"trackers={json.dumps([{'mlflow': OPTIONS}])}"])
+    assert again.tracker_options["mlflow"] == OPTIONS
