@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megascend import CheckpointError
-from megascend.checkpoint import unpickling
+from megascend.checkpoint import manifest, unpickling
 from megascend.checkpoint.torch_io import ChunkReader, ChunkWriter
 from megascend.testing import run_distributed
 
@@ -249,3 +249,9 @@ def test_hostile_checkpoint_changes_nothing(parity_folder, tmp_path):
         assert not Path("pwned").exists()
 
     run_distributed(body, 1)
+
+
+def test_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / ".metadata")
+    files = {".metadata": manifest.entry(0, "0" * 32)}
+    assert manifest.problems(tmp_path, files, files) == [".metadata is not a file"]
