@@ -12,10 +12,13 @@ from types import ModuleType
 import pytest
 
 from megascend.app.plot import require_extra
-from megascend.errors import MissingDependencyError
+from megascend.errors import ConfigError, MissingDependencyError
 from megascend.io.paths import cache_folder
+from megascend.io.shared import locked
 from megascend.surroundings import home, is_installed, set_user_variables
 from megascend.tracking.registry import check_trackers
+from weightwire.errors import UpdateError
+from weightwire.vllm.updates import _adapters_directory
 
 
 @pytest.fixture
@@ -73,6 +76,38 @@ def test_name_user_keeps_known_values(nobody: dict[str, str], tmp_path: Path, mo
         monkeypatch.setenv("HOME", unwritable)
         assert home() == tmp_path / f"megascend-home-{os.getuid()}"
     assert set_user_variables(nobody)[0] == f"HOME={tmp_path}/megascend-home-{os.getuid()}: this user has no home"
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file", "open to all", "another user's"])
+def test_folders_of_strangers_in_tmp_are_not_used(
+    kind: str, nobody: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refuse locks, a home and adapters in a folder that somebody else prepared, or may write to."""
+    (tmp_path / "ours").mkdir()
+    for name in ("megascend-locks", "megascend-home", "weightwire"):
+        path = tmp_path / f"{name}-{os.getuid()}"
+        match kind:
+            case "link":
+                path.symlink_to(tmp_path / "ours")
+            case "dangling link":
+                path.symlink_to(tmp_path / "nothing")
+            case "file":
+                path.touch()
+            case _:
+                path.mkdir()
+                path.chmod(0o777 if kind == "open to all" else 0o755)
+    if kind == "another user's":
+        real, user = Path.lstat, os.getuid() + 1
+        monkeypatch.setattr(Path, "lstat", lambda path: os.stat_result([*real(path)[:4], user, *real(path)[5:]]))
+    with pytest.raises(ConfigError, match="TMPDIR"), locked(tmp_path / "x"):
+        pass
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        home()
+    with pytest.raises(UpdateError, match="TMPDIR"):
+        _adapters_directory()
+    set_user_variables(nobody)
+    assert nobody["HOME"].startswith(f"{tmp_path}/megascend-home-{os.getuid()}-")
+    assert list((tmp_path / "ours").iterdir()) == []
 
 
 def test_home_ignores_a_folder_of_another_user(

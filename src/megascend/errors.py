@@ -7,15 +7,56 @@ the rank, and what to set or install.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from typing import Any
+
+HIDDEN = "***"
+_SECRET = r"(?:password|passwd|secret|api_?key|token|(?:access|auth|api|hf|bearer)_token)"
+_SECRET_NAME = re.compile(rf"(?:.*_)?(?:password|passwd|secret|api_?key)|{_SECRET}", re.IGNORECASE)
+_IN_URL = re.compile(rf"(?<=://)[^/?#\s'\"]+(?=@)|(?<=[?&])({_SECRET}=)[^&#\s'\"]+", re.IGNORECASE)
+
+
+def redacted(value: Any) -> Any:
+    """Return a text, or JSON, without the passwords in URLs, and without the values of entries called ``password`` and alike."""
+    if isinstance(value, str):
+        return _IN_URL.sub(lambda match: (match[1] or "") + HIDDEN, value) if "://" in value else value
+    if isinstance(value, dict):
+        hidden = {
+            name for name, entry in value.items() if entry and isinstance(name, str) and _SECRET_NAME.fullmatch(name)
+        }
+        return {
+            name: HIDDEN if name in hidden and isinstance(entry, str) else redacted(entry)
+            for name, entry in value.items()
+        }
+    return type(value)(map(redacted, value)) if type(value) in (list, tuple) else value
+
+
+def hidden_entries(value: Any, key: str = "") -> Iterator[str]:
+    """Yield the keys (``trackers.mlflow.tracking_uri``) at which :func:`redacted` has left something out."""
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            yield from hidden_entries(entry, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from hidden_entries(entry, key)
+    elif (value == HIDDEN and _SECRET_NAME.fullmatch(key.rpartition(".")[2])) or (
+        isinstance(value, str) and any(match[0].endswith(HIDDEN) for match in _IN_URL.finditer(value))
+    ):
+        yield key
+
 
 class MegascendError(Exception):
-    """Base of all megascend errors.
+    """Base of all megascend errors. Its message is :func:`redacted`.
 
     Attributes:
         on_all_ranks: every rank raises it, so that all of them may enter another collective, such as a save.
     """
 
     on_all_ranks: bool = False
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*redacted(args))
 
 
 class ConfigError(MegascendError, ValueError):

@@ -11,10 +11,13 @@ import os
 import resource
 import signal
 import socket
+import stat
 import sys
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
+
+from megascend.errors import ConfigError
 
 PHASES = logging.getLogger(__name__)
 """Logger of the phases of a start, from level INFO on; a program that wants silence sets another level."""
@@ -126,6 +129,24 @@ def open_file_limit(required: int) -> int:
     return raised
 
 
+def private_folder(path: Path) -> Path:
+    """Make the folder ``path`` where everyone may write, as in ``/tmp``, unless it is there already; return it.
+
+    Raises:
+        ConfigError: it is a link, another user's, or others may write to it, so that what it holds may be a stranger's.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{path} is a link, another user's, or open to all: remove it, or set TMPDIR to a folder of yours"
+        )
+    if status.st_mode & 0o077:
+        path.chmod(0o700)  # made by an earlier version
+    return path
+
+
 def home() -> Path:
     """Return the user's home, or a folder of this user in the system's for temporary files.
 
@@ -133,7 +154,11 @@ def home() -> Path:
     started with a number for its user; or nothing can be written to it, as to ``/``, which container engines set then, to
     ``/nonexistent`` of the user nobody, or to another user's.
     """
-    return _known_home() or Path(tempfile.gettempdir()) / f"megascend-home-{os.getuid()}"
+    return _known_home() or private_folder(_temporary_home())
+
+
+def _temporary_home() -> Path:
+    return Path(tempfile.gettempdir()) / f"megascend-home-{os.getuid()}"
 
 
 def _known_home() -> Path | None:
@@ -154,10 +179,11 @@ def set_user_variables(environment: MutableMapping[str, str] = os.environ) -> li
     """
     changes = []
     if _known_home() is None:
-        folder = home()
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))  # somebody else has put it there
+        folder = _temporary_home()
+        try:
+            private_folder(folder)
+        except ConfigError:  # somebody else has put it there
+            folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
         environment["HOME"] = str(folder)
         changes.append(f"HOME={folder}: this user has no home")
     try:

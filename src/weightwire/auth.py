@@ -2,12 +2,17 @@
 
 A request carries one header::
 
-    Authorization: Weightwire1 TIME.NONCE.BODY.SIGNATURE
+    Authorization: Weightwire2 INSTANCE.TIME.NONCE.BODY.SIGNATURE
 
-with the caller's time in milliseconds since 1970, 16 random bytes, the body's SHA-256 and an HMAC-SHA256 over audience, method,
-target, time, nonce and that digest. Everything but the body is verified from the head alone, so that a caller without the key
-cannot make us read a body. A time outside the window is refused, and so is a nonce that was used within it: a request counts
-once. The answer is signed too, over the request's nonce, the status and the body: nobody else can answer in our place.
+with the server's instance, the caller's time in milliseconds since 1970, 16 random bytes, the body's SHA-256 and an HMAC-SHA256
+over audience, instance, method, target, time, nonce and that digest. Everything but the body is verified from the head alone, so
+that a caller without the key cannot make us read a body. A time outside the window is refused, and so is a nonce that was used
+within it: a request counts once. The answer is signed too, over the request's nonce, the status and the body: nobody else can
+answer in our place.
+
+The instance is random and new in each process, so that a request counts at one server of a job, and not after its restart. A
+caller signs its first request with an empty one; the refusal (:class:`InstanceError`), which is signed, states the right one. Who
+can redirect a caller's connections can thereby exchange two servers of a job.
 
 Signatures do not encrypt: confidentiality needs TLS or a private network.
 """
@@ -24,15 +29,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weightwire.errors import AuthBusyError, AuthError
+from weightwire.errors import AuthBusyError, AuthError, InstanceError
 from weightwire.keys import Key
 
-SCHEME = "Weightwire1"
+SCHEME = "Weightwire2"
 ANSWER_HEADER = "X-Weightwire-Signature"
 """Name of the header with an answer's signature."""
-_CREDENTIALS = re.compile(SCHEME + r" ([0-9]{1,15})\.([0-9a-f]{32})\.([0-9a-f]{64})\.([0-9a-f]{64})")
+_CREDENTIALS = re.compile(SCHEME + r" ([0-9a-f]{32}|)\.([0-9]{1,15})\.([0-9a-f]{32})\.([0-9a-f]{64})\.([0-9a-f]{64})")
 _WORD = re.compile(r"[!-~]{1,2048}")
 _AUDIENCE = re.compile(r"[ -~]{0,256}")
+_INSTANCE = re.compile(r"[0-9a-f]{32}|")
 
 
 @dataclass(frozen=True)
@@ -73,21 +79,26 @@ def sign(
     body: bytes = b"",
     *,
     audience: str = "",
+    instance: str = "",
     clock: Callable[[], float] = time.time,
 ) -> Signature:
     """Sign a request. Every attempt to send it needs a new signature: a nonce counts once.
 
     Args:
         target: path and query, as in the request's first line.
-        audience: the receiver that may accept it, as its :class:`Verifier` calls itself; not sent.
+        audience: the kind of receiver that may accept it, as its :class:`Verifier` calls itself; not sent.
+        instance: the server's process that may accept it, from its :class:`InstanceError`; empty until it is known.
     """
     # The signed text joins its fields by line breaks, so none may contain one.
-    if not (_WORD.fullmatch(method) and _WORD.fullmatch(target) and _AUDIENCE.fullmatch(audience)):
-        raise ValueError(f"cannot sign method {method!r}, target {target!r}, audience {audience!r}")
+    words = _WORD.fullmatch(method) and _WORD.fullmatch(target) and _AUDIENCE.fullmatch(audience)
+    if not (words and _INSTANCE.fullmatch(instance)):
+        raise ValueError(
+            f"cannot sign method {method!r}, target {target!r}, audience {audience!r}, instance {instance!r}"
+        )
     # The digest of the body is in the header, so that a request can be refused before its body is read.
     timestamp, nonce, digest = str(int(clock() * 1000)), secrets.token_hex(16), hashlib.sha256(body).hexdigest()
-    mac = _request_mac(key, audience, method, target, timestamp, nonce, digest)
-    return Signature({"Authorization": f"{SCHEME} {timestamp}.{nonce}.{digest}.{mac}"}, nonce)
+    mac = _request_mac(key, audience, instance, method, target, timestamp, nonce, digest)
+    return Signature({"Authorization": f"{SCHEME} {instance}.{timestamp}.{nonce}.{digest}.{mac}"}, nonce)
 
 
 def sign_answer(key: Key, nonce: str, status: int, body: bytes) -> dict[str, str]:
@@ -119,10 +130,14 @@ class Verifier:
 
     Args:
         audience: that callers must have signed.
+        bound: accept only requests that were signed for :attr:`instance`. Without it the caller of ``check_head`` sees to it.
         window_s: largest difference between the caller's clock and ours, in seconds, either way.
         bearer: the purpose of tokens (:meth:`Key.bearer_token`) that are accepted as well; None accepts none. A token is neither
             bound to a request nor used up.
         clock: seconds since 1970.
+
+    Attributes:
+        instance: this verifier, at random.
     """
 
     def __init__(
@@ -130,6 +145,7 @@ class Verifier:
         key: Key,
         *,
         audience: str = "",
+        bound: bool = True,
         window_s: float = 30.0,
         max_nonces: int = 2**16,
         bearer: str | None = None,
@@ -137,6 +153,8 @@ class Verifier:
     ) -> None:
         self._key = key
         self._audience = audience
+        self._bound = bound
+        self.instance = secrets.token_hex(16)
         self._window_s = window_s
         self._nonces = _Nonces(max_nonces)
         self._token = None if bearer is None else key.bearer_token(bearer)
@@ -150,6 +168,7 @@ class Verifier:
 
         Raises:
             AuthError: not signed with our key, too old, or a replay.
+            InstanceError: signed with our key, but for another server, or before a restart.
             AuthBusyError: too many requests in the window; retry later.
         """
         if authorization is None:
@@ -162,15 +181,20 @@ class Verifier:
             return Grant("", None)
         match = _CREDENTIALS.fullmatch(authorization)
         if match is None or not (_WORD.fullmatch(method) and _WORD.fullmatch(target)):
-            raise AuthError(f"the Authorization header is not of the form '{SCHEME} TIME.NONCE.BODY.SIGNATURE'")
-        timestamp, nonce, digest, signature = match.groups()
-        expected = _request_mac(self._key, self._audience, method, target, timestamp, nonce, digest)
+            raise AuthError(
+                f"the Authorization header is not of the form '{SCHEME} INSTANCE.TIME.NONCE.BODY.SIGNATURE'"
+            )
+        instance, timestamp, nonce, digest, signature = match.groups()
+        expected = _request_mac(self._key, self._audience, instance, method, target, timestamp, nonce, digest)
         if not hmac.compare_digest(expected, signature):
             raise AuthError(
                 "the signature is wrong: another key, another audience, or the request was changed on its way"
             )
         # After the signature: only callers with the key may fill the set of nonces.
-        self._check_time(int(timestamp) / 1000, nonce)
+        self._check_time(int(timestamp) / 1000)
+        if self._bound and instance != self.instance:
+            raise InstanceError(f"this is instance {self.instance}, not {instance or 'unnamed'}", nonce)
+        self._nonces.add(nonce, expires=int(timestamp) / 1000 + self._window_s, now=self._clock())
         return Grant(nonce, digest)
 
     def check(self, method: str, target: str, authorization: str | None, body: bytes) -> Grant:
@@ -179,14 +203,13 @@ class Verifier:
         grant.check_body(body)
         return grant
 
-    def _check_time(self, signed_at: float, nonce: str) -> None:
+    def _check_time(self, signed_at: float) -> None:
         now = self._clock()
         if abs(now - signed_at) > self._window_s:
             raise AuthError(
                 f"signed {now - signed_at:+.1f} s ago by our clock; {self._window_s:g} s are allowed either way: the clocks "
                 "differ, or it is a replay"
             )
-        self._nonces.add(nonce, expires=signed_at + self._window_s, now=now)
 
 
 @dataclass
@@ -217,9 +240,9 @@ class _Nonces:
             heapq.heappush(self._heap, (expires, nonce))
 
 
-def _request_mac(key: Key, audience: str, method: str, target: str, timestamp: str, nonce: str, digest: str) -> str:
+def _request_mac(key: Key, *fields: str) -> str:
     # Two purposes, two keys: an answer can never pass for a request.
-    return key.mac("weightwire request 1", "\n".join((audience, method, target, timestamp, nonce, digest)))
+    return key.mac("weightwire request 2", "\n".join(fields))
 
 
 def _answer_mac(key: Key, nonce: str, status: int, body: bytes) -> str:

@@ -82,6 +82,18 @@ class AuthBusyError(AuthError):
     """More signed requests arrived than nonces can be remembered; this one is valid and may be sent again later."""
 
 
+class InstanceError(AuthError):
+    """A request was signed with our key for another server, or for this one before its restart; it had no effect.
+
+    Attributes:
+        nonce: of the request, with which the refusal is signed.
+    """
+
+    def __init__(self, message: str, nonce: str = "") -> None:
+        super().__init__(message)
+        self.nonce = nonce
+
+
 _CLASSES = {
     kind.__name__: kind
     for kind in (
@@ -103,6 +115,7 @@ _CLASSES = {
         SecretKeyError,
         AuthError,
         AuthBusyError,
+        InstanceError,
     )
 }
 

@@ -25,6 +25,8 @@ MAX_STOP_TOKENS = 64
 MAX_TOKENS = 2**22
 MAX_TOP_LOGPROBS = 1024
 MAX_SECONDS = 1e6
+AUDIENCE = "inference engine"
+"""What requests to an engine's server are signed for."""
 _REQUIRED = object()
 """Default of arguments that have none: None is a valid default."""
 

@@ -769,6 +769,36 @@ def test_targeted_layers_match_peft(config, expected):
     assert peft_format.targeted(config, ADAPTABLE) == expected
 
 
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "layers_pattern"])
+@pytest.mark.parametrize(
+    "pattern", [r"(.+.+)+[A-Z]", r"([a-z]*)*([a-z._0-9]*)*Z", "(a?){4000000000}", "(" * 1000, "[", "(?P<x>a)(?P=y)"]
+)
+def test_hostile_pattern_is_refused(field, pattern, monkeypatch):
+    monkeypatch.setattr(peft_format, "_MATCHER", peft_format._MATCHER.replace("(5, 5)", "(1, 1)"))
+    config = {"target_modules": ["q_proj"], "layers_to_transform": [0], field: pattern}
+    names = [*ADAPTABLE, LAYER(0, 40 * "q")]
+    with pytest.raises(CheckpointError, match=f"{field} cannot be matched"):
+        peft_format.targeted(config, names)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?:.*?(?:language|text).*?)?model\.layers\.\d+\.(?:self_attn|mlp)\.(?:q_proj|v_proj)",
+        r"^(?!.*(?:visual|lm_head)).*(?:q_proj|k_proj)$",
+        r".*\.(?P<part>self_attn)\.[qv]_proj",
+    ],
+)
+def test_patterns_match_as_in_peft(pattern):
+    """Match patterns as written by Unsloth, ms-swift and peft; peft's own function is the reference."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    modules = [name for name in ADAPTABLE if "experts" not in name]
+    expected = {name for name in modules if check_target_module_exists(LoraConfig(target_modules=pattern), name)}
+    assert peft_format.targeted({"target_modules": pattern}, ADAPTABLE) == expected != set()
+
+
 def test_adapter_without_a_targeted_layer_raises_checkpoint_error(tmp_path):
     """Refuse a truncated file or a dropped layer, which would be trained on and merged silently."""
     (tmp_path / peft_format.CONFIG).write_text(json.dumps({"target_modules": ["q_proj", "v_proj"]}), encoding="utf-8")

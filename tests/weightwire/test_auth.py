@@ -12,11 +12,19 @@ from hypothesis import strategies as st
 
 from weightwire import auth
 from weightwire.auth import ANSWER_HEADER, SCHEME, Verifier, check_answer, sign, sign_answer
-from weightwire.errors import AuthBusyError, AuthError
+from weightwire.errors import AuthBusyError, AuthError, InstanceError
 from weightwire.keys import Key
 
 TEXT = "0123456789abcdef" * 2
 KEY, OTHER = Key(TEXT), Key("f" * 32)
+INSTANCE = "1" * 32
+
+
+def bound(key: Key = KEY, **options) -> Verifier:
+    """Return a verifier whose instance :func:`header` signs for."""
+    verifier = Verifier(key, **options)
+    verifier.instance = INSTANCE
+    return verifier
 
 
 class Clock:
@@ -35,19 +43,20 @@ def refused(verifier: Verifier, method: str, target: str, header: str | None, bo
 
 
 def header(key: Key = KEY, method: str = "POST", target: str = "/x", body: bytes = b"", **options) -> str:
-    return sign(key, method, target, body, **options).headers["Authorization"]
+    return sign(key, method, target, body, **{"instance": INSTANCE} | options).headers["Authorization"]
 
 
 def test_signature_matches_the_documented_format() -> None:
     """Compute the signature by hand."""
     clock = Clock()
     scheme, value = header(target="/v1/a?b=c", body=b"{}", audience="engine 1", clock=clock).split(" ")
-    sent_at, nonce, digest, signature = value.split(".")
-    assert (scheme, sent_at, digest) == (SCHEME, "1800000000000", hashlib.sha256(b"{}").hexdigest())
-    text = f"weightwire request 1\nengine 1\nPOST\n/v1/a?b=c\n{sent_at}\n{nonce}\n{digest}"
+    instance, sent_at, nonce, digest, signature = value.split(".")
+    assert (scheme, instance, sent_at) == (SCHEME, INSTANCE, "1800000000000")
+    assert digest == hashlib.sha256(b"{}").hexdigest()
+    text = f"weightwire request 2\nengine 1\n{INSTANCE}\nPOST\n/v1/a?b=c\n{sent_at}\n{nonce}\n{digest}"
     assert signature == hmac.new(TEXT.encode(), text.encode(), hashlib.sha256).hexdigest()
     assert (
-        Verifier(KEY, audience="engine 1", clock=clock).check("POST", "/v1/a?b=c", f"{scheme} {value}", b"{}").nonce
+        bound(KEY, audience="engine 1", clock=clock).check("POST", "/v1/a?b=c", f"{scheme} {value}", b"{}").nonce
         == nonce
     )
 
@@ -56,17 +65,17 @@ def test_signature_matches_the_documented_format() -> None:
 @given(
     body=st.binary(max_size=64),
     flip=st.integers(min_value=0),
-    where=st.sampled_from(["body", "header", "method", "target", "audience", "key"]),
+    where=st.sampled_from(["body", "header", "method", "target", "audience", "instance", "key"]),
 )
 def test_any_changed_part_of_a_request_is_refused(body: bytes, flip: int, where: str) -> None:
     clock = Clock()
-    verifier = Verifier(KEY, audience="here", clock=clock)
-    request = {"method": "POST", "target": "/v1/update", "audience": "here"}
+    verifier = bound(KEY, audience="here", clock=clock)
+    request = {"method": "POST", "target": "/v1/update", "audience": "here", "instance": INSTANCE}
     signed = header(
         OTHER if where == "key" else KEY,
         body=body,
         clock=clock,
-        **request | ({where: "/other"} if where in request else {}),
+        **request | ({where: "0" * 32 if where == "instance" else "/other"} if where in request else {}),
     )
     received_body = body
     if where == "body":
@@ -85,17 +94,18 @@ def test_any_changed_part_of_a_request_is_refused(body: bytes, flip: int, where:
 @settings(max_examples=80, deadline=None)
 @given(
     value=st.one_of(
-        st.text(max_size=300), st.from_regex(r"Weightwire1 [0-9]{1,20}\.[0-9a-f]{32}\.[0-9a-f]{64}\.[0-9a-f]{64}")
+        st.text(max_size=300),
+        st.from_regex(r"Weightwire2 [0-9a-f]{32}\.[0-9]{1,20}\.[0-9a-f]{32}\.[0-9a-f]{64}\.[0-9a-f]{64}"),
     )
 )
 def test_forged_headers_are_refused(value: str) -> None:
-    refused(Verifier(KEY, bearer="controller"), "POST", "/", value)
-    refused(Verifier(KEY, bearer="controller"), "POST", "/", f"Bearer {value}")
+    refused(bound(KEY, bearer="controller"), "POST", "/", value)
+    refused(bound(KEY, bearer="controller"), "POST", "/", f"Bearer {value}")
 
 
 def test_request_is_accepted_once_within_the_window() -> None:
     clock = Clock()
-    verifier = Verifier(KEY, window_s=30, clock=clock)
+    verifier = bound(KEY, window_s=30, clock=clock)
     signed = header(clock=clock)
     verifier.check("POST", "/x", signed, b"")
     assert "is a replay" in refused(verifier, "POST", "/x", signed)
@@ -112,7 +122,7 @@ def test_request_is_accepted_once_within_the_window() -> None:
 
 def test_expired_nonces_are_refused_after_the_clock_is_set_back() -> None:
     clock = Clock()
-    verifier = Verifier(KEY, window_s=30, clock=clock)
+    verifier = bound(KEY, window_s=30, clock=clock)
     signed = header(clock=clock)
     verifier.check("POST", "/x", signed, b"")
     clock.now += 100
@@ -121,9 +131,24 @@ def test_expired_nonces_are_refused_after_the_clock_is_set_back() -> None:
     assert "set back" in refused(verifier, "POST", "/x", signed)
 
 
+def test_request_counts_at_one_server_until_it_restarts() -> None:
+    """Refuse a request at the job's other servers, and at a server in whose place it was sent; neither uses up its nonce."""
+    here, elsewhere, restarted = Verifier(KEY), Verifier(KEY), Verifier(KEY)
+    signed = header(instance=here.instance)
+    for server in (elsewhere, restarted):
+        with pytest.raises(InstanceError, match=server.instance) as caught:
+            server.check("POST", "/x", signed, b"")
+        assert caught.value.nonce == signed.split(".")[2]
+    assert here.check("POST", "/x", signed, b"").nonce
+    moved = signed.replace(here.instance, elsewhere.instance)
+    assert "signature is wrong" in refused(elsewhere, "POST", "/x", moved)
+    for instance in ("", here.instance):
+        assert Verifier(KEY, bound=False).check("POST", "/x", header(instance=instance), b"").nonce
+
+
 def test_nonces_are_bounded_and_filled_by_valid_signatures_only() -> None:
     clock = Clock()
-    verifier = Verifier(KEY, max_nonces=10, clock=clock)
+    verifier = bound(KEY, max_nonces=10, clock=clock)
     for _ in range(50):
         refused(verifier, "POST", "/x", header(OTHER, clock=clock))
     first = header(clock=clock)
@@ -138,7 +163,7 @@ def test_nonces_are_bounded_and_filled_by_valid_signatures_only() -> None:
 
 
 def test_one_of_many_concurrent_identical_requests_succeeds() -> None:
-    verifier, signed, accepted = Verifier(KEY), header(), []
+    verifier, signed, accepted = bound(KEY), header(), []
     barrier = threading.Barrier(8)
 
     def attempt() -> None:
@@ -158,7 +183,7 @@ def test_one_of_many_concurrent_identical_requests_succeeds() -> None:
 
 
 def test_body_digest_is_known_before_the_body_is_read() -> None:
-    grant = Verifier(KEY).check_head("POST", "/x", header(body=b"abc"))
+    grant = bound(KEY).check_head("POST", "/x", header(body=b"abc"))
     assert grant.body_digest == hashlib.sha256(b"abc").hexdigest()
     grant.check_body(b"abc")
     with pytest.raises(AuthError, match="2 bytes"):
@@ -167,12 +192,12 @@ def test_body_digest_is_known_before_the_body_is_read() -> None:
 
 def test_bearer_tokens_are_accepted_only_where_configured() -> None:
     token = f"Bearer {KEY.bearer_token('controller')}"
-    assert Verifier(KEY, bearer="controller").check("POST", "/x", token, b"anything").nonce == ""
-    refused(Verifier(KEY), "POST", "/x", token)
-    refused(Verifier(KEY, bearer="engine"), "POST", "/x", token)
-    refused(Verifier(OTHER, bearer="controller"), "POST", "/x", token)
-    refused(Verifier(KEY, bearer="controller"), "POST", "/x", "Bearer \u00e9")
-    refused(Verifier(KEY, bearer="controller"), "POST", "/x", None)
+    assert bound(KEY, bearer="controller").check("POST", "/x", token, b"anything").nonce == ""
+    refused(bound(KEY), "POST", "/x", token)
+    refused(bound(KEY, bearer="engine"), "POST", "/x", token)
+    refused(bound(OTHER, bearer="controller"), "POST", "/x", token)
+    refused(bound(KEY, bearer="controller"), "POST", "/x", "Bearer \u00e9")
+    refused(bound(KEY, bearer="controller"), "POST", "/x", None)
 
 
 def test_answer_signature_is_bound_to_one_request() -> None:
@@ -200,15 +225,22 @@ def test_secrets_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) 
         return hmac.compare_digest(first, second)
 
     monkeypatch.setattr(auth, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
-    refused(Verifier(KEY), "POST", "/x", header(OTHER))
-    refused(Verifier(KEY), "POST", "/x", header(body=b"a"), b"b")
-    refused(Verifier(KEY, bearer="x"), "POST", "/x", "Bearer y")
+    refused(bound(KEY), "POST", "/x", header(OTHER))
+    refused(bound(KEY), "POST", "/x", header(body=b"a"), b"b")
+    refused(bound(KEY, bearer="x"), "POST", "/x", "Bearer y")
     with pytest.raises(AuthError):
         check_answer(KEY, "0" * 32, 200, b"", "0" * 64)
     assert len(compared) == 5
 
 
 def test_invalid_request_line_raises_value_error() -> None:
-    for wrong in ({"target": "/a b"}, {"target": "/a\n"}, {"method": "GET /"}, {"audience": "a\nb"}, {"target": ""}):
+    for wrong in (
+        {"target": "/a b"},
+        {"target": "/a\n"},
+        {"method": "GET /"},
+        {"audience": "a\nb"},
+        {"target": ""},
+        {"instance": "1"},
+    ):
         with pytest.raises(ValueError, match="cannot sign"):
             header(**wrong)

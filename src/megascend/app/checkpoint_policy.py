@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.app.run_directory import CHECKPOINTS
 from megascend.checkpoint.retention import Retention
 from megascend.config import TrainerConfig
-from megascend.errors import CheckpointError
+from megascend.errors import CheckpointError, redacted
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
@@ -136,7 +136,7 @@ class CheckpointPolicy:
             return self._backend.save(
                 self._series.path(step),
                 progress=self._progress(),
-                config=self._config.model_dump(mode="json"),
+                config=redacted(self._config.model_dump(mode="json")),
                 hf=hf,
                 after=lambda path: self._committed(path, best),
             )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megascend.distributed.launch import Launch
+from megascend.errors import redacted
 from megascend.io.paths import make_directory
 from megascend.surroundings import process_start
 
@@ -122,7 +123,7 @@ class EventLog:
             return
         stamp = {"time": round(time.time(), 3), "host": socket.gethostname(), "pid": os.getpid()}
         # One line, written at once: processes of several attempts append to the same file.
-        line = json.dumps(finite(values | stamp | {"attempt": self._launch.attempt}), allow_nan=False) + "\n"
+        line = json.dumps(finite(redacted(values) | stamp | {"attempt": self._launch.attempt}), allow_nan=False) + "\n"
         if self._pending is None:
             self._append(path, line)
         else:

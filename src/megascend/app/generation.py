@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -15,6 +14,7 @@ from megascend.data.images import ImageProcessor, sources_of
 from megascend.data.messages import parse_messages
 from megascend.data.samples import SampleLimits, opening_tokens
 from megascend.errors import ConfigError, DataError
+from megascend.io.documents import load_json
 from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams
 from megascend.sampling.sampler import Sampler
 
@@ -132,7 +132,7 @@ def stop_tokens(
     stops: list[Any] = [None if tokenizer is None else tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         try:
-            settings = json.loads((model / name).read_text(encoding="utf-8"))
+            settings = load_json((model / name).read_bytes())
             values = [part.get("eos_token_id") for part in (settings, settings.get("text_config") or {})]
         except (OSError, ValueError, AttributeError):
             continue  # many models have no generation_config.json

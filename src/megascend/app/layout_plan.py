@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,11 @@ from megascend.app.preflight import check_lora
 from megascend.app.run_backend import backend_settings, bootstrap
 from megascend.config import RunConfig, parsed
 from megascend.config.run_file import full_names, read_settings
-from megascend.errors import CheckpointError, ConfigError, MegascendError
+from megascend.errors import CheckpointError, ConfigError, MegascendError, redacted
 from megascend.huggingface.files import read_config
 from megascend.huggingface.hub import snapshot
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
+from megascend.io.documents import load_json
 from megascend.planning.hardware import Hardware
 from megascend.planning.rl import Split, splits
 from megascend.planning.search import Candidate, PlannedModel, PlanRequest, SearchResult, run_candidate, search
@@ -70,7 +70,7 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
             f"{model}: no model is there; name a checkpoint's directory, a config.json, or owner/name on the Hub"
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = load_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
     if model.is_dir() and any(model.glob("*.safetensors")):
@@ -180,7 +180,7 @@ def run_file(candidate: Candidate) -> str:
 
     config = candidate.config
     assert isinstance(config, RunConfig), "plans are of run files"
-    values = config.model_dump(mode="json", exclude_defaults=True)
+    values = redacted(config.model_dump(mode="json", exclude_defaults=True))
     values["data"]["global_batch_size"] = config.data.global_batch_size
     header = f"# {candidate.describe()}\n# predicted: {candidate.time.seconds:.3g} s a step\n"
     return header + yaml.safe_dump(values, sort_keys=False)

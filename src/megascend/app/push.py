@@ -16,6 +16,7 @@ from megascend.config import Push
 from megascend.errors import CheckpointError, ConfigError, HubError
 from megascend.huggingface import hub
 from megascend.io.atomic import replacing
+from megascend.io.documents import load_json, load_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def find_export(path: Path) -> Path:
 def with_base_model(directory: Path, folder: Path) -> Path:
     """Return the directory to upload: links in ``folder`` where the adapter's base model has another name on the Hub."""
     file = directory / ADAPTER_CONFIG
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = load_json(file.read_bytes()) if file.is_file() else {}
     repository = hub.repository_of(config.get("base_model_name_or_path") or "")
     if repository is None:
         return directory
@@ -109,7 +110,7 @@ def model_card(directory: Path) -> str:
     is_adapter = (directory / ADAPTER_CONFIG).is_file()
     base = run.get("model")
     if base is None and is_adapter:
-        base = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = load_json((directory / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path")
     data = list(_data_paths(run))
     metadata: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "tags": ["megascend"]}
     # The Hub refuses cards whose metadata name a model or data that are not on it.
@@ -135,7 +136,7 @@ def _run_settings(output: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        settings = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8"))
+        settings = load_yaml((output / "config.yaml").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, yaml.YAMLError) as error:

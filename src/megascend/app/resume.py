@@ -30,7 +30,7 @@ from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
 from megascend.config import TrainerConfig
 from megascend.distributed.launch import Launch
-from megascend.errors import CheckpointError, ConfigError
+from megascend.errors import CheckpointError, ConfigError, redacted
 from megascend.io.paths import unwritable_reason
 from megascend.tracking.built_in import flattened
 
@@ -334,8 +334,9 @@ def load_first_good(backend: Backend, candidates: tuple[Path, ...], event_log: E
 
 def differences(saved: dict[str, Any] | None, config: TrainerConfig) -> list[str]:
     """Return the settings that differ from the checkpoint's, as ``key: old -> new``. Pure."""
-    now = flattened(config.model_dump(mode="json"))
-    before = flattened(_with_defaults(saved, type(config))) if saved is not None else now
+    now = flattened(redacted(config.model_dump(mode="json")))
+    # Redacted again: an earlier version saved passwords.
+    before = flattened(redacted(_with_defaults(saved, type(config)))) if saved is not None else now
     # An empty section counts as absent: filling it is reported by its keys alone.
     before, now = ({key: value for key, value in flat.items() if value != {}} for flat in (before, now))
     keys = sorted(now.keys() | before.keys())

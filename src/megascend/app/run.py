@@ -30,7 +30,7 @@ from megascend.bootstrap.engines import needs
 from megascend.config import TrainerConfig
 from megascend.config.plugins import import_plugins
 from megascend.distributed.launch import Launch
-from megascend.errors import CheckpointError, NonFiniteError
+from megascend.errors import CheckpointError, NonFiniteError, redacted
 from megascend.huggingface import hub
 from megascend.huggingface.files import GENERATION_CONFIG, copy_tokenizer, write_ends
 from megascend.io.lasting_output import LastingOutput
@@ -275,7 +275,7 @@ def run_log(run: Run[AnyConfig], directory: OutputDirectory) -> RunLog:
     trackers = Trackers(
         config.tracker_options,
         config.output,
-        config.model_dump(mode="json"),
+        redacted(config.model_dump(mode="json")),
         resumed_after=steps_done,
         on_failure=lambda name, problem: run.event_log.event("tracker_failed", tracker=name, problem=problem),
     )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.app.event_log import ERRORS, EVENTS, read_lines
 from megascend.checkpoint.retention import LATEST, LEFT_OVER, NAME, Retention
 from megascend.config import TrainerConfig
-from megascend.errors import ConfigError
+from megascend.errors import ConfigError, redacted
 from megascend.io.atomic import NOT_RENAMED, entries, replacing
 from megascend.io.paths import is_kept, make_directory, remove
 from megascend.io.shared import hold
@@ -103,13 +103,15 @@ class OutputDirectory:
 
 
 def write_config(config: TrainerConfig) -> None:
-    """Write the resolved settings to ``config.yaml``. A failure, such as a full disk, is logged, and the run continues."""
+    """Write the resolved settings, without passwords, to ``config.yaml``. A failure, such as a full disk, is logged only."""
     import yaml
 
     try:
         make_directory(config.output)
         with replacing(config.output / "config.yaml") as fresh:
-            fresh.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+            fresh.write_text(
+                yaml.safe_dump(redacted(config.model_dump(mode="json")), sort_keys=False), encoding="utf-8"
+            )
     except OSError as error:
         logger.warning("%s cannot be written: %s", config.output / "config.yaml", error)
 

@@ -26,12 +26,14 @@ from packaging.version import Version
 import simnpu
 from megascend.bootstrap.providers import Finding
 from megascend.bootstrap.runtime import suppress_logs_below
-from megascend.bootstrap.versions import Stack, installed_versions
+from megascend.bootstrap.versions import Stack, cann_for, installed_versions
 from megascend.changes import patch
 from megascend.errors import PlatformError, VersionError
 from megascend.platforms.npu import torch_npu_problem
 
 BRIDGE = "mcore_bridge"
+INSTALL_INFO = "ascend_toolkit_install.info"
+_CANN = r"\d+\.\d+(?:\.\d+)?(?:\.RC\d+)?"
 DROPS_FLOAT64 = "torch_all_reduce_double_dtype_bypass_wrapper"
 """Wrapper of ``all_reduce`` in MindSpeed that reduces a copy of a float64 tensor and discards the result."""
 
@@ -90,7 +92,43 @@ def check_cann(stack: Stack) -> str:
             "ASCEND_HOME_PATH is not set, so CANN's compilers cannot be found: source its set_env.sh "
             "(/usr/local/Ascend/ascend-toolkit/set_env.sh) in the shell that starts the run"
         )
-    return home
+    if simnpu.is_active():
+        return f"{home}: the device is simulated, without CANN"
+    version = cann_version(Path(home))
+    if version is None:
+        raise PlatformError(
+            f"ASCEND_HOME_PATH={home} has no CANN toolkit (version.cfg, */{INSTALL_INFO}): source the set_env.sh of one"
+        )
+    try:
+        torch_npu = _version_of("torch_npu")
+    except VersionError:  # another check's
+        return f"{version} in {home}"
+    released_with, oldest = cann_for(torch_npu) or (version, version)
+    if _comparable(version) < _comparable(oldest):
+        raise VersionError(
+            f"CANN {version} is in {home}; torch_npu {torch_npu} was released with {released_with} and works from {oldest} on"
+        )
+    older = _comparable(version) < _comparable(released_with)
+    return f"{version} in {home}" + (f"; torch_npu {torch_npu} was released with {released_with}" if older else "")
+
+
+def cann_version(home: Path) -> str | None:
+    """Return the version of the CANN toolkit in a folder such as ``ascend-toolkit/latest`` or ``cann-8.5.0``, as spelt there."""
+    sources = [(home / "version.cfg", r"^toolkit_running_version=\[[^\]\n]*?:?([^:\]\n]+)\]")]
+    sources += [(file, r"^version=(\S+)") for file in sorted(home.glob(f"*/{INSTALL_INFO}"))]
+    for file, pattern in sources:
+        with contextlib.suppress(OSError):
+            found = re.search(pattern, file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+            if found and re.match(_CANN, found[1]):
+                return found[1]
+    return None
+
+
+def _comparable(version: str) -> Version:
+    # Beyond a release candidate's number CANN's versions (8.2.RC1.alpha003, 8.5.0.B160) are not of Python's form.
+    match = re.match(_CANN, version)
+    assert match is not None, version
+    return Version(match[0])
 
 
 def check_torch_pair(stack: Stack) -> str:

@@ -100,6 +100,28 @@ STACKS = (
 )
 
 
+CANN = (
+    ("8.2.RC1", "8.0.RC2", ("2.6.0",)),
+    ("8.3.RC1", "8.0.RC2", ("2.6.0.post3", "2.7.1", "2.8.0")),
+    ("8.5.0", "8.0.0", ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0")),
+    ("9.0.0", "8.1.RC1", ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2", "2.10.0")),
+    ("9.1.0", "8.5.0", ("2.7.1.post8", "2.9.0.post6", "2.10.0.post4", "2.11.0", "2.12.0")),
+    (
+        "9.2.0",
+        "8.5.0",
+        ("2.7.1.post11", "2.9.0.post9", "2.10.0.post7", "2.11.0.post3", "2.12.0.post3", "2.13.0", "2.14.0"),
+    ),
+)
+"""Releases of CANN, the oldest that torch_npu's release notes call compatible, and the first torch_npu of each torch for it."""
+
+
+def cann_for(torch_npu: Version) -> tuple[str, str] | None:
+    """Return the CANN that ``torch_npu`` was released with and the oldest that it works with; None if the table lacks it."""
+    first = [(Version(wheel), cann, oldest) for cann, oldest, wheels in CANN for wheel in wheels]
+    same = [row for row in first if row[0].release[:2] == torch_npu.release[:2] and row[0] <= torch_npu]
+    return max(same)[1:] if same else None
+
+
 @dataclass(frozen=True)
 class PackageCheck:
     """Result of comparing one installed package with a row of the table."""

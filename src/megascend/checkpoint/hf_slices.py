@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, index_of, minus, overlap, plus
 from megascend.errors import CheckpointError
+from megascend.io.documents import load_json
 
 NAME = "hf_parts.json"
 _OPTIMIZER_NAME = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|momentum_buffer|param)\.(.+)")
@@ -237,7 +238,7 @@ def to_text(hf_slices: HfSlices | str) -> str:
 def read(directory: Path) -> HfSlices:
     """Read the file of a checkpoint."""
     try:
-        values = json.loads((directory / NAME).read_text(encoding="utf-8"))
+        values = load_json((directory / NAME).read_bytes())
         if "problem" in values:
             raise CheckpointError(values["problem"])
         return {

@@ -6,6 +6,7 @@ It is written last, so a directory with a manifest is complete. Later changes to
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from megascend.errors import CheckpointError
+from megascend.io.documents import load_json
 from megascend.io.hashing import digest as digest_of
 
 if TYPE_CHECKING:
@@ -63,8 +65,8 @@ class CheckpointManifest:
 def parse(text: str, path: Path) -> CheckpointManifest:
     """Parse the manifest in ``text``."""
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        values = load_json(text)
+    except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is damaged: it is not a JSON object")
@@ -111,8 +113,11 @@ def problems(directory: Path, files: Mapping[str, Mapping[str, Any]], names: Ite
     for name in names:
         expected = files[name]
         try:
-            size = (directory / name).stat().st_size
-            if size != expected["bytes"]:
+            status = (directory / name).stat()
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):  # a named pipe would be waited for
+                messages.append(f"{name} is not a file")
+            elif size != expected["bytes"]:
                 messages.append(f"{name} has {size} bytes instead of {expected['bytes']}")
             elif digest(directory / name) != expected:
                 messages.append(f"{name} is damaged: its content is not what was written")

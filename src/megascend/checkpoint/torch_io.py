@@ -13,7 +13,6 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -21,10 +20,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _ReaderView
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from megascend.checkpoint import manifest
+from megascend.checkpoint import manifest, unpickling
 from megascend.checkpoint.slices import TensorSlices
 from megascend.io.hashing import HashingWriter
 
@@ -55,6 +55,10 @@ class SliceLoadPlanner(dcp.DefaultLoadPlanner):
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        self.state_dict[name] = unpickling.load(value, name)
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].at(index)
 
@@ -64,6 +68,17 @@ class ChunkReader(dcp.FileSystemReader):
 
     Beside the target tensors, one chunk is in memory at a time.
     """
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        # Once: it takes seconds for a hundred thousand chunks.
+        if self._metadata is None:
+            self._metadata = unpickling.read_metadata(Path(self.path, ".metadata").read_bytes())
+        return self._metadata
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        return _FileSlice(file, sinfo.offset, sinfo.length)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_chunk: dict[Any, list[ReadItem]] = {}
@@ -77,20 +92,26 @@ class ChunkReader(dcp.FileSystemReader):
         # In the order of the files.
         for _, items in sorted(by_chunk.items(), key=lambda entry: entry[0]):
             location: Any = self.storage_data[items[0].storage_index]
-            # weights_only: nothing in a checkpoint's tensors is executed.
             with self.fs.create_stream(self.fs.concat_path(self.path, location.relative_path), "rb") as stream:
-                chunk = torch.load(self._slice_file(stream, location), map_location="cpu", weights_only=True)
+                chunk = unpickling.load(self._slice_file(stream, location), items[0].storage_index.fqn)
             for item in items:
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))
                 planner.commit_tensor(item, target)
-        # Objects, such as random states, are read as torch reads them.
+        # Objects, such as random states, go through the planner.
         return super().read_data(LoadPlan(objects, plan.storage_data, plan.planner_data), planner)
 
 
-def stored_tensors(directory: Path) -> tuple[dict[str, TensorSlices], set[str]]:
+class _FileSlice(_ReaderView):
+    """Part of a file; torch's own cannot seek from its end, as zipfile does."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return super().seek(self.len + offset if whence == os.SEEK_END else offset, whence % os.SEEK_END)
+
+
+def stored_tensors(reader: ChunkReader) -> tuple[dict[str, TensorSlices], set[str]]:
     """Read the metadata of a checkpoint: shape and dtype of every tensor by name, without slices, and the names of objects."""
-    entries = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    entries = reader.read_metadata().state_dict_metadata
     tensors = {
         name: TensorSlices(tuple(entry.size), entry.properties.dtype)
         for name, entry in entries.items()

@@ -5,11 +5,12 @@ An export passes the checkpoint through an engine's model: in another precision,
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from megascend.io.documents import load_json, load_yaml
 
 if TYPE_CHECKING:
     from megascend.config import Classification, Lora
@@ -118,7 +119,6 @@ def read_settings(adapter: Path) -> tuple[Lora, int]:
 
 def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | Classification:
     """Return the kind of an adapter's head of so many labels: as recorded with it, in its run, or with the model."""
-    import yaml
 
     from megascend.config import Classification
     from megascend.config.data import default_labels
@@ -140,7 +140,7 @@ def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | 
     # A relative path may not name the run's directory.
     run_file = adapter.resolve().parent / "config.yaml"
     if run_file.is_file():
-        values = yaml.safe_load(run_file.read_text(encoding="utf-8"))
+        values = load_yaml(run_file.read_text(encoding="utf-8"))
         settings = (values.get("classification") if isinstance(values, dict) else None) or {}
         if not settings and rows == 1:
             return "reward_model"
@@ -172,7 +172,7 @@ def other_base(adapter: Path, model: Path) -> str | None:
     from megascend.huggingface.hub import repository_of
 
     try:
-        base_name = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base_name = load_json((adapter / "adapter_config.json").read_bytes())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if not isinstance(base_name, str) or not base_name:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megascend.cli.export import find_adapter, find_checkpoint, other_base, weight_type
+from megascend.io.documents import load_json, load_yaml
 
 if TYPE_CHECKING:
     from megascend.app.inference import InferenceSettings, ResponseModel
@@ -318,9 +318,7 @@ def inference_settings(
     trained = next((path for path in (model, model / "adapter") if (path / "adapter_config.json").is_file()), None)
     if trained is not None and not (model / "hf" / "config.json").is_file():
         paths["default"] = trained
-        recorded = json.loads((trained / "adapter_config.json").read_text(encoding="utf-8")).get(
-            "base_model_name_or_path"
-        )
+        recorded = load_json((trained / "adapter_config.json").read_bytes()).get("base_model_name_or_path")
         source = snapshot(base or Path(recorded or ""), setting=f"base model of {trained} (or --base)")
         if not (source / "config.json").is_file():
             raise CheckpointError(
@@ -359,7 +357,7 @@ def run_template_options(export: Path | None) -> dict[str, Any]:
         return {}
     run_file = export.resolve().parent / "config.yaml"
     try:
-        values = yaml.safe_load(run_file.read_text(encoding="utf-8"))
+        values = load_yaml(run_file.read_text(encoding="utf-8"))
         options = (values.get("data") or {}).get("chat_template_options") or {}
     except (OSError, yaml.YAMLError, AttributeError):  # AttributeError: not the settings of a run
         return {}

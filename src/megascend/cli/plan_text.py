@@ -10,6 +10,7 @@ from rich.table import Column, Table
 from megascend.app.layout_plan import LayoutPlan, run_file
 from megascend.cli.dry_run_text import GIB, LAYOUT, plain
 from megascend.config import RunConfig
+from megascend.errors import redacted
 from megascend.io.paths import format_bytes
 from megascend.planning.hardware import Hardware
 from megascend.planning.pipeline import TimedPass
@@ -221,5 +222,5 @@ def _layout(candidate: Candidate) -> Mapping[str, Any]:
         "memory": {**candidate.memory.items, **candidate.memory.overhead},
         "memory_total": candidate.memory.total,
         "host_memory": dict(candidate.memory.host),
-        "settings": candidate.config.model_dump(mode="json", exclude_defaults=True),
+        "settings": redacted(candidate.config.model_dump(mode="json", exclude_defaults=True)),
     }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from megascend.cli.launch import EXIT_INTERRUPTED, EXIT_STOPPED, start_ranks, under_torchrun
+from megascend.errors import redacted
 
 if TYPE_CHECKING:
     from megascend.app.preflight import RunPlan
@@ -171,7 +172,9 @@ def show_config_command(
         layout = f"layout not checked: {settings.model} does not exist yet"
     else:
         layout = plan(settings.parallel, nproc, inspect_checkpoint(settings.model, mtp=settings.mtp).shape).describe()
-    typer.echo(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), nl=False)  # as they are declared
+    typer.echo(
+        yaml.safe_dump(redacted(settings.model_dump(mode="json")), sort_keys=False), nl=False
+    )  # as they are declared
     for line in layout.splitlines():
         # As comments: the output is a valid run file again.
         typer.echo(f"# {line}")

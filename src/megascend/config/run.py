@@ -46,7 +46,7 @@ from megascend.config.training import (
     Schedule,
     VisionTower,
 )
-from megascend.errors import ConfigError
+from megascend.errors import HIDDEN, ConfigError, hidden_entries
 
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[tuple[dict[str, Any], ...], Field(min_length=1)]
 """A text, or the messages of a conversation that the model continues with its turn."""
@@ -540,6 +540,10 @@ def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Pars
     """Check the settings ``values`` of a run file; modules beside it can be imported afterwards."""
     from megascend.config.plugins import check_loss, check_names, import_from
 
+    for key in hidden_entries(values):
+        raise ConfigError(
+            f"{path}: {key} was saved without its password ({HIDDEN}): write it again, or name it with --set"
+        )
     folder = Path(path).parent
     if Path(path).is_file():
         import_from(folder)

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from megascend.config.section import all_settings, is_optional, section_of
 from megascend.config.synonyms import SYNONYMS
 from megascend.errors import ConfigError
+from megascend.io.documents import yaml_loader
 
 logger = logging.getLogger(__name__)
 
@@ -166,10 +167,10 @@ def _parse(text: str, source: str, *, in_file: bool = False) -> Any:
 
 @cache
 def _loader() -> Any:
-    """Build a loader that refuses duplicate keys and keys that are not strings, unlike PyYAML's safe loader."""
+    """Build a loader that refuses duplicate keys and keys that are not strings, unlike PyYAML's."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml_loader()):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             lines: dict[Any, int] = {}
             for key_node, _ in node.value:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from megascend.config.synonyms import SYNONYMS, VALUES
-from megascend.errors import ConfigError
+from megascend.errors import ConfigError, redacted
 
 
 def explain(error: ValidationError, title: str, kind: type[BaseModel]) -> str:
@@ -85,7 +85,7 @@ def _name(annotation: Any) -> str:
 def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
     key = ".".join(str(part) for part in item["loc"])
     # pydantic's prefix of messages from a validator.
-    message, value = item["msg"].removeprefix("Value error, "), item["input"]
+    message, value = item["msg"].removeprefix("Value error, "), redacted(item["input"])
     if item["type"] == "extra_forbidden":
         return f"{key or title}: unknown setting (value {value!r:.200}){_advice(item['loc'], kind)}"
     # The most common mistake in YAML and on the command line: one value without brackets.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from megascend.data.findings import Findings
 from megascend.errors import DataError
 from megascend.huggingface.files import LFS_POINTER
+from megascend.io.documents import load_yaml
 from megascend.io.paths import real
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
@@ -204,9 +205,9 @@ class Card(NamedTuple):
         from datasets.info import DatasetInfosDict
 
         try:
+            configs = card_configs(path)  # first: it bounds what aliases repeat
             with _quiet():
                 infos = DatasetInfosDict.from_directory(str(path))
-                configs = card_configs(path)
                 if len(infos) > 1 or configs:
                     config_name = config_name if config_name in configs else _chosen_config(path, configs, None)
                     infos = {config_name: infos.get(config_name or "default")}
@@ -235,14 +236,14 @@ class Card(NamedTuple):
 
 def card_configs(root: Path) -> dict[str, dict[str, Any]]:
     """Return the configs that the card of a folder lists, by name."""
-    import yaml
-    from huggingface_hub import DatasetCard
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     values: dict[str, Any] = {}
-    if (root / CARD).is_file():
-        values |= DatasetCard.load(root / CARD).data.to_dict()
+    # Not by DatasetCard, which writes out what aliases in the card repeat, however often.
+    if (root / CARD).is_file() and (block := REGEX_YAML_BLOCK.search((root / CARD).read_text(encoding="utf-8"))):
+        values |= load_yaml(block[2]) or {}
     if (root / CARD_YAML).is_file():
-        values |= yaml.safe_load((root / CARD_YAML).read_text(encoding="utf-8")) or {}
+        values |= load_yaml((root / CARD_YAML).read_text(encoding="utf-8")) or {}
     return {str(config["config_name"]): config for config in values.get("configs") or []}
 
 

@@ -113,10 +113,11 @@ def load(engine: Engine, directory: Path, saved: CheckpointManifest, current: Ch
     counters = saved.optimizer if same_engine else _translate_counters(current.optimizer, saved.optimizer)
     if same_layout:
         state[_random_key(engine)] = None
+    reader = ChunkReader(directory)
     if same_engine or engine.trainable.frozen:
-        _check_names(state, directory, engine)
+        _check_names(state, reader, directory, engine)
     else:
-        translation = _translate(engine, state, directory, saved)
+        translation = _translate(engine, state, reader, directory, saved)
         for values in translation.padding:  # rows that no weight fills
             values.zero_()
         state = {**translation.reads}
@@ -129,7 +130,7 @@ def load(engine: Engine, directory: Path, saved: CheckpointManifest, current: Ch
             # torch warns that without torch.distributed it assumes a single process.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             # no_dist: every rank reads its own slices; a plan common to all ranks would cost collectives and gain nothing.
-            dcp.load(state, storage_reader=ChunkReader(directory), planner=SliceLoadPlanner(), no_dist=True)
+            dcp.load(state, storage_reader=reader, planner=SliceLoadPlanner(), no_dist=True)
     # CheckpointException is a BaseException in torch.
     except (Exception, CheckpointException) as error:  # noqa: BLE001  reported on every rank
         reason = f"{type(error).__name__}: {error}"
@@ -141,11 +142,11 @@ def load(engine: Engine, directory: Path, saved: CheckpointManifest, current: Ch
     engine.trainable.restore(saved.step, counters)
 
 
-def _check_names(state: Mapping[str, Any], directory: Path, engine: Engine) -> None:
+def _check_names(state: Mapping[str, Any], reader: ChunkReader, directory: Path, engine: Engine) -> None:
     """Compare an engine's tensors with those of a checkpoint of the same engine, before anything is changed."""
     problem, tensors = None, {}
     try:
-        tensors, objects = stored_tensors(directory)
+        tensors, objects = stored_tensors(reader)
         for name, value in state.items():
             if name not in tensors and name not in objects:
                 problem = f"it has no {name}"
@@ -153,22 +154,24 @@ def _check_names(state: Mapping[str, Any], directory: Path, engine: Engine) -> N
                 shape = tensors[name].shape if name in tensors else ()
                 if shape != value.shape and not value.may_differ:
                     problem = f"{name} has shape {shape}, here it has {value.shape}"
-    except Exception as error:  # noqa: BLE001  pickled metadata can fail in any way; reported on every rank
+    except Exception as error:  # noqa: BLE001  foreign metadata can fail in any way; reported on every rank
         problem = f"its metadata cannot be read: {error}"
     refusal = f"load: {directory} does not fit this model"
     _require_all_used(engine, directory, problem, list(state), tensors.keys(), lambda reason: f"{refusal}: {reason}")
 
 
-def _translate(engine: Engine, state: Mapping[str, Any], directory: Path, saved: CheckpointManifest) -> Translation:
+def _translate(
+    engine: Engine, state: Mapping[str, Any], reader: ChunkReader, directory: Path, saved: CheckpointManifest
+) -> Translation:
     """Plan reading this rank's tensors from a checkpoint of another engine. Collective; changes nothing."""
     problem, translation, stored = None, Translation(), {}
     engine_slices = engine.hf_slices()
     try:
         stored = hf_slices.read(directory)
-        translation = hf_slices.translate(state, engine_slices, stored, stored_tensors(directory)[0])
+        translation = hf_slices.translate(state, engine_slices, stored, stored_tensors(reader)[0])
     except CheckpointError as error:
         problem = str(error)
-    except Exception as error:  # noqa: BLE001  pickled metadata can fail in any way; reported on every rank
+    except Exception as error:  # noqa: BLE001  foreign metadata can fail in any way; reported on every rank
         problem = f"its metadata cannot be read: {error}"
     weights = {hf_slice.weight for slices in stored.values() for hf_slice in slices}
 

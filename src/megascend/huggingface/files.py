@@ -14,6 +14,7 @@ from typing import Any
 
 from megascend.errors import CheckpointError
 from megascend.io.atomic import replacing
+from megascend.io.documents import load_json
 
 # Files other than weights that transformers needs to load a directory.
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
@@ -27,6 +28,8 @@ LFS_POINTER = b"version https://git-lfs"
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = f"{WEIGHT_FILE}.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
+MAX_COUNT = 100_000
+"""Most layers, experts or heads of a model."""
 _SHARD_OF_RANKS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -47,14 +50,18 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     config = _json_object(path)
     if not config.get("model_type"):
         raise CheckpointError(f"{path} names no model_type")
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name, value in section.items():
+            # Loops of transformers and Megatron go over them, and none ends at a billion.
+            if name.endswith(("_layers", "_experts", "_heads")) and isinstance(value, int) and value > MAX_COUNT:
+                raise CheckpointError(f"{path}: {name} is {value}; at most {MAX_COUNT} are read")
     return config
 
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
-    # json raises RecursionError for deeply nested input.
-    except (ValueError, RecursionError) as error:  # not JSON, or not even text
+        value = load_json(path.read_bytes())
+    except ValueError as error:  # not JSON, or not even text
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 
 from megascend.errors import MissingDependencyError
+from megascend.rollout.controller.address import unbracketed
 from weightwire.errors import TransportError, UpdateError
 from weightwire.group import Group, Listener, connect, join
 from weightwire.manifest import Manifest, TensorSpec
@@ -90,7 +91,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
         if self._listener is None:
             import ray
 
-            self._listener = Listener(self._host or ray.util.get_node_ip_address().strip("[]"))
+            self._listener = Listener(self._host or unbracketed(ray.util.get_node_ip_address()))
         # A token per update: keys of an earlier, failed one stay in the listener's store.
         return {"host": self._listener.host, "port": self._listener.port, "token": uuid.uuid4().hex}
 

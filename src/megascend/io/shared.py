@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megascend.io.atomic import honour_umask, put_in_place
 from megascend.io.paths import followed, make_directory, remove
+from megascend.surroundings import private_folder
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -117,10 +118,11 @@ def locked(path: Path, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
 
     Raises:
         TimeoutError: another one has held it for ``timeout_s``.
+        ConfigError: another user may write to the folder of the locks.
     """
     key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    locks = Path(tempfile.gettempdir()) / f"megascend-locks-{os.getuid()}"  # not beside `path`: lock files remain
-    locks.mkdir(exist_ok=True)
+    # Not beside `path`: lock files remain.
+    locks = private_folder(Path(tempfile.gettempdir()) / f"megascend-locks-{os.getuid()}")
     try:
         lock = hold(locks / f"{key}.lock", timeout_s)
     except TimeoutError as error:

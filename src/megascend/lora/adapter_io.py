@@ -26,6 +26,7 @@ from megascend.config.data import ProblemType
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.files import weight_files
 from megascend.io.atomic import is_replaceable, replacing_directory
+from megascend.io.documents import load_json
 from megascend.io.hashing import digest
 from megascend.lora import peft_format
 from megascend.lora.factors import Factors
@@ -106,7 +107,7 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
             raise CheckpointError(f"{path} has {OPTIMIZER} but no {STATE}; it is not complete")
         return SavedAdapter(lora, values)
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = load_json((path / STATE).read_bytes())
         if state.get("format") != FORMAT:
             raise CheckpointError(f"{path / STATE} has format {state.get('format')!r}; this megascend reads {FORMAT}")
         for name, expected in state["sha256"].items():
@@ -150,7 +151,7 @@ def _head_of(state: Mapping[str, Any]) -> dict[str, Any]:
 def read_head(path: Path) -> tuple[tuple[str, ...], ProblemType | None] | None:
     """Return labels and problem type of a saved adapter's head, if they are recorded."""
     try:
-        head = _head_of(json.loads((path / STATE).read_text(encoding="utf-8")))
+        head = _head_of(load_json((path / STATE).read_bytes()))
     except FileNotFoundError:  # peft writes none
         return None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Collection, Iterable, Mapping
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from megascend.config import Lora
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import abbreviated
+from megascend.io.documents import load_json
 from megascend.lora.factors import Factors
 from megascend.lora.peft_tensors import CONFIG, EXPERT_PARAMETERS, WEIGHTS, is_expert_parameter, to_factors, to_tensors
 from megascend.lora.target_modules import HEAD, matches
@@ -84,7 +86,7 @@ def _load_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing; expected a folder that peft's save_pretrained wrote")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = load_json(path.read_bytes())
     except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
         raise CheckpointError(f"{path.name} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
@@ -116,7 +118,9 @@ _RENAMED_BY_PEFT = ("gate_proj", "up_proj", "down_proj", "gate")
 _PLAIN_INIT = ("true", "false", "none", "gaussian", "orthogonal", "eva", "mica")
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "target_modules": (list, str),
+    "exclude_modules": (list, str),
     "target_parameters": list,
+    "layers_pattern": (list, str),
     "rank_pattern": dict,
     "alpha_pattern": dict,
     "use_rslora": bool,
@@ -241,30 +245,48 @@ def to_lora(config: Mapping[str, Any], names: Collection[str]) -> Lora:
 
 def targeted(config: Mapping[str, Any], adaptable: Iterable[str]) -> set[str]:
     """Return the base model's projections that peft would adapt with a configuration that :func:`check_plain` accepted."""
-    modules, excluded = config.get("target_modules"), config.get("exclude_modules")
+    adaptable = list(adaptable)
+    modules = [name for name in adaptable if not is_expert_parameter(name)]
+    names = _matching(config, "target_modules", modules) - _matching(config, "exclude_modules", modules)
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or r"[^.]+"
-    numbers = {layers} if isinstance(layers, int) else set(layers or ())
-    layer_pattern = re.compile(rf"\.(?:{'|'.join([pattern] if isinstance(pattern, str) else pattern)})\.(\d+)\.")
-    parameters = _parameters(config)
-    names = set()
-    for name in adaptable:
-        layer = layer_pattern.search(f".{name}")
-        other_layer = layers is not None and (layer is None or int(layer[1]) not in numbers)
-        if is_expert_parameter(name):
-            is_target = matches(name, parameters)
-        else:
-            is_target = _matches_setting(modules, name) and not other_layer and not _matches_setting(excluded, name)
-            is_target = is_target or matches(name, parameters)
-        if is_target:
-            names.add(name)
-    return names
+    if layers is not None:
+        numbers = {str(number) for number in ([layers] if isinstance(layers, int) else layers)}
+        layer_pattern = rf".*?\.(?:{'|'.join([pattern] if isinstance(pattern, str) else pattern)})\.(\d+)\..*"
+        found = _matches_of("layers_pattern", layer_pattern, [f".{name}" for name in modules])
+        names = {name for name in names if (layer := found.get(f".{name}")) and str(int(layer[-1])) in numbers}
+    return names | {name for name in adaptable if matches(name, _parameters(config))}
 
 
-def _matches_setting(targets: Any, name: str) -> bool:
-    """Check whether ``target_modules`` or ``exclude_modules`` (suffixes, a pattern or ``all-linear``) match a module."""
-    if isinstance(targets, str):
-        return matches(name, "all-linear") if targets == "all-linear" else re.fullmatch(targets, name) is not None
-    return matches(name, targets or ())
+def _matching(config: Mapping[str, Any], field: str, names: Sequence[str]) -> set[str]:
+    """Return the modules that a field (suffixes, a pattern or ``all-linear``) matches."""
+    targets = config.get(field) or ()
+    if isinstance(targets, str) and targets != "all-linear":
+        return set(_matches_of(field, targets, names))
+    return {name for name in names if matches(name, targets)}
+
+
+MATCH_S = 5
+# A pattern can take years (the time doubles with each character of a name), and re cannot be interrupted.
+_MATCHER = f"""
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({MATCH_S}, {MATCH_S}))
+resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+pattern, names = json.load(sys.stdin)
+found = {{name: re.fullmatch(pattern, name) for name in names}}
+json.dump({{name: match.groups() for name, match in found.items() if match}}, sys.stdout)
+"""
+
+
+def _matches_of(field: str, pattern: str, names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the groups of each name that ``pattern`` matches, from another process with a limit of its processor time."""
+    command = [sys.executable, "-I", "-S", "-c", _MATCHER]
+    child = subprocess.run(command, input=json.dumps([pattern, names]), capture_output=True, text=True, check=False)
+    if child.returncode:
+        reason = child.stderr.strip().rpartition("\n")[2][:80] or f"it takes more than {MATCH_S} s"
+        raise CheckpointError(
+            f"{CONFIG}: {field} cannot be matched: {reason}; write the names of the modules as a list"
+        )
+    return json.loads(child.stdout)
 
 
 def _parameters(config: Mapping[str, Any]) -> list[str]:

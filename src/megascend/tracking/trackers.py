@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megascend.errors import redacted
 from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
 from megascend.tracking.registry import OpenTracker, RunOutcome, TrackedRun, Tracker, log_rollouts, opener
@@ -116,6 +117,7 @@ class Trackers:
                 fresh.write_text(json.dumps(ids, indent=1) + "\n", encoding="utf-8")
 
     def _failed(self, name: str, problem: str) -> None:
+        problem = redacted(problem)
         logger.warning("tracker %s: %s; training continues", name, problem)
         self._on_failure(name, problem)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from weightwire.asgi import Message, Receive, Scope, Send, check_head, read_body, unless_gone
 from weightwire.auth import Verifier, sign_answer
-from weightwire.errors import AuthError, NotServingError, WireError, to_json
+from weightwire.errors import AuthError, InstanceError, NotServingError, WireError, to_json
 from weightwire.keys import Key, load_key
-from weightwire.remote_engine import CALLS, Arguments, read_call
+from weightwire.remote_engine import AUDIENCE, CALLS, Arguments, read_call
 from weightwire.vllm.control import LONGEST_LEASE_S, Control, OwnedEngine
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Guard:
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: Key | None = None) -> None:
         self._app = app
         self._key = load_key(key)
-        self._verifier = Verifier(self._key, bearer=BEARER)
+        self._verifier = Verifier(self._key, audience=AUDIENCE, bearer=BEARER)
         # Created at the first request, whose scope leads to vLLM's engine client.
         self._control: Control | None = None
 
@@ -180,14 +180,17 @@ class Guard:
     async def _refuse(
         self, error: WireError, scope: Scope, send: Send, nonce: str = "", status: int | None = None
     ) -> None:
+        answer = to_json(error)
+        # The first request of every caller; the answer tells it how to sign the next.
+        if isinstance(error, InstanceError):
+            nonce, answer["instance"] = error.nonce, self._verifier.instance
         # Logged here alone: other errors reach a caller who has the key.
-        if isinstance(error, AuthError):
+        elif isinstance(error, AuthError):
             log.warning("%s %s from %s refused: %s", scope["method"], scope["path"], scope.get("client"), error)
         # The most specific class first, as its bases may be in the table too.
         kinds = (kind.__name__ for kind in type(error).__mro__)
-        await self._send(
-            status or next((STATUS[kind] for kind in kinds if kind in STATUS), 500), to_json(error), send, nonce
-        )
+        status = status or next((STATUS[kind] for kind in kinds if kind in STATUS), 500)
+        await self._send(status, answer, send, nonce)
 
     async def _send(self, status: int, answer: dict[str, Any], send: Send, nonce: str) -> None:
         body = json.dumps(answer).encode()

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -299,10 +300,12 @@ class _Copy(BackgroundThread):
 
 def _adapters_directory() -> Path:
     directory = Path(tempfile.gettempdir()) / f"weightwire-{os.getuid()}"
-    # In a directory that everyone may write to, another user could have prepared this name: hence the look at its owner.
-    directory.mkdir(mode=0o700, exist_ok=True)
-    if directory.stat().st_uid != os.getuid():
-        raise UpdateError(f"{directory} belongs to another user")
+    # In a directory that everyone may write to, another user could have prepared this name, or a link to a directory of ours.
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise UpdateError(f"{directory} is a link, another user's, or open to others: remove it, or set TMPDIR")
     return directory
 
 

@@ -105,7 +105,7 @@ def test_flipped_bit_is_refused(served: Served, where: int, bit: int) -> None:
     """Refuse a change of any signed part; unsigned parts, such as the host's name, do not matter."""
     body = served.call("/v1/status")
     request = bytearray(served.request("/v1/status", body))
-    value = request.index(b"Weightwire1")
+    value = request.index(b"Weightwire2")
     first_line, header = range(request.index(b" HTTP")), range(value, request.index(b"\r", value))
     index = where % len(request)
     request[index] ^= 1 << bit
@@ -243,6 +243,6 @@ def test_verifier_runs_before_the_body_is_read(served: Served, monkeypatch: pyte
     check = Verifier.check_head
     monkeypatch.setattr(Verifier, "check_head", lambda self, *head: checks.append(head) or check(self, *head))
     with served.connect() as connection:
-        connection.sendall(served.head("/v1/claim", 19_000, {"Authorization": "Weightwire1 forged"}))
+        connection.sendall(served.head("/v1/claim", 19_000, {"Authorization": "Weightwire2 forged"}))
         assert read_response(connection)[0] == 401
     assert len(checks) == 1

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from controller_doubles import KEY, BlockingClient, ManualClock, a_seal, an_offer, until
 
-from megascend.errors import ControllerRestartedError, LeaseLapsedError, RolloutTaskError
-from megascend.rollout.controller.address import read_address
+from megascend.errors import ControllerError, ControllerRestartedError, LeaseLapsedError, RolloutTaskError
+from megascend.rollout.controller.address import Address, read_address, unbracketed
 from weightwire.engine_calls import LoopThread
 from weightwire.keys import ENVIRONMENT, Key
 
@@ -151,3 +151,18 @@ def test_signal_resumes_engines_and_ends_the_controller(tmp_path: Path, number: 
         assert not job.publish.exists()
         assert "Traceback" not in stderr
         assert KEY not in stderr
+
+
+@pytest.mark.parametrize("host", ["::1", "fd00::2", "10.0.0.1", "node-3"])
+def test_brackets_around_an_address_are_left_out(host: str) -> None:
+    """Read the address of a node with or without brackets, as different versions of Ray return it."""
+    assert unbracketed(host) == host
+    if ":" in host:
+        assert unbracketed(f"[{host}]") == host
+        assert read_address(f"[{host}]:80") == Address(host, 80)
+
+
+@pytest.mark.parametrize("host", ["[::1", "::1]", "[[::1]]", "[10.0.0.1]", "[node-3]", "[]", "x[::1]"])
+def test_other_brackets_are_refused(host: str) -> None:
+    with pytest.raises(ControllerError, match="is not an address"):
+        read_address(f"{host}:80")

@@ -90,13 +90,18 @@ def double(monkeypatch: pytest.MonkeyPatch) -> SamplingEngine:
 
 
 @pytest.fixture
-def address(double: SamplingEngine) -> Iterator[str]:
+def guards() -> list[Guard]:
+    """Return the guard of the server, which a test replaces to restart it."""
+    return [Guard(lambda *_: pytest.fail("passed on"), KEY)]
+
+
+@pytest.fixture
+def address(double: SamplingEngine, guards: list[Guard]) -> Iterator[str]:
     """Serve a double of vLLM behind the real guard."""
-    guard = Guard(lambda *_: pytest.fail("passed on"), KEY)
     state = SimpleNamespace(engine_client=double)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
-        await guard({**scope, "app": SimpleNamespace(state=state)}, receive, send)
+        await guards[0]({**scope, "app": SimpleNamespace(state=state)}, receive, send)
 
     with LoopThread("vllm") as thread:
         server = uvicorn.Server(uvicorn.Config(application, port=0, lifespan="off", log_config=None, log_level="error"))
@@ -110,6 +115,48 @@ def address(double: SamplingEngine) -> Iterator[str]:
 
 def client(address: str, **options: Any) -> VllmEngine:
     return VllmEngine(address, key=KEY, **options)
+
+
+def test_recorded_requests_count_at_no_other_server(address: str, guards: list[Guard]) -> None:
+    """Replay all requests of a client at another server of the job, and at one after its restart; the client itself continues."""
+    recorded: list[tuple[Any, bytes]] = []
+    first = guards[0]
+
+    async def record(scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+
+        async def replay() -> Any:
+            return message
+
+        recorded.append((scope, message.get("body", b"")))
+        await first(scope, replay, send)
+
+    async def status(guard: Guard, scope: Any, body: bytes) -> int:
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await guard(scope, receive, send)
+        return sent[0]["status"]
+
+    async def act() -> None:
+        guards[0] = record  # type: ignore[assignment]
+        engine = client(address, owner="trainer")
+        await engine.claim()
+        await engine.pause(30.0)
+        assert [scope["path"].rpartition("/")[2] for scope, _ in recorded] == ["info", "claim", "claim", "pause"]
+        restarted = Guard(lambda *_: pytest.fail("passed on"), KEY)
+        for guard in (first, restarted, Guard(lambda *_: pytest.fail("passed on"), KEY)):
+            assert {await status(guard, *request) for request in recorded} == {401}
+        guards[0] = restarted
+        assert (await engine.info())["owner"] is None
+        await engine.claim()
+
+    asyncio.run(act())
 
 
 def test_an_update_reaches_both_workers_and_versions_are_reported(address: str, double: SamplingEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,11 +60,28 @@ class PublishedAddress:
             self._lock.release()
 
 
+def unbracketed(host: str) -> str:
+    """Return an address without the brackets that belong around an IPv6 one in a URL, and that versions of Ray add or leave out.
+
+    Raises:
+        ControllerError: there is no IPv6 address in the brackets.
+    """
+    if "[" not in host and "]" not in host:
+        return host
+    try:
+        ipaddress.IPv6Address(bare := host[1:-1])
+    except ValueError:
+        bare = "?"
+    if host != f"[{bare}]":
+        raise ControllerError(f"{host!r:.80} is not an address: write an IPv6 address as [::1]")
+    return bare
+
+
 def read_address(source: str | Path) -> Address:
     """Read an address from its file, or parse ``HOST:PORT``."""
     host, colon, port = str(source).rpartition(":")
     if colon and port.isascii() and port.isdigit() and "/" not in str(source):
-        return Address(host.strip("[]"), int(port))
+        return Address(unbracketed(host), int(port))
     try:
         with open(source, "rb") as stream:
             data = json.loads(stream.read(4096))

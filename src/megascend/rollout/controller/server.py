@@ -113,9 +113,12 @@ class ControllerServer(ClosedOnce):
         self._publish = publish
         self._advertise = advertise
         self._published: PublishedAddress | None = None
-        # Twice as many nonces as replies: a repeated call has the same id and a new nonce.
         self._verifier = verifier or Verifier(
-            key, audience=AUDIENCE, bearer=BEARER if bearer else None, max_nonces=max(2**16, 2 * max_replies)
+            key,
+            audience=AUDIENCE,
+            bound=False,  # a call's body names the instance
+            bearer=BEARER if bearer else None,
+            max_nonces=max(2**16, 2 * max_replies),  # a repeated call has the same id and a new nonce
         )
         self._replies = Replies(keep_s=keep_s, max_replies=max_replies)
         self._limits = limits or HttpLimits()
@@ -224,10 +227,10 @@ class ControllerServer(ClosedOnce):
             for name, value in request.scope["headers"]
         ]
         try:
-            grant = self._admit(request.scope)
+            if self._admit(request.scope).nonce:  # the body of a callback names no instance
+                raise Refusal(401, "a callback is not signed: it needs the bearer token")
             with self._room(request):
                 body = await read_body(request.receive, self._limits.max_body_bytes, self._limits.body_timeout_s)
-                grant.check_body(body)
                 # Shielded: a call that has begun on the engines ends, even if its caller disconnects.
                 status, answer = await asyncio.shield(self._areal.answer(request.path_params["name"], body))
         except (Refusal, WireError) as error:

@@ -19,12 +19,12 @@ from typing import Any
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError
 from megascend.rollout.http_client import Answer, EngineServer
 from weightwire.auth import ANSWER_HEADER, check_answer, sign
-from weightwire.errors import AuthError, WireError, from_json
+from weightwire.errors import AuthError, InstanceError, WireError, from_json
 from weightwire.keys import Key, load_key
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer
 from weightwire.plan import Region
-from weightwire.remote_engine import RemoteEngine
+from weightwire.remote_engine import AUDIENCE, RemoteEngine
 
 REINSTALL = "its receiver is not of this version: install ./receiver there again"
 PREFIX = "/weightwire/"
@@ -71,6 +71,7 @@ class VllmEngine(RemoteEngine):
         self._key = load_key(key)
         # The suffix tells two processes of one trainer apart: the older one loses the engine.
         self.owner = f"{owner or f'{socket.gethostname()}:{os.getpid()}'}#{uuid.uuid4().hex[:8]}"
+        self._instance = ""  # of the server's process, which states it
         self._lease_s, self._take_over = lease_s, take_over
         self.answer_s = generate_timeout_s
 
@@ -153,9 +154,23 @@ class VllmEngine(RemoteEngine):
             await asyncio.sleep(0.2 * 2 ** (ATTEMPTS - 1 - attempts_left) * (0.5 + random.random()))
 
     async def _once(self, call: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        target, body = PREFIX + call, json.dumps({"owner": self.owner, **arguments}).encode()
+        if not self._instance:
+            # In a request without a body: a server that refuses a long one may close the connection before its answer is read.
+            with contextlib.suppress(InstanceError):
+                await self._send("info", b"", timeout_s)
+        body = json.dumps({"owner": self.owner, **arguments}).encode()
+        try:
+            return await self._send(call, body, timeout_s)
+        except InstanceError:  # it was restarted, and has not executed the call
+            return await self._send(call, body, timeout_s)
+        except EngineLostError:
+            self._instance = ""
+            raise
+
+    async def _send(self, call: str, body: bytes, timeout_s: float) -> dict[str, Any]:
+        target = PREFIX + call
         # Signed anew for each attempt: the server accepts a nonce once.
-        signed = sign(self._key, "POST", target, body)
+        signed = sign(self._key, "POST", target, body, audience=AUDIENCE, instance=self._instance)
         answer = await self._server.ask(target, body, signed.headers, timeout_s, label=call)
         return self._read(call, answer, signed.nonce)
 
@@ -164,10 +179,12 @@ class VllmEngine(RemoteEngine):
         # vLLM's own errors, and proxies, answer without a signature.
         if ANSWER_HEADER not in answer.headers:
             text = answer.body[:300].decode("utf-8", "replace")
-            hint = "; only servers started by python -m weightwire.vllm have this route: plain vLLM and SGLang do not"
-            raise EngineError(
-                f"{source}: status {answer.status}, not signed: {text}{hint if answer.status == 404 else ''}"
-            )
+            hint = f"; {REINSTALL}" if "not of the form" in text else ""
+            if answer.status == 404:
+                hint = (
+                    "; only servers started by python -m weightwire.vllm have this route: plain vLLM and SGLang do not"
+                )
+            raise EngineError(f"{source}: status {answer.status}, not signed: {text}{hint}")
         try:
             check_answer(self._key, nonce, answer.status, answer.body, answer.headers[ANSWER_HEADER])
             fields = json.loads(answer.body)
@@ -176,6 +193,9 @@ class VllmEngine(RemoteEngine):
         if answer.status == 200:
             return fields
         error = from_json(fields, source)
+        if isinstance(error, InstanceError):
+            self._instance = str(fields["instance"])
+            raise error
         # An older receiver on the other side does not know the route.
         if "there is no POST" in str(error) or "unknown fields claim" in str(error):
             raise EngineError(f"{error}; {REINSTALL}")
