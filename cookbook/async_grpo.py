@@ -252,8 +252,8 @@ def main() -> None:
         # Engines on GPUs and NPUs compute in bf16, and so does the trainer then. Local engines (transformers) run on the CPU.
         on_devices = runtime.platform.name != "cpu" and set(arguments.engine) != {"local"}
         precision = "bf16" if on_devices else "fp32"
+        from megascend.app.generation import stop_tokens
         from megascend.app.plot import Panel, plot_metrics
-        from megascend.app.rl.engines import stop_tokens
         from megascend.app.rl.learn import learn
         from megascend.app.rl.rollouts import SharedRollouts
         from megascend.app.rl.set_up import fingerprint
@@ -318,7 +318,9 @@ def main() -> None:
             print(f"{len(engines)} engines after {time.perf_counter() - start:.0f} s", flush=True)
 
             # Everything that waits for engines runs on the collector's thread.
-            stop = stop_tokens(tokenizer, [] if arguments.data else [STOP])
+            stop = stop_tokens(tokenizer, arguments.model)
+            if not arguments.data:
+                stop.add(tokenizer.convert_tokens_to_ids(STOP))
 
             def decode(tokens: Sequence[int]) -> str:
                 return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -326,7 +328,7 @@ def main() -> None:
             task = Task(
                 GradedResponses(lambda prompt: prompt_tokens(prompt, tokenizer), decode, grade),
                 decode,
-                sampling=Sampling(max_tokens=arguments.max_tokens, stop_token_ids=stop, seed=0),
+                sampling=Sampling(max_tokens=arguments.max_tokens, stop_token_ids=tuple(stop), seed=0),
                 group_size=arguments.responses,
                 max_equal_groups=max(10 * arguments.prompts, 100),
             )

@@ -158,8 +158,8 @@ def _converter(feature: Any) -> Callable[[Any], Any] | None:
     if isinstance(feature, datasets.ClassLabel):
         return lambda value: label_name(feature, value)
     if isinstance(feature, getattr(datasets, "Json", ())):  # of datasets 4.7 and later
-        decode: Any = feature.decode_example
-        return lambda value: decode(value) if isinstance(value, str) else value
+        json_type: Any = feature
+        return lambda value: json_type.decode_example(value) if isinstance(value, str) else value
     return None
 
 

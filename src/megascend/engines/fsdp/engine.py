@@ -352,7 +352,9 @@ class FsdpSubject(TransformersSubject):
         sample_index = torch.cat([torch.full_like(sample, index) for index, sample in enumerate(positions)])
         self._rotary.enter_samples(sample_index.view(rows.shape), lengths)
         packed = tuple(lengths) if self.packing else None
-        options = {attention.KEYWORD: attention.sample_lengths(packed, None, rows.device, torch.float32)}
+        options: dict[str, Any] = {
+            attention.KEYWORD: attention.sample_lengths(packed, None, rows.device, torch.float32)
+        }
         products: list[Any] = []
         # The head's product is replaced by the engine's own, chunked one: a model that scales or caps its logits
         # afterwards would silently lose that.
