@@ -325,6 +325,10 @@ BAD_BATCHES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
         forward_backward(on_rank_1(lambda: sample(5, 6, target_ids=[6, 4000]))),
         ["rank 1: sample 4 has target_ids 4000", "[0, 320)"],
     ),
+    "ignored target with a weight": (
+        forward_backward(on_rank_1(lambda: sample(5, 6, target_ids=[6, -100]))),
+        ["rank 1: sample 4 has target_ids -100", "set its weight to 0"],
+    ),
     "token ids in place of a sample": (
         forward_backward(lambda rank: [*good(rank), [1, 2, 3]] if rank == 1 else good(rank)),
         ["rank 1: sample 4 is of type list", "Sample.causal(token_ids)"],

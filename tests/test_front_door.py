@@ -239,5 +239,3 @@ def test_ignored_target_needs_weight_0() -> None:
     import megascend
 
     assert megascend.Sample([1, 2], [-100, 3], [0, 1]).target_ids.tolist() == [0, 3]
-    with pytest.raises(megascend.DataError, match=r"target_ids\[1\] is -100"):
-        megascend.Sample([1, 2], [3, -100], [1, 1])

@@ -80,8 +80,6 @@ class Sample:
         self.weights = _vector(self.weights, "weights", torch.float32)
         if len(self.target_ids) == len(self.weights):
             self.target_ids = self.target_ids.masked_fill((self.target_ids == IGNORED) & (self.weights == 0), 0)
-        if len(ignored := (self.target_ids == IGNORED).nonzero()):
-            raise DataError(f"target_ids[{int(ignored[0])}] is -100, which is no token; set its weight to 0")
         for name in TOKEN_FIELDS:
             if getattr(self, name) is not None:
                 setattr(self, name, self._field(getattr(self, name), name))

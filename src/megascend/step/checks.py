@@ -10,7 +10,7 @@ from torch import Tensor
 from megascend.batch import images
 from megascend.batch.loss import MARGIN, Loss
 from megascend.batch.losses import CLASSIFICATION
-from megascend.batch.sample import Sample
+from megascend.batch.sample import IGNORED, Sample
 from megascend.engines import router_replay
 from megascend.engines.base import Engine
 from megascend.errors import ConfigError, DataError
@@ -39,9 +39,10 @@ def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
             # On the host: on a GPU an index outside the embedding is an assertion that breaks the process's device.
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= vocab_size:
+                ignored = name == "target_ids" and low == IGNORED
                 raise DataError(
-                    f"sample {index} has {name} {low if low < 0 else high}, outside the vocabulary "
-                    f"[0, {vocab_size}); does the tokenizer belong to this model?"
+                    f"sample {index} has {name} {low if low < 0 else high}, outside the vocabulary [0, {vocab_size}); "
+                    + ("set its weight to 0" if ignored else "does the tokenizer belong to this model?")
                 )
         if sample.candidates is not None and int(sample.candidates.ids.max()) >= vocab_size:
             raise DataError(
