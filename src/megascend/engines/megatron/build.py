@@ -175,9 +175,8 @@ def build_config(
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     check_recompute(recompute, arguments)
     if arguments.get("multi_latent_attention"):
-        if (
-            rope
-        ):  # mcore-bridge reads both from every YaRN; without them transformers leaves the scale of scores as it is
+        if rope:
+            # mcore-bridge reads both from every YaRN; without them transformers leaves the scale of scores as it is.
             arguments["rope_scaling"] = {"mscale": 0.0, "mscale_all_dim": 0.0} | rope
         # MindSpeed reads it while the configuration is created, before it can refuse the model by name; mcore-bridge sets this
         # value only when it builds the model.
