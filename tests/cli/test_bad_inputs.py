@@ -104,7 +104,8 @@ def test_bad_input_as_a_command(name: str, folder: Path) -> None:
 def check(bad: Bad, code: object, out: str, err: str) -> None:
     assert code == 2, err
     assert out == "", "error messages go to stderr"
-    first, *continuation = err.splitlines()
+    # What had begun before is no message of the error.
+    first, *continuation = [line for line in err.splitlines() if not line.startswith("megascend: ")]
     assert first.split(":")[0].split(" ")[0].endswith("Error"), err
     assert all(line.startswith("  ") for line in continuation), f"more than one message:\n{err}"
     missing = [word for word in bad.words if word not in err]

@@ -79,14 +79,14 @@ OPTIONS = {
     "new-model: below a file": command(
         "new-model data.jsonl/new", says="data.jsonl/new cannot be written | data.jsonl is not a directory"
     ),
-    "export: type": command("export model new --dtype fp8", says="--dtype | 'fp8' | 'fp32'"),
+    "export: type": command("export model new --dtype fp8", says="--dtype | 'fp8' | fp32"),
     "export: nothing there": command("export nowhere new", says="no checkpoint at nowhere"),
     "generate: a name on the Hub": command(
         "generate Qwen/Qwen3-8B@main nothing.jsonl",
-        says="no checkpoint at Qwen/Qwen3-8B@main | hf download Qwen/Qwen3-8B --revision main --local-dir",
+        says="Qwen/Qwen3-8B@main | does not exist here | Hugging Face Hub",
     ),
     "init: a name on the Hub": command(
-        "init sft Qwen/Qwen3-8B", says="Qwen/Qwen3-8B: no model is there | hf download Qwen/Qwen3-8B --local-dir"
+        "init sft Qwen/Qwen3-8B", says="Qwen/Qwen3-8B | does not exist here | Hugging Face Hub"
     ),
     "export: no model": command("export . new", says="config.json | not a Hugging Face checkpoint"),
     "export: no adapter": command("export model new --adapter data.jsonl", says="--adapter data.jsonl | adapter_config.json"),
