@@ -31,7 +31,8 @@ def announce(phase: str) -> None:
     if PHASES.hasHandlers():
         PHASES.info("megascend: %s", phase)
     elif sys.stderr is not None:
-        print(f"megascend: {phase}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # a closed terminal, a full disk, a closed stream
+            print(f"megascend: {phase}", file=sys.stderr, flush=True)
 
 
 def is_installed(package: str) -> bool:
