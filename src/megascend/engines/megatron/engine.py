@@ -574,6 +574,10 @@ class MegatronEngine(Engine):
     def close(self) -> None:
         if self.graphs is not None:
             self.graphs.clear()
+        # Megatron-Core's cache of rotary embeddings would keep their modules, with a process group and its threads.
+        for module in (module for chunk in self.bare_chunks for module in chunk.modules()):
+            if clear := getattr(type(module).forward, "cache_clear", None):
+                clear()
 
 
 class CollectableDDP(DistributedDataParallel):
