@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from megascend import errors
 from megascend.app.resume import differences
 from megascend.app.train import train
+from megascend.bootstrap.runtime import Runtime
 from megascend.checkpoint import manifest
 from megascend.cli.main import app
 from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
@@ -91,7 +92,7 @@ def test_refused_settings_show_no_password(tmp_path: Path) -> None:
         assert not any(secret in text for secret in SECRETS)
 
 
-def test_run_saves_no_password_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_saves_no_password_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
     """Give the tracker its password; find it in no file and in no line of output; resume from the original settings."""
     write_checkpoint(tmp_path / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"number {n}"}) + "\n" for n in range(4)))
@@ -103,7 +104,7 @@ def test_run_saves_no_password_and_resumes(tmp_path: Path, monkeypatch: pytest.M
             output=output,
             data={"path": tmp_path / "texts.jsonl", "global_batch_size": 2},
             steps=steps,
-            engine="single",
+            engine="megatron",
             platform="cpu",
             precision="fp32",
             self_check=False,

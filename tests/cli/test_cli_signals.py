@@ -136,7 +136,7 @@ def test_signal_saves_and_stops_even_if_output_is_lost(
     )
     assert completed.returncode == 75, completed.stderr
     assert_saved(run, number.name)
-    assert lost(run) == (set() if output == "kept" else {"stdout"})  # nothing was written to stderr
+    assert lost(run) == (set() if output == "kept" else {"stdout", "stderr"})
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_run_with_lost_output_finishes(folder: Path, tmp_path: Path, output: str
         *arguments(run, 6), directory=folder, timeout_s=DEADLINE_S, variables=variables(folder, run, output)
     )
     assert completed.returncode == 0, completed.stderr
-    assert (len(read_run(run).metrics), lost(run), events(run)[-1]["event"]) == (6, {"stdout"}, "finished")
+    assert (len(read_run(run).metrics), lost(run), events(run)[-1]["event"]) == (6, {"stdout", "stderr"}, "finished")
     assert (run / "hf" / "model.safetensors").is_file()
 
 

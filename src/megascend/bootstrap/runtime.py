@@ -293,7 +293,9 @@ def bootstrap(
     # Under `megascend run` an import hook would call the bootstrap; this program has called it first.
     if (hook := sys.modules.get("megascend_run")) is not None:
         hook.disarm()
-    is_open = engine is None and provider is None
+    chosen = choose(platform)
+    # On an NPU Megatron is patched at once: what is imported first there cannot be mended later.
+    is_open = engine is None and provider is None and chosen.device_type != "npu"
     engine = engine or engines.DEFAULT
     needs, versions = _needs(engine, provider), installed_versions()
     # Without Megatron-Core only another engine can follow; it checks its own packages.
@@ -302,7 +304,6 @@ def bootstrap(
     needs_provider = needs.megatron and has_megatron
     if needs_provider:
         require_undeclared(stack)
-    chosen = choose(platform)
     setup = ProviderSetup(chosen, stack, parallel or Parallel())
     patcher = _create_provider(provider, setup) if needs_provider else None
     runtime = Runtime(chosen, stack, engine, patcher, bool(tf32), affinity or "none", _is_open=is_open)

@@ -7,13 +7,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from megascend.config.data import ProblemType, default_labels
 from megascend.data.messages import LARGEST_NUMBER, decoded
 from megascend.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LIST_LIMIT = 12
 """Most labels that are listed in a message."""
@@ -184,8 +185,12 @@ class LabelSet:
                 [f"warning: all labels of the {subject} are the same: {_abbreviated(same)}"] if same else []
             )
         single = self.problem_type == "single_label_classification"
-        ids = labels[:, 0].astype(np.int64)
-        counts = np.bincount(ids, minlength=len(self.names)) if single else labels.sum(0).astype(np.int64)
+        ids = labels[:, 0].astype("int64")
+        counts = (
+            [int((ids == number).sum()) for number in range(len(self.names))]
+            if single
+            else labels.sum(0).astype("int64")
+        )
         by_name = dict(zip(self.names, counts.tolist(), strict=True))
         lines = [f"labels of the {subject}: {_abbreviated([f'{name} {count:,}' for name, count in by_name.items()])}"]
         # One sample has the same label as all.
