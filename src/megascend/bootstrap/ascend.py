@@ -92,9 +92,9 @@ def check_cann(stack: Stack) -> str:
             "ASCEND_HOME_PATH is not set, so CANN's compilers cannot be found: source its set_env.sh "
             "(/usr/local/Ascend/ascend-toolkit/set_env.sh) in the shell that starts the run"
         )
-    if simnpu.is_active():
-        return f"{home}: the device is simulated, without CANN"
     version = cann_version(Path(home))
+    if simnpu.is_active() or (version or "").endswith("+simnpu"):
+        return f"{home}: the device is simulated, without CANN"
     if version is None:
         raise PlatformError(
             f"ASCEND_HOME_PATH={home} has no CANN toolkit (version.cfg, */{INSTALL_INFO}): source the set_env.sh of one"

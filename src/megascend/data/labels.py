@@ -186,12 +186,8 @@ class LabelSet:
             )
         single = self.problem_type == "single_label_classification"
         ids = labels[:, 0].astype("int64")
-        counts = (
-            [int((ids == number).sum()) for number in range(len(self.names))]
-            if single
-            else labels.sum(0).astype("int64")
-        )
-        by_name = dict(zip(self.names, counts.tolist(), strict=True))
+        columns = [ids == number for number in range(len(self.names))] if single else labels.T
+        by_name = {name: int(column.sum()) for name, column in zip(self.names, columns, strict=True)}
         lines = [f"labels of the {subject}: {_abbreviated([f'{name} {count:,}' for name, count in by_name.items()])}"]
         # One sample has the same label as all.
         if total > 1 and (constant := [name for name, count in by_name.items() if count == total]):
