@@ -254,8 +254,8 @@ def bootstrap(
     It checks the version table, chooses the platform, and for an engine that runs on Megatron-Core raises if Megatron-Core,
     Transformer Engine or mcore-bridge are imported already. It never reads ``sys.argv``, which is as before afterwards.
 
-    Without ``engine`` and ``provider`` the engine stays open: the first backend decides it, or Megatron-Core's first import. On an
-    NPU Megatron is patched at once.
+    Without ``engine`` and ``provider`` the engine stays open: the first backend decides it, or Megatron-Core's first import.
+    On an NPU Megatron is patched at once.
 
     ``Runtime.changes`` lists all changes to the process; docs/support.md#changes-to-the-process explains them.
 
