@@ -223,7 +223,7 @@ FOLDER: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None
     ("docs/rl.md", "def sorted_digits"): (1, nothing, check_reward),
     ("docs/reliability.md", "pending = backend.save"): (1, with_backend, check_progress),
     ("docs/contributing.md", "import torch"): (1, nothing, check_loss_is_known),
-    ("docs/contributing.md", "from megascend.engines.context import EngineSpec"): (1, nothing, check_engine_is_known),
+    ("docs/contributing.md", "class BigramBackend(megascend.Backend):"): (1, nothing, check_engine_is_known),
     ("docs/contributing.md", "class MyProvider"): (1, nothing, check_provider_is_known),
     ("docs/contributing.md", "import json"): (1, nothing, check_tracker_logs),
     ("docs/contributing.md", "megascend.register_architecture"): (
