@@ -18,11 +18,12 @@ from megascend.checkpoint import manifest
 from megascend.cli.main import app
 from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.config import RunConfig
+from megascend.config import trackers as registry
 from megascend.config.run import load_config
+from megascend.config.trackers import register_tracker
 from megascend.errors import HIDDEN, ConfigError, ControllerLostError, MegascendError, hidden_entries, redacted
 from megascend.testing import run_distributed
-from megascend.tracking import TrackedRun, registry
-from megascend.tracking.registry import register_tracker
+from megascend.tracking import TrackedRun
 
 SECRETS = ("hunter1", "hunter2", "hunter3", "hunter4")
 OPTIONS = {

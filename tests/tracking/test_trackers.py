@@ -13,9 +13,10 @@ import pytest
 
 from megascend.app.preflight import check_packages
 from megascend.config import Data, RunConfig
+from megascend.config import trackers as registry
+from megascend.config.trackers import check_trackers, register_tracker
 from megascend.errors import ConfigError, MissingDependencyError
-from megascend.tracking import TrackedRun, registry
-from megascend.tracking.registry import check_trackers, register_tracker
+from megascend.tracking import TrackedRun
 from megascend.tracking.trackers import BackgroundTracker, Trackers
 
 ROW = {

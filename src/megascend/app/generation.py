@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.batch.images import SampleImages
 from megascend.config import Data, Generation, Prompt
+from megascend.config.documents import load_json
 from megascend.data.chat import ChatTemplate
 from megascend.data.images import ImageProcessor, sources_of
 from megascend.data.messages import parse_messages
 from megascend.data.samples import SampleLimits, opening_tokens
 from megascend.errors import ConfigError, DataError
-from megascend.io.documents import load_json
 from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams
 from megascend.sampling.sampler import Sampler
 

@@ -12,12 +12,12 @@ from typing import Any
 from megascend.app.preflight import check_lora
 from megascend.app.run_backend import backend_settings, bootstrap
 from megascend.config import RunConfig, parsed
+from megascend.config.documents import load_json
 from megascend.config.run_file import full_names, read_settings
 from megascend.errors import CheckpointError, ConfigError, MegascendError, redacted
 from megascend.huggingface.files import read_config
 from megascend.huggingface.hub import snapshot
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
-from megascend.io.documents import load_json
 from megascend.planning.hardware import Hardware
 from megascend.planning.rl import Split, splits
 from megascend.planning.search import Candidate, PlannedModel, PlanRequest, SearchResult, run_candidate, search

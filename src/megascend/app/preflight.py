@@ -18,6 +18,7 @@ from megascend.app.run_directory import CHECKPOINTS, RUN_FILES
 from megascend.config import RunConfig, TrainerConfig
 from megascend.config.plugins import check_name, check_names, check_plugins
 from megascend.config.rl import RlConfig
+from megascend.config.trackers import check_trackers
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
 from megascend.huggingface import hub
@@ -27,7 +28,6 @@ from megascend.huggingface.scalar_head import padding_id
 from megascend.io.paths import format_bytes, free_bytes, real
 from megascend.surroundings import is_installed
 from megascend.topology.topology import Topology, plan
-from megascend.tracking.registry import check_trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

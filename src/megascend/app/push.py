@@ -13,10 +13,10 @@ from typing import Any
 from megascend.app.event_log import EVENTS, read_lines
 from megascend.app.run_directory import METRICS
 from megascend.config import Push
+from megascend.config.documents import load_json, load_yaml
 from megascend.errors import CheckpointError, ConfigError, HubError
 from megascend.huggingface import hub
 from megascend.io.atomic import replacing
-from megascend.io.documents import load_json, load_yaml
 
 logger = logging.getLogger(__name__)
 

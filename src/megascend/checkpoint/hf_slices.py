@@ -18,8 +18,8 @@ from pathlib import Path
 from torch import Tensor
 
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, index_of, minus, overlap, plus
+from megascend.config.documents import load_json
 from megascend.errors import CheckpointError
-from megascend.io.documents import load_json
 
 NAME = "hf_parts.json"
 _OPTIMIZER_NAME = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|momentum_buffer|param)\.(.+)")

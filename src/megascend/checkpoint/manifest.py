@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from megascend.config.documents import load_json
 from megascend.errors import CheckpointError
-from megascend.io.documents import load_json
 from megascend.io.hashing import digest as digest_of
 
 if TYPE_CHECKING:

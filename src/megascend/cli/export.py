@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from megascend.io.documents import load_json, load_yaml
+from megascend.config.documents import load_json, load_yaml
 
 if TYPE_CHECKING:
     from megascend.config import Classification, Lora

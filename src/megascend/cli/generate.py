@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megascend.cli.export import find_adapter, find_checkpoint, other_base, weight_type
-from megascend.io.documents import load_json, load_yaml
+from megascend.config.documents import load_json, load_yaml
 
 if TYPE_CHECKING:
     from megascend.app.inference import InferenceSettings, ResponseModel

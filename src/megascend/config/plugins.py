@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from megascend.config.data import PREFERENCE_LOSSES
+from megascend.config.trackers import check_tracker_names
 from megascend.errors import ConfigError, MegascendError
-from megascend.tracking.registry import check_tracker_names
 from weightwire.transports import transport_names
 
 ENGINES = ["megatron", "single", "fsdp"]

@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from megascend.config.documents import yaml_loader
 from megascend.config.section import all_settings, is_optional, section_of
 from megascend.config.synonyms import SYNONYMS
 from megascend.errors import ConfigError
-from megascend.io.documents import yaml_loader
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megascend.config.documents import load_yaml
 from megascend.data.findings import Findings
 from megascend.errors import DataError
 from megascend.huggingface.files import LFS_POINTER
-from megascend.io.documents import load_yaml
 from megascend.io.paths import real
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megascend.config.documents import load_json
 from megascend.errors import CheckpointError
 from megascend.io.atomic import replacing
-from megascend.io.documents import load_json
 
 # Files other than weights that transformers needs to load a directory.
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from megascend.config import Lora
 from megascend.config.data import ProblemType
+from megascend.config.documents import load_json
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.files import weight_files
 from megascend.io.atomic import is_replaceable, replacing_directory
-from megascend.io.documents import load_json
 from megascend.io.hashing import digest
 from megascend.lora import peft_format
 from megascend.lora.factors import Factors

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megascend.config import Lora
+from megascend.config.documents import load_json
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import abbreviated
-from megascend.io.documents import load_json
 from megascend.lora.factors import Factors
 from megascend.lora.peft_tensors import CONFIG, EXPERT_PARAMETERS, WEIGHTS, is_expert_parameter, to_factors, to_tensors
 from megascend.lora.target_modules import HEAD, matches

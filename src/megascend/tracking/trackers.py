@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megascend.config.trackers import OpenTracker, RunOutcome, TrackedRun, Tracker, log_rollouts, opener
 from megascend.errors import redacted
 from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
-from megascend.tracking.registry import OpenTracker, RunOutcome, TrackedRun, Tracker, log_rollouts, opener
 from weightwire.background import BackgroundThread
 
 logger = logging.getLogger(__name__)
