@@ -1,4 +1,4 @@
-"""Compare the reference Transformer Engine (``megascend.reference_te``) with NVIDIA's, on CUDA.
+"""Compare the reference Transformer Engine (``megascend.reference.te``) with NVIDIA's, on CUDA.
 
     python scripts/compare_te.py layers                  # every layer, forward and gradients, fp32 and bf16; attributes
     python scripts/compare_te.py model                   # small Qwen3 and Qwen3-MoE through mcore-bridge, one GPU
@@ -115,14 +115,14 @@ def difference(reference: torch.Tensor, real: torch.Tensor) -> tuple[float, floa
 
 def reference_class(name: str) -> type:
     """Find a class of the reference implementation in any of its modules."""
-    package = import_module("megascend.reference_te")
+    package = import_module("megascend.reference.te")
     modules = [package] + [
         import_module(info.name) for info in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     ]
     for module in modules:
         if isinstance(candidate := getattr(module, name, None), type):
             return candidate
-    raise AttributeError(f"megascend.reference_te has no class {name}")
+    raise AttributeError(f"megascend.reference.te has no class {name}")
 
 
 def classes(name: str, with_itself: bool) -> tuple[type, type]:

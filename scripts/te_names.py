@@ -1,7 +1,7 @@
 """Public names of Transformer Engine, read from its wheels without importing them.
 
     pip download --no-deps transformer_engine==2.8.0 ...
-    python scripts/te_names.py transformer_engine-*.whl > tests/reference_te/transformer_engine_names.json
+    python scripts/te_names.py transformer_engine-*.whl > tests/reference/te/transformer_engine_names.json
 
 Names are those that a module defines or imports from its own package, without those that begin with an underscore. The list is by
 version and by module, for the modules in ``MODULES``. Where a module has an ``__all__``, only what that names counts.

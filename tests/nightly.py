@@ -324,10 +324,10 @@ NIGHTLY = {
     "npu/test_traps_models.py": {
         "sequences_are_padded_to_twice_the_context_parallel_size[all_gather]": "ring",
     },
-    "reference_te/test_names.py": {
+    "reference/te/test_names.py": {
         "lora_of_peft_on_the_layers": "lora/test_parity_with_peft.py",
     },
-    "reference_te/test_reference_install.py": {
+    "reference/te/test_reference_install.py": {
         "a_real_transformer_engine_with_cuda_is_not_replaced": "where it is installed: tests/gpu",
     },
     "reliability/test_disk.py": {

@@ -72,7 +72,7 @@ def ours(value):  # by file: functools.wraps copies __module__. The reference Tr
         return file.startswith(root) and not file.startswith(root + "reference_te/")
     kind = value if isinstance(value, type) else type(value)
     module = str(kind.__module__)
-    return module.startswith("megascend.") and not module.startswith("megascend.reference_te")
+    return module.startswith("megascend.") and not module.startswith("megascend.reference.te")
 
 found, standing_in = {}, set()  # by object: upstream modules import our objects under other names
 

@@ -112,7 +112,7 @@ def test_cuda_without_transformer_engine_raises_with_remedies(monkeypatch) -> No
 
 def test_reference_on_cuda_is_forced_and_redirects_nothing(monkeypatch) -> None:
     forced = []
-    monkeypatch.setattr("megascend.reference_te.install", lambda force: forced.append(force) or ["reference"])
+    monkeypatch.setattr("megascend.reference.te.install", lambda force: forced.append(force) or ["reference"])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     provider = Reference(setup("cuda"))
     assert provider.before_megatron()[:1] == ["reference"]
@@ -165,7 +165,7 @@ def test_loops_of_gradient_clipping_are_replaced_by_transformer_engine(monkeypat
 OUTSIDE = """
 import sys
 import megascend
-from megascend import reference_te
+from megascend.reference import te as reference_te
 
 seen = []
 

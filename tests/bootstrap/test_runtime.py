@@ -165,7 +165,7 @@ import sys, megascend
 runtime = megascend.bootstrap('cpu', engine='megatron')
 text = '\\n'.join(runtime.changes)
 origin = {name: getattr(getattr(module, '__spec__', None), 'origin', '') for name, module in list(sys.modules.items())}
-fakes = [name for name, source in origin.items() if source == 'megascend.reference_te']
+fakes = [name for name, source in origin.items() if source == 'megascend.reference.te']
 assert fakes
 top = {name for name in fakes if name.split('.')[0] != 'transformer_engine'}
 assert all(name in text for name in top), (top, text)

@@ -10,7 +10,7 @@ import torch
 from fp16_runs import LARGE, PROJECTION, build, results
 
 from megascend.errors import CheckpointError
-from megascend.kernels.reductions import out_of_range, to_dtype
+from megascend.reference.reductions import out_of_range, to_dtype
 from megascend.testing import run_distributed
 from support.forked_programs import run_forked
 

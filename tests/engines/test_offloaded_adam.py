@@ -13,7 +13,7 @@ from megascend import Parallel
 from megascend.engines import offloaded_adam
 from megascend.engines.offloaded_adam import OffloadedAdam, host_blocks
 from megascend.errors import ConfigError
-from megascend.reference_te.optimizers import FusedAdam
+from megascend.reference.te.optimizers import FusedAdam
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megascend.engines.key_values import DecodeStep, KeyValues, Prefill
 from megascend.engines.linear_attention import LayerState, decoding_functions
-from megascend.reference_fla import convolution, delta_rule
+from megascend.reference.fla import convolution, delta_rule
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 

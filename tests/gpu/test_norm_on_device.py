@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megascend.kernels.reductions import square_sum
+from megascend.reference.reductions import square_sum
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megascend.kernels.reductions import names_with_nan
+from megascend.reference.reductions import names_with_nan
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

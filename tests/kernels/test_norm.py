@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megascend.kernels.reductions import ROW, global_norm, square_sum
-from megascend.reference_te.optimizers import multi_tensor_l2norm
+from megascend.reference.reductions import ROW, global_norm, square_sum
+from megascend.reference.te.optimizers import multi_tensor_l2norm
 
 LONG = 20_000_000
 

@@ -22,7 +22,7 @@ from megascend.memory.activations import CHUNK, LayerKind, linear_attention_byte
 from megascend.memory.parameters import stages
 from megascend.models.base import LinearAttention
 from megascend.planning.search import joined_experts
-from megascend.reference_fla import delta_rule
+from megascend.reference.fla import delta_rule
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
 from megascend.testing.parity import Case, case_backend, case_checkpoint
 from megascend.topology.topology import plan

@@ -80,7 +80,7 @@ def test_trajectories_equal_hugging_face(run_python, parity_folder, tmp_path):
     """Packed samples take one attention call with their ends and the compressed triangle; Megatron is not imported."""
     results, calls = compare_with_hugging_face(LAYOUTS, run_python, parity_folder, tmp_path)
     # peft imports any Transformer Engine that it finds, and TransformerEngineNPU's stand-in consists of the reference.
-    by_peft = ("transformer_engine", "megascend.reference_te") if ON_ADAPTOR else ()
+    by_peft = ("transformer_engine", "megascend.reference.te") if ON_ADAPTOR else ()
     assert [name for ranks in results for name in ranks["foreign"] if not name.startswith(by_peft)] == []
     attention = [call["arguments"] for call in calls if call["name"] == "npu_fusion_attention"]
     assert attention

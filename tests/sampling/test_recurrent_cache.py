@@ -14,8 +14,8 @@ from megascend import Adapters, Batching, Lora, Parallel
 from megascend.engines import linear_attention
 from megascend.engines.key_values import DecodeStep, KeyValues, Prefill
 from megascend.engines.linear_attention import LayerState
-from megascend.reference_fla.convolution import causal_conv1d
-from megascend.reference_fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from megascend.reference.fla.convolution import causal_conv1d
+from megascend.reference.fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint

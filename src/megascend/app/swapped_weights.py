@@ -19,7 +19,7 @@ from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.huggingface.quantised import read_tensor
-from megascend.kernels.reductions import out_of_range
+from megascend.reference.reductions import out_of_range
 
 if TYPE_CHECKING:
     from megascend.backend import Backend

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megascend import reference_fla
 from megascend.bootstrap import engines, patches, providers
 from megascend.bootstrap.deferred_imports import deferring
 from megascend.bootstrap.import_hooks import after_import
@@ -23,6 +22,7 @@ from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported, require_undeclared
 from megascend.changes import change_list, changed, record
 from megascend.errors import ConfigError, ImportOrderError
+from megascend.reference import fla as reference_fla
 from megascend.surroundings import announce, set_user_variables
 
 if TYPE_CHECKING:

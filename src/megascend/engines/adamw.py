@@ -23,7 +23,7 @@ from megascend.engines.muon import MuonOptimizer
 from megascend.engines.weight_settings import MainParameter, SettingsByWeight, WeightSettings
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
-from megascend.kernels.reductions import global_norm
+from megascend.reference.reductions import global_norm
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megascend.kernels.attention_sinks import attention_with_sinks
+from megascend.reference.attention_sinks import attention_with_sinks
 
 PLAIN_LAYERS = ("full_attention", "sliding_attention")
 """Kinds of layer in ``layer_types`` whose decoding state is only keys and values."""

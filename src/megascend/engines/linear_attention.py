@@ -2,7 +2,7 @@
 
 transformers' modules call two functions of their Python module: a causal convolution over queries, keys and values, and the
 gated delta rule. At import transformers replaces them by those of the packages ``causal_conv1d`` and ``fla`` where they are
-installed (on the CPU :mod:`megascend.reference_fla` takes their place); its own do not know samples' borders. ``fla`` has a
+installed (on the CPU :mod:`megascend.reference.fla` takes their place); its own do not know samples' borders. ``fla`` has a
 convolution too, which :func:`use_convolution_of_fla` takes where ``causal_conv1d``, which must be compiled, is missing. A layer's
 decoding state is the convolution's last inputs and the matrix of each head, whatever the length of the row; one token more is
 computed by :func:`decoding_functions`.
@@ -23,13 +23,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megascend import reference_fla
 from megascend.changes import patch, patched
 from megascend.engines.key_values import DecodeStep, Prefill
 from megascend.kernels.host_copy import to_device
 from megascend.models.nemotron import step_limits
-from megascend.reference_fla.convolution import causal_conv1d_fn, causal_conv1d_update
-from megascend.reference_fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from megascend.reference import fla as reference_fla
+from megascend.reference.fla.convolution import causal_conv1d_fn, causal_conv1d_update
+from megascend.reference.fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 KIND = "linear_attention"
 """Entry of ``layer_types``."""
@@ -110,7 +110,7 @@ def use_convolution_of_fla(model: nn.Module) -> None:
 
 
 def compute_fp32_exactly(model: nn.Module) -> None:
-    """Let the linear attention of a transformers model compute fp32 by :mod:`megascend.reference_fla` where ``fla`` computes it.
+    """Let the linear attention of a transformers model compute fp32 by :mod:`megascend.reference.fla` where ``fla`` computes it.
 
     Its kernels multiply fp32 in TF32. The functions are those of the process: models in other dtypes keep the kernels.
     """
@@ -185,7 +185,7 @@ def _replacement(function: Any) -> Mapping[str, Any] | None:
 def on_the_cpu(model: nn.Module) -> Iterator[None]:
     """Let the linear attention of a transformers model run on the CPU within the context, even if it has CUDA kernels.
 
-    Complete rows are computed by transformers' own functions, packed samples by :mod:`megascend.reference_fla`.
+    Complete rows are computed by transformers' own functions, packed samples by :mod:`megascend.reference.fla`.
     """
     with contextlib.ExitStack() as stack:
         for owner in dict.fromkeys(map(forward_owner, delta_rule_modules(model))):
@@ -224,7 +224,7 @@ class DecodingFunctions:
     Attributes:
         convolve: takes x [rows, channels], the state [rows, channels, taps], which it updates in place, weight [channels, taps],
             bias and activation; returns the outputs, as x.
-        delta_rule: :func:`megascend.reference_fla.delta_rule.fused_recurrent_gated_delta_rule`, or a function of its arguments.
+        delta_rule: :func:`megascend.reference.fla.delta_rule.fused_recurrent_gated_delta_rule`, or a function of its arguments.
     """
 
     convolve: Callable[[Tensor, Tensor, Tensor, Tensor | None, str | None], Tensor]
@@ -314,7 +314,7 @@ class LayerState:
         """Compute the gated delta rule of tokens, and keep their rows' states after them.
 
         Args:
-            q, k, v, g, beta: see :func:`megascend.reference_fla.delta_rule.chunk_gated_delta_rule`.
+            q, k, v, g, beta: see :func:`megascend.reference.fla.delta_rule.chunk_gated_delta_rule`.
             compute: computes complete samples with other ``g`` and ``beta``, and returns their final states too.
             normalise: queries and keys are not normalised yet.
         """

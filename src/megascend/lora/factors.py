@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megascend.config import Lora
-from megascend.kernels.reductions import to_dtype
 from megascend.lora.target_modules import HEAD, is_embedding
+from megascend.reference.reductions import to_dtype
 
 
 @dataclass(frozen=True)

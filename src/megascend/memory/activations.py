@@ -230,7 +230,7 @@ def sparse_attention_temporaries(
 
 
 CHUNK = 64
-"""Tokens of a chunk of linear attention, as in flash-linear-attention and :mod:`megascend.reference_fla`."""
+"""Tokens of a chunk of linear attention, as in flash-linear-attention and :mod:`megascend.reference.fla`."""
 
 
 def linear_attention_bytes(linear: LinearAttention, kind: LayerKind) -> float:

@@ -17,9 +17,9 @@ from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 
-from megascend import reference_fla
 from megascend.changes import patch
-from megascend.reference_fla.state_space import exact_in_fp32
+from megascend.reference import fla as reference_fla
+from megascend.reference.fla.state_space import exact_in_fp32
 
 FIRST_PROJECTION = "linear_fc1_up.weight"
 """mcore-bridge's key of the first projection of MLPs without a gate."""

@@ -16,9 +16,9 @@ from mcore_bridge.model.modules import GatedDeltaNet, gated_delta_net
 from mcore_bridge.model.register import ModelMeta, register_model
 from torch import Tensor
 
-from megascend import reference_fla
 from megascend.changes import patch
-from megascend.reference_fla.delta_rule import exact_in_fp32
+from megascend.reference import fla as reference_fla
+from megascend.reference.fla.delta_rule import exact_in_fp32
 
 TEXT_TYPES = ["qwen3_5_text", "qwen3_5_moe_text"]
 

@@ -17,8 +17,8 @@ import torch
 
 import megascend
 import megascend.engines.fsdp.engine  # ranks find it imported
-from megascend import reference_fla
 from megascend.engines.fsdp import compilation
+from megascend.reference import fla as reference_fla
 from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.selfcheck import in_process
 from megascend.testing import run_distributed
@@ -110,7 +110,7 @@ def isolated(engine: str, checkpoint: str, *, packing: bool, borders: bool = Tru
 
 
 def no_functions(*, state_spaces: bool = True) -> list[str]:
-    """Stand in for :func:`megascend.reference_fla.install`, so that transformers has only its own functions."""
+    """Stand in for :func:`megascend.reference.fla.install`, so that transformers has only its own functions."""
     return []
 
 

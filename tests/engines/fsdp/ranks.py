@@ -35,7 +35,7 @@ from megascend.testing.parity import (
     token_lists,
 )
 
-FOREIGN = ("megatron", "mcore_bridge", "transformer_engine", "mindspeed", "megascend.reference_te")
+FOREIGN = ("megatron", "mcore_bridge", "transformer_engine", "mindspeed", "megascend.reference.te")
 
 
 def make(checkpoint: str, engine: str = "fsdp", **options: Any) -> megascend.Backend:

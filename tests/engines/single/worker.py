@@ -18,7 +18,7 @@ import megascend
 from megascend.testing.parity import STEPS, causal_samples, token_lists
 from support.lora_parity import PeftTrajectory, train_one
 
-FOREIGN = ("megatron", "mcore_bridge", "transformer_engine", "mindspeed", "megascend.reference_te")
+FOREIGN = ("megatron", "mcore_bridge", "transformer_engine", "mindspeed", "megascend.reference.te")
 
 
 def make(checkpoint: str, **options: Any) -> megascend.SingleBackend:

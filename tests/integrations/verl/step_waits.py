@@ -35,9 +35,9 @@ from support.host_waits import HostWaits
 
 LENGTHS = (7, 12, 5, 9, 12, 8)
 ON_CPU = (
-    "reference_te/attention.py",
-    "reference_te/attention_core.py",
-    "reference_te/optimizers.py",
+    "reference/te/attention.py",
+    "reference/te/attention_core.py",
+    "reference/te/optimizers.py",
     "kernels/linear_logprobs.py",
     "distributed/param_and_grad_buffer.py",  # Gloo's own copy
 )

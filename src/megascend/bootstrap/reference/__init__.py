@@ -10,9 +10,10 @@ import os
 from collections.abc import Callable
 from typing import ClassVar
 
-from megascend import reference_fla, reference_te
 from megascend.bootstrap.patches import CLIPPING, patch_gradient_clipping
 from megascend.bootstrap.providers import PatchProvider, one_connection
+from megascend.reference import fla as reference_fla
+from megascend.reference import te as reference_te
 
 
 class Reference(PatchProvider):

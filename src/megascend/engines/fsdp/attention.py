@@ -25,8 +25,8 @@ from megascend.engines.fsdp import varlen
 from megascend.engines.key_values import DecodeStep, Prefill
 from megascend.errors import ConfigError, TopologyError
 from megascend.kernels import npu
-from megascend.kernels.attention_sinks import attention_with_sinks
 from megascend.kernels.host_copy import to_device
+from megascend.reference.attention_sinks import attention_with_sinks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -18,7 +18,7 @@ from megascend.engines.transformers_names import as_stored, in_checkpoint, layer
 from megascend.engines.weight_stream import ExportBarrier, stream_weights
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
-from megascend.kernels.reductions import to_dtype
+from megascend.reference.reductions import to_dtype
 from megascend.topology.topology import Receivers, ranks_of
 
 

@@ -28,7 +28,7 @@ from megascend.engines.transformers_names import is_transposed, persistent_tenso
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.quantised import read_tensor
-from megascend.kernels.reductions import names_with_nan, out_of_range, square_sum
+from megascend.reference.reductions import names_with_nan, out_of_range, square_sum
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megascend.errors import CheckpointError
 from megascend.huggingface.exported import FusedPart, fused_part
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.quantised import read_tensor
-from megascend.kernels.reductions import out_of_range
+from megascend.reference.reductions import out_of_range
 from megascend.topology.topology import Receivers, Route, participants, ranks_of, route
 
 Merge = Callable[[str, Tensor], Tensor]

@@ -25,7 +25,7 @@ from megascend.errors import CheckpointError
 from megascend.huggingface.exported import abbreviated
 from megascend.huggingface.files import FLOATS, TensorHeader
 from megascend.huggingface.quantised import read_tensor
-from megascend.kernels.reductions import names_with_nan, out_of_range
+from megascend.reference.reductions import names_with_nan, out_of_range
 
 LAYER = re.compile(r"(.*?\.)(\d+)(\..*)")
 """Prefix, index and remainder of the name of a layer's tensor."""

@@ -48,9 +48,9 @@ from megascend.engines.transformers_engine import TransformersEngine, Transforme
 from megascend.engines.transformers_names import check_rows, persistent_tensors, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
-from megascend.kernels.reductions import out_of_range
 from megascend.lora.factors import merged
 from megascend.lora.registry import check_limits
+from megascend.reference.reductions import out_of_range
 from megascend.selfcheck import in_process
 from megascend.selfcheck.trial_inputs import ImageTokens
 from megascend.topology.topology import Receivers

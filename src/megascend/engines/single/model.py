@@ -24,7 +24,7 @@ from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.padding_rows import restore_padding_rows
 from megascend.huggingface.quantised import read_tensor
 from megascend.huggingface.scalar_head import BIAS
-from megascend.kernels.reductions import out_of_range
+from megascend.reference.reductions import out_of_range
 
 HEAD_BOUND = 1e-2
 """Largest difference of the plain product's logits from the model's, relative to their maximum: bf16 rounding."""

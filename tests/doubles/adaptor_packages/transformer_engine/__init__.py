@@ -1,6 +1,6 @@
 """A stand-in for TransformerEngineNPU, which is installed under this name; see README.md beside this package.
 
-The layers are those of :mod:`megascend.reference_te` on NPU tensors; norms and attention without context parallelism call
+The layers are those of :mod:`megascend.reference.te` on NPU tensors; norms and attention without context parallelism call
 ``torch_npu``'s fused operators, as the real package does.
 """
 
@@ -15,7 +15,7 @@ __version__ = "2.13.0"
 
 def _install() -> None:
     """Create the submodules, with Transformer Engine's layout."""
-    from megascend.reference_te.package import ROOT, build_modules
+    from megascend.reference.te.package import ROOT, build_modules
     from transformer_engine import _npu_layers
 
     modules = build_modules()

@@ -8,7 +8,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from megascend.reference_te import attention, linear, norms
+from megascend.reference.te import attention, linear, norms
 
 
 class RMSNorm(norms.RMSNorm):

@@ -10,8 +10,8 @@ from megatron.core import parallel_state
 from mindspeed.core.transformer.flash_attention.generate_mask.generate_mask import COMPRESSED
 from torch import Tensor
 
-from megascend.reference_te.attention_core import unzigzag
-from megascend.reference_te.collectives import gather_from_ranks
+from megascend.reference.te.attention_core import unzigzag
+from megascend.reference.te.collectives import gather_from_ranks
 
 
 def attend_over_ranks(

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from megascend.errors import ConfigError
-from megascend.reference_fla.convolution import causal_conv1d_fn
+from megascend.reference.fla.convolution import causal_conv1d_fn
 
 CHUNK = 64
 """Tokens of a chunk; the cost within one grows with its square, and chunks follow each other one by one."""

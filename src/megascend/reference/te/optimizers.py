@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.kernels.reductions import square_sum
-from megascend.reference_te.unsupported import refuse_settings
+from megascend.reference.reductions import square_sum
+from megascend.reference.te.unsupported import refuse_settings
 
 MEGATRON_NAMES = {
     "master_weights": "use_precision_aware_optimizer",

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.errors import DistributedTestError, PlatformError
-from megascend.reference_te.attention import DotProductAttention
-from megascend.reference_te.linear import LayerNormLinear, Linear
+from megascend.reference.te.attention import DotProductAttention
+from megascend.reference.te.linear import LayerNormLinear, Linear
 from megascend.testing import run_distributed
 
 TOKENS, HIDDEN, OUT = 8, 6, 4

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.reference_fla.state_space import (
+from megascend.reference.fla.state_space import (
     CHUNK,
     GatedRMSNorm,
     exact_in_fp32,

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megascend.errors import ConfigError, PlatformError
-from megascend.reference_te import attention, fp8
-from megascend.reference_te.package import build_modules
-from megascend.reference_te.unsupported import LEFT_OUT
+from megascend.reference.te import attention, fp8
+from megascend.reference.te.package import build_modules
+from megascend.reference.te.unsupported import LEFT_OUT
 
 REAL = json.loads((Path(__file__).parent / "transformer_engine_names.json").read_text())
 HELPERS = {"load_framework_extension", "torch_version"}  # what its pytorch package itself is built with
@@ -37,7 +37,7 @@ def refusals() -> list[tuple[str, str]]:
         for name, value in vars(contents).items():
             if name.startswith("__"):
                 continue
-            if getattr(value, "__module__", None) == "megascend.reference_te.unsupported":
+            if getattr(value, "__module__", None) == "megascend.reference.te.unsupported":
                 placeholders.append((module, name))
     return placeholders
 
@@ -131,8 +131,8 @@ def test_default_window_depends_on_the_mask() -> None:
 
 
 PEFT = """
-import megascend.reference_te
-megascend.reference_te.install()
+import megascend.reference.te
+megascend.reference.te.install()
 import peft, torch
 import transformer_engine.pytorch as te
 from peft.tuners.lora.te import TeLinear

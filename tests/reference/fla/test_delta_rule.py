@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.reference_fla.delta_rule import (
+from megascend.reference.fla.delta_rule import (
     chunk_gated_delta_rule,
     exact_in_fp32,
     fused_recurrent_gated_delta_rule,

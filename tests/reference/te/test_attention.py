@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError, DataError, PlatformError
-from megascend.reference_te.attention import DotProductAttention
-from megascend.reference_te.attention_core import chunk_starts, unzigzag
+from megascend.reference.te.attention import DotProductAttention
+from megascend.reference.te.attention_core import chunk_starts, unzigzag
 
 HEADS, GROUPS, DIM, VALUE_DIM = 4, 2, 8, 6
 

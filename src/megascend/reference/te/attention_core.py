@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.kernels.attention_sinks import attention_with_sinks
+from megascend.reference.attention_sinks import attention_with_sinks
 
 Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError, PlatformError
-from megascend.reference_te.optimizers import (
+from megascend.reference.te.optimizers import (
     FusedAdam,
     FusedSGD,
     multi_tensor_applier,

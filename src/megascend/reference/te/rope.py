@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.reference_te.unsupported import refuse
+from megascend.reference.te.unsupported import refuse
 
 FORMATS = ("sbhd", "bshd", "thd")
 

@@ -6,6 +6,6 @@ dispatch, checkpoint code and layer specs. Unsupported features (fp8, user buffe
 :class:`megascend.errors.PlatformError`, which names the setting; none is silently ignored.
 """
 
-from megascend.reference_te.package import install, is_installed
+from megascend.reference.te.package import install, is_installed
 
 __all__ = ["install", "is_installed"]

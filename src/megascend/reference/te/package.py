@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from megascend.changes import add_modules
 from megascend.errors import ImportOrderError, PlatformError
-from megascend.reference_te import unsupported
-from megascend.reference_te.unsupported import refuse, unavailable
+from megascend.reference.te import unsupported
+from megascend.reference.te.unsupported import refuse, unavailable
 
 VERSION = "2.8.0"  # satisfies megatron-core's version checks; there is no distribution metadata
 ROOT = "transformer_engine"
@@ -68,7 +68,7 @@ def build_modules() -> dict[str, ModuleType]:
         name: {**attributes, "__file__": __file__, "__getattr__": _absent(name)}
         for name, attributes in _contents().items()
     }
-    add_modules(contents, "megascend.reference_te", modules=modules)
+    add_modules(contents, "megascend.reference.te", modules=modules)
     return modules
 
 
@@ -85,7 +85,7 @@ def _absent(module: str) -> Callable[[str], NoReturn]:
 
 def _contents() -> dict[str, dict[str, Any]]:
     """Return the contents of each module, parents before children."""
-    from megascend.reference_te import attention, base, fp8, optimizers, rope
+    from megascend.reference.te import attention, base, fp8, optimizers, rope
 
     quantized = unsupported.classes(unsupported.QUANTIZED, unsupported.FP8)
     quantized_functions = unsupported.functions(unsupported.QUANTIZED_FUNCTIONS, unsupported.FP8)
@@ -171,7 +171,7 @@ def _contents() -> dict[str, dict[str, Any]]:
 
 def _layers() -> dict[str, Any]:
     """Return the layers that the reference implements, except for attention."""
-    from megascend.reference_te import fp8, linear, norms
+    from megascend.reference.te import fp8, linear, norms
 
     layers = (linear.Linear, linear.LayerNormLinear, linear.GroupedLinear, norms.RMSNorm, norms.LayerNorm)
     return {layer.__name__: layer for layer in (*layers, fp8.Fp8Padding, fp8.Fp8Unpadding)}
@@ -179,7 +179,7 @@ def _layers() -> dict[str, Any]:
 
 def _quantization_switches() -> dict[str, Any]:
     """Return the functions that switch quantization on, and those that report whether it is available."""
-    from megascend.reference_te import fp8
+    from megascend.reference.te import fp8
 
     contexts = (fp8.fp8_autocast, fp8.autocast, fp8.fp8_model_init, fp8.quantized_model_init)
     kinds = ("fp8", "mxfp8", "fp8_block_scaling", "nvfp4")

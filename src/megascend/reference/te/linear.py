@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.reference_te.base import (
+from megascend.reference.te.base import (
     MEGATRON_NAMES,
     Initializer,
     ReferenceModule,
@@ -20,9 +20,9 @@ from megascend.reference_te.base import (
     divide_exactly,
     mark_tensor_parallel,
 )
-from megascend.reference_te.collectives import copy_to_ranks, gather_from_ranks, sum_and_scatter, sum_over_ranks
-from megascend.reference_te.norms import layer_norm, rms_norm
-from megascend.reference_te.unsupported import refuse, refuse_settings
+from megascend.reference.te.collectives import copy_to_ranks, gather_from_ranks, sum_and_scatter, sum_over_ranks
+from megascend.reference.te.norms import layer_norm, rms_norm
+from megascend.reference.te.unsupported import refuse, refuse_settings
 
 PARALLEL_MODES = (None, "column", "row")
 

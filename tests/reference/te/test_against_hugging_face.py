@@ -34,7 +34,7 @@ torch.save((logits.detach(), *gradients), sys.argv[2])
 MEGATRON = f"""
 import sys, torch
 import torch.distributed as dist
-from megascend import reference_te
+from megascend.reference import te as reference_te
 from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.reference import cuda_redirect
 reference_te.install()

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.errors import ConfigError, PlatformError, ProcessGroupError
-from megascend.reference_te.linear import GroupedLinear, LayerNormLinear, Linear
-from megascend.reference_te.norms import LayerNorm, RMSNorm
+from megascend.reference.te.linear import GroupedLinear, LayerNormLinear, Linear
+from megascend.reference.te.norms import LayerNorm, RMSNorm
 
 EPS = 1e-5
 

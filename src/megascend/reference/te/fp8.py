@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.reference_te.unsupported import refuse
+from megascend.reference.te.unsupported import refuse
 
 NO_FP8 = "the reference Transformer Engine has no fp8 and no fp4"
 REMEDY = "unset fp8 / fp4 in the model config, or run on CUDA with transformer-engine"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megascend.errors import ConfigError, ProcessGroupError
-from megascend.reference_te.unsupported import refuse
+from megascend.reference.te.unsupported import refuse
 
 Initializer = Callable[[Tensor], Any]
 TrackerGetter = Callable[[], Any]

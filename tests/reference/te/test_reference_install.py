@@ -26,7 +26,7 @@ def run(code: str) -> str:
 def test_real_megatron_core_and_mcore_bridge_import() -> None:
     out = run(
         """
-        from megascend import reference_te
+        from megascend.reference import te as reference_te
         from megascend.bootstrap.stub_modules import install_missing_leaves
         from megascend.bootstrap.reference import cuda_redirect
         changes = reference_te.install() + cuda_redirect.install()
@@ -38,8 +38,8 @@ def test_real_megatron_core_and_mcore_bridge_import() -> None:
         from megatron.core.extensions import transformer_engine as extension
         from megatron.core.optimizer import Adam
         from megatron.core.utils import get_te_version
-        from megascend.reference_te.linear import Linear
-        from megascend.reference_te.optimizers import FusedAdam
+        from megascend.reference.te.linear import Linear
+        from megascend.reference.te.optimizers import FusedAdam
         assert extension.HAVE_TE and issubclass(extension.TELinear, Linear) and Adam is FusedAdam
         assert extension.TEGroupedLinear is not None and extension.fused_permute is None
         assert str(get_te_version()) == "2.8.0"
@@ -65,7 +65,7 @@ def test_real_megatron_core_and_mcore_bridge_import() -> None:
 def test_importing_the_subpackage_imports_neither_torch_nor_megatron() -> None:
     run(
         """
-        import sys, megascend.reference_te
+        import sys, megascend.reference.te
         assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "megatron", "transformer_engine")]
         """
     )
@@ -75,7 +75,8 @@ def test_late_install_error_names_the_modules() -> None:
     run(
         """
         import sys, types
-        from megascend import errors, reference_te
+        from megascend import errors
+        from megascend.reference import te as reference_te
         sys.modules["megatron.core"] = sys.modules["mcore_bridge"] = types.ModuleType("early")
         try:
             reference_te.install()
@@ -97,7 +98,8 @@ def test_a_real_transformer_engine_with_cuda_is_not_replaced(tmp_path: object) -
         (folder / "__init__.py").touch()
         sys.path.insert(0, str(folder.parent))
         torch.cuda.is_available = lambda: True
-        from megascend import errors, reference_te
+        from megascend import errors
+        from megascend.reference import te as reference_te
         try:
             reference_te.install()
         except errors.PlatformError as error:
@@ -112,7 +114,8 @@ def test_a_real_transformer_engine_with_cuda_is_not_replaced(tmp_path: object) -
 def test_missing_features_raise_named_errors() -> None:
     run(
         """
-        from megascend import errors, reference_te
+        from megascend import errors
+        from megascend.reference import te as reference_te
         reference_te.install()
         import transformer_engine.pytorch as te
         from transformer_engine.pytorch.distributed import CudaRNGStatesTracker

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as transformers_rotation
 
 from megascend.errors import ConfigError, PlatformError
-from megascend.reference_te.rope import apply_rotary_pos_emb
+from megascend.reference.te.rope import apply_rotary_pos_emb
 
 HEADS, DIM = 2, 8
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.errors import ConfigError, DataError
-from megascend.reference_te.attention_core import MaskRule, Window, attend, check_window, chunk_starts, unzigzag
-from megascend.reference_te.base import ReferenceModule, TrackerGetter
-from megascend.reference_te.collectives import gather_from_ranks
-from megascend.reference_te.unsupported import refuse
+from megascend.reference.te.attention_core import MaskRule, Window, attend, check_window, chunk_starts, unzigzag
+from megascend.reference.te.base import ReferenceModule, TrackerGetter
+from megascend.reference.te.collectives import gather_from_ranks
+from megascend.reference.te.unsupported import refuse
 
 MASK_TYPES = (
     "no_mask",

@@ -42,7 +42,7 @@ def install(*, state_spaces: bool = True) -> list[str]:
 
 def _contents() -> dict[str, dict[str, Any]]:
     """Return the contents of each module, parents before children."""
-    from megascend.reference_fla import convolution, delta_rule, state_space
+    from megascend.reference.fla import convolution, delta_rule, state_space
 
     return {
         "fla": {MARK: True},

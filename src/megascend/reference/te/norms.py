@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.reference_te.base import ReferenceModule
+from megascend.reference.te.base import ReferenceModule
 
 Device = torch.device | str | int | None
 

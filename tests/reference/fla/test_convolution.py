@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.reference_fla.convolution import causal_conv1d, causal_conv1d_fn, causal_conv1d_update
+from megascend.reference.fla.convolution import causal_conv1d, causal_conv1d_fn, causal_conv1d_update
 
 LENGTHS = [2, 9, 1, 4]
 CHANNELS, TAPS = 6, 4
