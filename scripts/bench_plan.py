@@ -33,7 +33,7 @@ from megascend.planning.hardware import load
 from megascend.planning.layers import Execution
 from megascend.planning.search import PlannedModel, difference, stage_parameters, step_work
 from megascend.planning.step import StepTime, StepWork, step_time
-from megascend.topology.topology import Topology, plan
+from megascend.runtime.topology.topology import Topology, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "planning"

@@ -31,8 +31,8 @@ import torch
 
 import megascend
 from bench_engine import SHAPES, Load, Server, configuration, machine, tensors, vllm_release, write_checkpoint
-from megascend.distributed.objects import agree, broadcast_object
 from megascend.rollout.engines.vllm_process import vllm_device
+from megascend.runtime.distributed.objects import agree, broadcast_object
 
 MODES: dict[str, dict[str, Any]] = {
     "rank 0": {"sharded": False},

@@ -25,9 +25,6 @@ from pydantic import BaseModel
 from megascend.app.rl.records import RlRecord
 from megascend.app.train import StepRecord
 from megascend.batch.losses import LOSS_METRICS
-from megascend.bootstrap.mindspeed.tree import ADAPTOR_BRANCHES, BRANCHES
-from megascend.bootstrap.providers import names
-from megascend.bootstrap.versions import PACKAGES, STACKS
 from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.commented import description, type_text
 from megascend.config.rl import RlConfig
@@ -38,6 +35,9 @@ from megascend.memory.parameters import stages
 from megascend.models.base import IndexedAttention, LatentAttention, expert_count
 from megascend.models.qwen3_vl import UNDECLARED
 from megascend.models.registry import BUILT_IN
+from megascend.runtime.bootstrap.mindspeed.tree import ADAPTOR_BRANCHES, BRANCHES
+from megascend.runtime.bootstrap.providers import names
+from megascend.runtime.bootstrap.versions import PACKAGES, STACKS
 from megascend.testing.parity import Case, family_matrix, matrix
 from megascend.testing.tiny_models import tiny_config
 from megascend.tracking.metrics import Metric, declared_metrics

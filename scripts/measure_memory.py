@@ -34,7 +34,7 @@ from megascend.huggingface.files import read_config
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.sizes import Workload
-from megascend.topology.topology import plan
+from megascend.runtime.topology.topology import plan
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
 

@@ -32,13 +32,13 @@ from megascend.checkpoint.manifest import parse as parse_manifest
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, slices_of_run
 from megascend.checkpoint.torch_io import SliceSavePlanner
 from megascend.config import Parallel, TrainerConfig
-from megascend.diagnostics import survey
-from megascend.diagnostics.collective_sequence import CollectiveCounts
-from megascend.diagnostics.diagnosis import PeerStatus, PhaseFailure, RankRecord
-from megascend.distributed import frames
-from megascend.distributed.process_groups import LAZY_CONNECTIONS_ABOVE, gloo_sockets, object_group_sockets
-from megascend.distributed.rendezvous import Arrivals
-from megascend.topology.topology import Topology, participants, plan, rank_lists, route
+from megascend.runtime.diagnostics import survey
+from megascend.runtime.diagnostics.collective_sequence import CollectiveCounts
+from megascend.runtime.diagnostics.diagnosis import PeerStatus, PhaseFailure, RankRecord
+from megascend.runtime.distributed import frames
+from megascend.runtime.distributed.process_groups import LAZY_CONNECTIONS_ABOVE, gloo_sockets, object_group_sockets
+from megascend.runtime.distributed.rendezvous import Arrivals
+from megascend.runtime.topology.topology import Topology, participants, plan, rank_lists, route
 from weightwire.liveness import Identity
 from weightwire.manifest import TensorSpec
 from weightwire.plan import Region

@@ -17,8 +17,8 @@ import pytest
 
 import nightly
 import stack_differences
-from megascend.bootstrap.runtime import Runtime, bootstrap
-from megascend.platforms.cpu_products import avoid_broken_amx
+from megascend.runtime.bootstrap.runtime import Runtime, bootstrap
+from megascend.runtime.platforms.cpu_products import avoid_broken_amx
 
 ASCEND = ["npu", "simnpu"]
 REAL_VLLM = ["real_vllm"]
@@ -120,8 +120,8 @@ def megatron_imported() -> Runtime:
 
 
 SPREAD = (
-    "tests/bootstrap/test_import_order.py",
-    "tests/bootstrap/test_runtime.py",
+    "tests/runtime/bootstrap/test_import_order.py",
+    "tests/runtime/bootstrap/test_runtime.py",
     "tests/checkpoint/test_save_and_load.py",
     "tests/lora/test_parity_with_peft.py",
     "tests/npu/test_parity.py",

@@ -25,19 +25,19 @@ NIGHTLY = {
         "budget_leaves_room_for_a_teachers_distributions": "memory/test_teacher_estimate.py; the choice of a budget",
         "budget_fills_the_memory_and_is_kept_on_resume": "memory/test_measured_peaks.py; the choice of a budget",
     },
-    "bootstrap/test_after_import.py": {
+    "runtime/bootstrap/test_after_import.py": {
         "plain_megatron_program_reduces_non_contiguous_tensors": "reported modules and functions: test_runtime.py",
     },
-    "bootstrap/test_import_order.py": {
+    "runtime/bootstrap/test_import_order.py": {
         "other_modules_can_precede_the_bootstrap[megascend.step.step]": "megascend.backend, which imports it",
     },
-    "bootstrap/test_import_structure.py": {
+    "runtime/bootstrap/test_import_structure.py": {
         "model_files_are_read_once_and_names_unchanged": "every test that imports megascend",
     },
-    "bootstrap/test_providers.py": {
+    "runtime/bootstrap/test_providers.py": {
         "provider_is_loaded_by_import_path": "external provider is called in order",
     },
-    "bootstrap/test_runtime.py": {
+    "runtime/bootstrap/test_runtime.py": {
         "installed_stub_modules_are_reported": "reported modules and functions are installed",
         "user_settings_win_and_are_not_reported": "the environment changes only as reported",
         "transformers_and_peft_can_precede_the_bootstrap[transformers, peft, torch.distributed]": "test_import_order.py",
@@ -116,10 +116,10 @@ NIGHTLY = {
     "cli/test_cli_train_reward.py": {
         "reward_model_trains_and_scores_as_transformers[TP2]": "the adapter with its head; engines/test_scalar_head.py",
     },
-    "distributed/test_objects.py": {
+    "runtime/distributed/test_objects.py": {
         "missing_rank_is_reported_with_the_call": "ranks that do not come are named",
     },
-    "distributed/test_process_groups.py": {
+    "runtime/distributed/test_process_groups.py": {
         "lost_rank_is_named_where_frames_are_relayed": "reliability/test_hang_and_death.py; relayed frames in the same file",
     },
     "engines/fsdp/test_fsdp.py": {
@@ -209,7 +209,7 @@ NIGHTLY = {
         "token_classifier_dropout_acts_only_in_training": "training equals transformers, without dropout",
     },
     "integrations/test_megatron_start.py": {
-        "the_page_runs_as_it_is_written": "bootstrap/test_training_device.py",
+        "the_page_runs_as_it_is_written": "runtime/bootstrap/test_training_device.py",
     },
     "lora/test_adapter_failures.py": {
         "tenants_are_isolated_with_shared_experts[EP2]": "ETP2",

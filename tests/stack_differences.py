@@ -15,10 +15,10 @@ import pytest
 import nightly
 
 DIFFERENCES = {
-    "bootstrap/test_runtime.py": {
+    "runtime/bootstrap/test_runtime.py": {
         "reported_modules_and_functions_are_installed": "functions that are replaced when Megatron's modules are imported",
     },
-    "bootstrap/test_versions.py": {
+    "runtime/bootstrap/test_versions.py": {
         "missing_undeclared_module_is_named": "triton, which Megatron-Core imports from 0.17 on",
         "this_environment_is_a_row_of_the_table": "versions of packages",
     },

@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megascend import Adam, Batching, MegatronBackend, Parallel, Sample, SingleBackend, load_config
-from megascend.bootstrap.versions import require_supported
 from megascend.errors import (
     CheckpointError,
     CollectiveTimeoutError,
@@ -33,6 +32,7 @@ from megascend.errors import (
     TopologyError,
     VersionError,
 )
+from megascend.runtime.bootstrap.versions import require_supported
 from megascend.testing import run_distributed, tiny_config
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
@@ -144,8 +144,8 @@ def test_unsupported_layout_raises_topology_error(checkpoint, world_size, parall
 
 
 def test_topology_of_other_world_size_raises_topology_error(megatron_imported):
-    from megascend.distributed.process_groups import initialize
-    from megascend.topology.topology import plan
+    from megascend.runtime.distributed.process_groups import initialize
+    from megascend.runtime.topology.topology import plan
 
     def attempt():
         initialize(plan(Parallel(), 4), megatron_imported.platform, timeout_s=2 * LIMIT_S)

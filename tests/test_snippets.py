@@ -174,7 +174,7 @@ def check_engine_is_known(namespace: dict[str, Any]) -> None:
 
 
 def check_provider_is_known(namespace: dict[str, Any]) -> None:
-    from megascend.bootstrap import providers
+    from megascend.runtime.bootstrap import providers
 
     assert "mine" in providers.names("npu")
 

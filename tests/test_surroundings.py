@@ -14,8 +14,8 @@ import pytest
 from megascend.app.plot import require_extra
 from megascend.config.trackers import check_trackers
 from megascend.errors import ConfigError, MissingDependencyError
-from megascend.io.paths import cache_folder
-from megascend.io.shared import locked
+from megascend.runtime.io.paths import cache_folder
+from megascend.runtime.io.shared import locked
 from megascend.surroundings import home, is_installed, set_user_variables
 from weightwire.errors import UpdateError
 from weightwire.vllm.updates import _adapters_directory

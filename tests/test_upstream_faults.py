@@ -19,6 +19,7 @@ from packaging.version import Version
 from megascend import Adam, Batching, Parallel, Recompute, Sample
 from megascend.errors import ConfigError, DistributedTestError, TopologyError
 from megascend.huggingface.info import ModelShape
+from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed, tiny_config
 from megascend.testing.parity import (
     Case,
@@ -30,7 +31,6 @@ from megascend.testing.parity import (
     token_lists,
     train_case,
 )
-from megascend.topology.topology import plan
 from support import gradients
 from support.covering import FIRST_STACK_ONLY, MEGATRON_CORE, first_stack_only, first_stack_required
 
@@ -231,7 +231,7 @@ def test_2_replicated_experts_under_tp_raise_topology_error(parity_folder, monke
             build(checkpoint, parallel)
 
     run_distributed(on_rank, 2, init=False)
-    monkeypatch.setattr("megascend.topology.topology.check_grid", lambda *args: None)
+    monkeypatch.setattr("megascend.runtime.topology.topology.check_grid", lambda *args: None)
     actual = compare(case, parity_folder)
     if STACK_0_19:
         assert_equal(actual, case)
@@ -525,7 +525,7 @@ def test_10_defaults_train_on_one_process_without_a_launcher(parity_folder, monk
 @pytest.mark.nightly
 def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_parallel_ranks(parity_folder, monkeypatch):
     """Show that ``_reduce`` before 0.19 skips non-contiguous tensors: the loss is correct, the gradients are wrong."""
-    from megascend.bootstrap import patches
+    from megascend.runtime.bootstrap import patches
 
     case = Case("TP2, padded", 2, Parallel(tensor=2), packing=False, micro_batch_tokens=WHOLE_BATCH)
     assert_equal(compare(case, parity_folder, steps=3), case)
@@ -543,7 +543,7 @@ def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_paralle
     monkeypatch.setattr(upstreams_module, "_reduce", upstreams)
     actual = compare(case, parity_folder, steps=1)
     assert actual.loss <= case.loss_bound
-    assert actual.grad_norm > 1.0, "upstream has fixed _reduce: drop megascend.bootstrap.patches.reduce"
+    assert actual.grad_norm > 1.0, "upstream has fixed _reduce: drop megascend.runtime.bootstrap.patches.reduce"
 
 
 @pytest.mark.nightly

@@ -47,7 +47,7 @@ def main() -> None:
 
     from megascend.data.files import read_documents
     from megascend.data.samples import build_samples
-    from megascend.distributed.objects import gather_objects
+    from megascend.runtime.distributed.objects import gather_objects
 
     backend = megascend.MegatronBackend(
         model=arguments.model,

@@ -37,10 +37,10 @@ def run_rank() -> None:
     """Run every check; rank 0 writes the findings of all ranks, check by check."""
     job = read_job()
     runtime = megascend.bootstrap("npu")
-    from megascend.distributed.launch import Launch
-    from megascend.distributed.objects import gather_objects
-    from megascend.distributed.process_groups import initialize
-    from megascend.topology.topology import plan
+    from megascend.runtime.distributed.launch import Launch
+    from megascend.runtime.distributed.objects import gather_objects
+    from megascend.runtime.distributed.process_groups import initialize
+    from megascend.runtime.topology.topology import plan
 
     launch = Launch.from_environment()
     topology = plan(megascend.Parallel(), launch.world_size)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from megascend.distributed.launch import child_environment
+from megascend.runtime.distributed.launch import child_environment
 from npu_acceptance.plan import Settings
 from npu_acceptance.records import Measurement, Results, Verdict, failed
 

@@ -155,7 +155,7 @@ def run_rank() -> None:
     megascend.bootstrap("npu")
     from safetensors.torch import save_file
 
-    from megascend.io.atomic import replacing
+    from megascend.runtime.io.atomic import replacing
 
     rank, folder = int(os.environ["RANK"]), Path(job["folder"])
     by_name = {case.name: case for case in cases(job["simulated"], job["quick"])}

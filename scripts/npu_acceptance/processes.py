@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from megascend.distributed.launch import child_environment
+from megascend.runtime.distributed.launch import child_environment
 from npu_acceptance.plan import Settings
 
 TERMINATE_S = 40.0

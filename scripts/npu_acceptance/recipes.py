@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megascend.distributed.launch import child_environment
+from megascend.runtime.distributed.launch import child_environment
 from npu_acceptance.plan import Settings, largest_power_of_two
 from npu_acceptance.records import Measurement, Results, failed, noted
 

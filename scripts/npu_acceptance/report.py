@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import megascend
-from megascend.bootstrap.providers import provider_for
-from megascend.bootstrap.versions import PACKAGES
+from megascend.runtime.bootstrap.providers import provider_for
+from megascend.runtime.bootstrap.versions import PACKAGES
 from npu_acceptance.plan import SECTIONS, Settings
 from npu_acceptance.privacy import Scrubber
 from npu_acceptance.records import Measurement, Report, SectionResult

@@ -102,7 +102,7 @@ def run_rank() -> None:
     megascend.bootstrap("npu", parallel)
     import torch
 
-    from megascend.distributed.objects import gather_objects
+    from megascend.runtime.distributed.objects import gather_objects
 
     backend = megascend.MegatronBackend(
         model=job["model"],

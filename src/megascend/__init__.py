@@ -18,10 +18,10 @@ from megascend import errors as _errors
 __version__ = "0.3.0.dev0"
 
 _PUBLIC = {
-    "bootstrap": "megascend.bootstrap",
-    "Runtime": "megascend.bootstrap",
-    "PatchProvider": "megascend.bootstrap",
-    "register_provider": "megascend.bootstrap",
+    "bootstrap": "megascend.runtime.bootstrap",
+    "Runtime": "megascend.runtime.bootstrap",
+    "PatchProvider": "megascend.runtime.bootstrap",
+    "register_provider": "megascend.runtime.bootstrap",
     "Backend": "megascend.backend",
     "MegatronBackend": "megascend.backends",
     "SingleBackend": "megascend.backends",
@@ -82,7 +82,6 @@ if TYPE_CHECKING:
     from megascend.batch.losses import register_loss
     from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.batch.sample import Sample
-    from megascend.bootstrap import PatchProvider, Runtime, bootstrap, register_provider
     from megascend.config import (
         Adam,
         Adapters,
@@ -104,6 +103,7 @@ if TYPE_CHECKING:
     from megascend.lora.queue import AdapterFuture, AdapterQueue
     from megascend.lora.target_maps import register_lora_targets
     from megascend.models import Architecture, register_architecture
+    from megascend.runtime.bootstrap import PatchProvider, Runtime, bootstrap, register_provider
     from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
     from megascend.sampling.sampler import Sampler
     from megascend.tracking import TrackedRun, Tracker, register_tracker

@@ -21,21 +21,21 @@ from megascend.batch.sample import Sample
 from megascend.checkpoint import manifest
 from megascend.checkpoint.saver import PendingSave, Saver
 from megascend.config import Adam, Lora
-from megascend.distributed.groups import LEAVE_S
-from megascend.distributed.objects import agree, all_reduce_numbers, from_rank_0, gather_objects
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines import checkpoints
 from megascend.engines.base import Engine, Trainable
 from megascend.errors import ConfigError, MegascendError, OutOfDeviceMemoryError
 from megascend.huggingface.files import write_chat_template, write_ends
 from megascend.lora.adapter_set import AdapterSet
+from megascend.runtime.distributed.groups import LEAVE_S
+from megascend.runtime.distributed.objects import agree, all_reduce_numbers, from_rank_0, gather_objects
+from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.runtime.topology.topology import Receivers, Topology
 from megascend.selfcheck.verdict import Verdict
 from megascend.step.checks import check_mtp_loss, check_samples, require_head
 from megascend.step.step import Step
-from megascend.topology.topology import Receivers, Topology
 
 if TYPE_CHECKING:
-    from megascend.platforms.base import Platform
+    from megascend.runtime.platforms.base import Platform
 
 T = TypeVar("T")
 

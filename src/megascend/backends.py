@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import TypeIs
 
 from megascend.backend import Backend
-from megascend.bootstrap import engines
 from megascend.config import (
     Adam,
     Adapters,
@@ -30,23 +29,24 @@ from megascend.config import (
     Schedule,
     VisionTower,
 )
-from megascend.distributed.launch import Launch
 from megascend.engines.base import check_model_settings
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
 from megascend.errors import ConfigError, TopologyError
 from megascend.huggingface.hub import snapshot
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.huggingface.scalar_head import HeadKind
+from megascend.runtime.bootstrap import engines
+from megascend.runtime.distributed.launch import Launch
 from megascend.selfcheck import process
 
 if TYPE_CHECKING:
-    from megascend.bootstrap import Runtime
-    from megascend.distributed.engine_groups import GroupFactory
     from megascend.engines.base import Engine
     from megascend.engines.megatron.graphed_steps import GraphReport
     from megascend.huggingface.info import ModelInfo
+    from megascend.runtime.bootstrap import Runtime
+    from megascend.runtime.distributed.engine_groups import GroupFactory
+    from megascend.runtime.topology.topology import Topology
     from megascend.selfcheck.process import Worker
-    from megascend.topology.topology import Topology
 
 SPEC_SETTINGS = tuple(field.name for field in fields(EngineSpec) if field.name != "model")
 """Settings of a built-in engine's backend that its :class:`EngineSpec` holds."""

@@ -2,7 +2,7 @@
 
 One ledger for all packages, since changes belong to the process and the code that makes them may have no Runtime. Attributes of
 third-party modules, classes and objects are set through :func:`patch` or :func:`patched` only; other changes are reported to
-:func:`changed`. ``tests/bootstrap/test_changes.py`` detects changes that are not listed.
+:func:`changed`. ``tests/runtime/bootstrap/test_changes.py`` detects changes that are not listed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from megascend.batch.micro_batch import SequenceLayout
 from megascend.config import RunConfig
 from megascend.data.findings import Findings
 from megascend.data.store import SampleStore, all_samples, write_store
-from megascend.topology.topology import plan
+from megascend.runtime.topology.topology import plan
 
 LENGTHS = (40, 10, 30, 20)
 

@@ -13,8 +13,8 @@ from megascend.app.event_log import EventLog
 from megascend.app.train import train
 from megascend.cli.run_report import read_run
 from megascend.config import RunConfig
-from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
+from megascend.runtime.distributed.launch import Launch
 from megascend.testing.parity import case_checkpoint
 
 

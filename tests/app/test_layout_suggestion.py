@@ -21,7 +21,7 @@ from megascend.huggingface.info import inspect_checkpoint
 from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
 from megascend.planning.hardware import load, matching
 from megascend.planning.search import PlannedModel, PlanRequest, run_candidate, search
-from megascend.topology.topology import plan
+from megascend.runtime.topology.topology import plan
 
 CONFIG = {
     "model_type": "qwen3",

@@ -19,7 +19,7 @@ from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_che
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, DataError
 from megascend.huggingface.tokenizer import load_tokenizer
-from megascend.io.paths import format_bytes
+from megascend.runtime.io.paths import format_bytes
 from megascend.testing import write_tiny_checkpoint
 
 CHECKPOINT, FP32, BF16 = 14, 4, 2

@@ -12,7 +12,7 @@ import pytest
 
 from megascend.app.profile import ProfileRow, StepProfiler, busy_micros, kernels, operators, recorded, render
 from megascend.config import Profile
-from megascend.platforms.cpu import CpuPlatform
+from megascend.runtime.platforms.cpu import CpuPlatform
 
 
 def event(name: str, start: float, took: float, category: str = "cpu_op", thread: int = 1) -> dict:

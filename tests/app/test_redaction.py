@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from megascend import errors
 from megascend.app.resume import differences
 from megascend.app.train import train
-from megascend.bootstrap.runtime import Runtime
 from megascend.checkpoint import manifest
 from megascend.cli.main import app
 from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
@@ -22,6 +21,7 @@ from megascend.config import trackers as registry
 from megascend.config.run import load_config
 from megascend.config.trackers import register_tracker
 from megascend.errors import HIDDEN, ConfigError, ControllerLostError, MegascendError, hidden_entries, redacted
+from megascend.runtime.bootstrap.runtime import Runtime
 from megascend.testing import run_distributed
 from megascend.tracking import TrackedRun
 

@@ -30,8 +30,8 @@ from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Lora, RunConfig
-from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError
+from megascend.runtime.distributed.launch import Launch
 
 RESTART = Launch(attempt=1)
 LATE_RANK = Launch(rank=1, world_size=2, attempt=1)

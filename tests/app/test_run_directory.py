@@ -17,8 +17,8 @@ from megascend.app.resume import check_start
 from megascend.app.run_directory import RUN_FILES, clear_output, lock_output, restore
 from megascend.app.train import train
 from megascend.config import RunConfig
-from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, NonFiniteError, PlatformError
+from megascend.runtime.distributed.launch import Launch
 from megascend.testing import faults, run_distributed
 from support.run_directory import snapshot
 

@@ -12,8 +12,8 @@ import pytest
 from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.config import RunConfig
 from megascend.errors import ConfigError
-from megascend.platforms.base import MemoryFigures
-from megascend.platforms.cpu import CpuPlatform
+from megascend.runtime.platforms.base import MemoryFigures
+from megascend.runtime.platforms.cpu import CpuPlatform
 from megascend.testing import run_distributed
 from support.tensor_memory import TensorMemory
 

@@ -9,7 +9,7 @@ from megascend.batch.agreement import RankReport, reconcile, report
 from megascend.batch.losses import BUILT_IN
 from megascend.batch.results import TokenCounts
 from megascend.errors import DataError
-from megascend.topology.topology import Topology, plan
+from megascend.runtime.topology.topology import Topology, plan
 
 TALLY = TokenCounts(weight=10.0, units=0, trained=12, tokens=20)
 

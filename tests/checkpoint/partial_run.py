@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megascend.bootstrap.runtime import bootstrap
+from megascend.runtime.bootstrap.runtime import bootstrap
 from megascend.testing import run_distributed
 from megascend.testing.parity import TrainingCurve, case_backend, causal_samples, first_of_equals, matrix, token_lists
 

@@ -18,9 +18,9 @@ from small_runs import exact_state, files_of, make_backend, small_model, train
 
 from megascend import CheckpointError, ConfigError
 from megascend.checkpoint import manifest
-from megascend.distributed.groups import LEAVE_S, ProcessGroups
-from megascend.distributed.objects import gather_objects
 from megascend.errors import MegascendError
+from megascend.runtime.distributed.groups import LEAVE_S, ProcessGroups
+from megascend.runtime.distributed.objects import gather_objects
 from megascend.testing import run_distributed
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")

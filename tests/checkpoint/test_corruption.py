@@ -14,7 +14,7 @@ from megascend.app.event_log import EventLog
 from megascend.app.resume import load_first_good
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
-from megascend.distributed.objects import gather_objects
+from megascend.runtime.distributed.objects import gather_objects
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
 

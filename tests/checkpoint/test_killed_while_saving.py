@@ -20,7 +20,7 @@ from megascend.app.resume import load_first_good
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
 from megascend.errors import CheckpointError, DistributedTestError, MegascendError
-from megascend.io import atomic
+from megascend.runtime.io import atomic
 from megascend.testing import Lost, faults, run_distributed
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")

@@ -11,7 +11,7 @@ import torch
 from small_runs import files_of, make_backend, small_model, train
 
 from megascend import Adam
-from megascend.distributed.objects import gather_objects
+from megascend.runtime.distributed.objects import gather_objects
 from megascend.testing import run_distributed
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")

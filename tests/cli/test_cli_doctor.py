@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import simnpu
-from megascend.bootstrap.versions import STACKS, installed_versions, nearest_stack
 from megascend.cli import checks
 from megascend.cli.checks import Check, check_shared_memory, check_threads, explain_import_failure, run_python
 from megascend.cli.doctor import render_json, render_table
+from megascend.runtime.bootstrap.versions import STACKS, installed_versions, nearest_stack
 from support.ascend_packages import ON_ADAPTOR, package_folders
 
 BROKEN = 'raise ImportError("libhccl.so: cannot open shared object file: No such file or directory")\n'

@@ -16,7 +16,7 @@ import pytest
 from megascend.app.preflight import check_processes
 from megascend.cli.launch import WorkerError, launch, start_failure
 from megascend.errors import ConfigError, DataError, PlatformError
-from megascend.platforms.cpu import CpuPlatform
+from megascend.runtime.platforms.cpu import CpuPlatform
 from megascend.testing import faults
 
 
@@ -91,7 +91,7 @@ def test_process_limit_is_devices_or_four_a_core(monkeypatch: pytest.MonkeyPatch
         ConfigError, match=r"--nproc 9: .* may use 2 cores, .* 4 processes a core, 8 in all: start fewer"
     ):
         check_processes("cpu", 9)
-    monkeypatch.setattr("megascend.platforms.choose", lambda name: TwoDevices())
+    monkeypatch.setattr("megascend.runtime.platforms.choose", lambda name: TwoDevices())
     check_processes("auto", 2)
     with pytest.raises(
         ConfigError, match="--nproc 3: platform cpu has 2 devices on this host, and every process needs one"

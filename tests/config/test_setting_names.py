@@ -12,7 +12,6 @@ from transformers import TrainingArguments
 
 from megascend.app.rl.set_up import check_objective
 from megascend.batch.losses import BUILT_IN
-from megascend.bootstrap import providers
 from megascend.config import RunConfig, load_config
 from megascend.config.plugins import POLICY_LOSSES, PROVIDERS
 from megascend.config.rl import Objective, RlConfig, load_rl_config
@@ -20,6 +19,7 @@ from megascend.config.section import all_settings
 from megascend.config.serve import ServeConfig, load_serve_config
 from megascend.config.synonyms import SYNONYMS, VALUES
 from megascend.errors import ConfigError
+from megascend.runtime.bootstrap import providers
 
 RUN_FILE = "model: m\noutput: o\ndata: {path: d.jsonl}\n"
 RL_FILE = "model: m\noutput: o\nrollout: {prompts: p.jsonl, reward: 'operator:eq'}\n"

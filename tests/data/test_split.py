@@ -20,8 +20,8 @@ from megascend.data.findings import Findings
 from megascend.data.labels import LabelSet
 from megascend.data.samples import SampleLimits
 from megascend.data.store import SampleStore, all_samples, hold_out, write_store
-from megascend.distributed import objects
 from megascend.errors import ConfigError, DataError
+from megascend.runtime.distributed import objects
 
 RUN = {"model": "m", "output": "o", "data": {"path": "d", "global_batch_size": 4}}
 

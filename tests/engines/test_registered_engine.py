@@ -28,10 +28,10 @@ from megascend import (
     register_engine,
 )
 from megascend.app import run_backend
-from megascend.bootstrap import engines
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config.plugins import check_plugins, import_plugins
 from megascend.errors import ConfigError
+from megascend.runtime.bootstrap import engines
 from support.forked_programs import run_forked
 
 OUTSIDE = Path(__file__).parents[1] / "outside"

@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from megascend.platforms.cuda import TF32_ERROR, TF32_VARIABLE
+from megascend.runtime.platforms.cuda import TF32_ERROR, TF32_VARIABLE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 
 TELL = """
-from megascend.platforms.cuda import relative_error
+from megascend.runtime.platforms.cuda import relative_error
 print("ERROR", relative_error())
 rows = torch.randn(512, 512, device="cuda")
 print("TORCH", float(((rows @ rows).double() - rows.double() @ rows.double()).norm() / (rows.double() @ rows.double()).norm()))

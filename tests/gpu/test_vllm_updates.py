@@ -26,11 +26,11 @@ sys.path.append(str(Path(__file__).parent))
 
 from vllm_weights import changed_weights
 
-from megascend.distributed.launch import child_environment
 from megascend.errors import WeightSyncError
 from megascend.rollout.engines.placement import place_engines, visible_gpus
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import engine_environment, vllm_device
+from megascend.runtime.distributed.launch import child_environment
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from megascend.weightsync.delivery import Delivery, Update
 from support.vllm_server import FAULTS, ROOT, TOKENS, Reference, Server

@@ -11,8 +11,8 @@ import pytest
 from megascend.config import Lora, Parallel, RunConfig
 from megascend.huggingface.info import inspect_checkpoint, linear_layers
 from megascend.memory.parameters import elements, stages
+from megascend.runtime.topology.topology import plan
 from megascend.testing import write_tiny_checkpoint
-from megascend.topology.topology import plan
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from megascend.memory.parameters import stages
 from megascend.models.base import LinearAttention
 from megascend.planning.search import joined_experts
 from megascend.reference.fla import delta_rule
+from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
 from megascend.testing.parity import Case, case_backend, case_checkpoint
-from megascend.topology.topology import plan
 from support.covering import first_stack_required
 from support.model_checks import saved_bytes
 from support.prediction_head import add_prediction_head

@@ -17,7 +17,7 @@ from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.parameters import stages
 from megascend.memory.sizes import Kernels, LayerKey, ModelSizes, TeacherSizes, Workload
 from megascend.models.base import LinearAttention
-from megascend.topology.topology import plan
+from megascend.runtime.topology.topology import plan
 
 GIB = 2**30
 USUAL: dict[str, Any] = {"model": "m", "output": "o", "data": {"path": "d"}}

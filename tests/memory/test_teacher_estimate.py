@@ -25,8 +25,8 @@ from megascend.kernels import linear_divergence
 from megascend.memory import activations
 from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.sizes import Workload
+from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed
-from megascend.topology.topology import plan
 from support.covering import first_stack_required
 from support.tensor_memory import TensorMemory
 

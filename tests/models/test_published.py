@@ -22,7 +22,7 @@ from megascend.memory.parameters import elements, stages
 from megascend.models import architecture_of, expert_layers, text_config
 from megascend.models.base import LatentAttention, LinearAttention, StateSpace, single_mixers
 from megascend.models.registry import BUILT_IN
-from megascend.topology.topology import Topology
+from megascend.runtime.topology.topology import Topology
 from support.described import FOLDER, PublishedModel, describe_published, published_plan
 from support.described import PUBLISHED as INDEX
 from support.described import published_config as configuration

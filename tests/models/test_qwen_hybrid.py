@@ -11,11 +11,11 @@ import torch
 from packaging.version import Version
 
 from megascend import Parallel, Recompute, Sample
-from megascend.bootstrap.mindspeed.arguments import reasons
 from megascend.errors import DistributedTestError, MissingDependencyError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.models.base import LinearAttention
 from megascend.models.registry import architecture_named
+from megascend.runtime.bootstrap.mindspeed.arguments import reasons
 from megascend.testing import parity, run_distributed, tiny_config
 from megascend.testing.parity import (
     Case,

@@ -18,6 +18,7 @@ from megascend.memory import activations
 from megascend.memory.activations import LayerKind, sparse_attention_bytes
 from megascend.models import architecture_named
 from megascend.models.base import IndexedAttention, LatentAttention
+from megascend.runtime.topology.topology import plan
 from megascend.surroundings import is_installed
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
@@ -30,7 +31,6 @@ from megascend.testing.parity import (
     train_case,
 )
 from megascend.testing.tiny_models import tiny_config
-from megascend.topology.topology import plan
 from support.forked_programs import run_forked
 from support.model_checks import assert_packed_samples_are_apart, assert_sampled_without_cache, saved_bytes
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import simnpu
-from megascend.bootstrap.runtime import Runtime, bootstrap
+from megascend.runtime.bootstrap.runtime import Runtime, bootstrap
 from megascend.testing.reference import IMPORTED, ProgramServer
 from support.ascend_packages import ON_ADAPTOR, WITHOUT_EXPERTS, package_folders
 from support.covering import FIRST_STACK

@@ -23,7 +23,7 @@ def main() -> None:
     import torch
     import torch_npu  # noqa: F401
 
-    from megascend.bootstrap.stub_modules import install_missing_leaves
+    from megascend.runtime.bootstrap.stub_modules import install_missing_leaves
 
     install_missing_leaves()  # mcore-bridge's, unrelated to MindSpeed
     torch.npu.set_device(int(os.environ["LOCAL_RANK"]))

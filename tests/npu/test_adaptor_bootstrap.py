@@ -49,7 +49,7 @@ import transformers  # before the bootstrap: no problem
 handler = logging.StreamHandler(sys.stderr)
 logging.getLogger().addHandler(handler)
 logging.getLogger().setLevel(logging.ERROR)
-from megascend.bootstrap.import_hooks import around_import
+from megascend.runtime.bootstrap.import_hooks import around_import
 order = ["torch_npu"] if "torch_npu" in sys.modules else []
 def watch(name):
     @contextlib.contextmanager
@@ -166,7 +166,7 @@ import megascend
 runtime = megascend.bootstrap("npu", engine="megatron")
 from megatron.core.extensions import transformer_engine as extensions
 from megatron.core.tensor_parallel import random
-from megascend.bootstrap.megatron_adaptor import verification
+from megascend.runtime.bootstrap.megatron_adaptor import verification
 print(json.dumps({
     "te_checkpoint": extensions.te_checkpoint.__module__, "random": verification.random_state_is_npus(),
     "device": torch.cuda.current_device() == torch.npu.current_device(), "changes": runtime.changes,
@@ -174,7 +174,7 @@ print(json.dumps({
 """
 # Makes the stand-in an adaptor that leaves these things to the program, as ROLL expects it to.
 LEAVES_OUT = """
-from megascend.bootstrap.import_hooks import after_import
+from megascend.runtime.bootstrap.import_hooks import after_import
 def leave_out():
     import torch
     from megatron.core.extensions import transformer_engine as extensions
@@ -190,7 +190,7 @@ after_import("megatron_adaptor", leave_out)
 
 def test_what_the_adaptor_leaves_out_is_completed(run_python) -> None:
     report = json.loads(run_python(LEAVES_OUT + COMPLETED).stdout.splitlines()[-1])
-    assert report["te_checkpoint"] == "megascend.bootstrap.megatron_adaptor.provider"
+    assert report["te_checkpoint"] == "megascend.runtime.bootstrap.megatron_adaptor.provider"
     assert report["random"]
     assert report["device"]
     changes = " ".join(report["changes"])
@@ -207,7 +207,7 @@ from megatron.core import optimizer
 from megatron.core.extensions import transformer_engine as extensions
 from megatron.core.tensor_parallel import layers, random
 import torch
-from megascend.bootstrap.megatron_adaptor import verification
+from megascend.runtime.bootstrap.megatron_adaptor import verification
 defaults = runtime.provider._defaults
 complete = SimpleNamespace(**defaults)
 verification.verify(complete, defaults)
@@ -250,7 +250,7 @@ def test_verification_names_what_is_not_patched(run_python) -> None:
 
 PLACEHOLDER = """
 import sys, types, megascend
-from megascend.bootstrap.import_hooks import after_import
+from megascend.runtime.bootstrap.import_hooks import after_import
 def put_placeholder():
     sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
 after_import("megatron_adaptor", put_placeholder)

@@ -78,7 +78,7 @@ import torch
 from megatron.core import jit
 from megatron.core.extensions import transformer_engine as extensions
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megascend.bootstrap.mindspeed import verification
+from megascend.runtime.bootstrap.mindspeed import verification
 config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
 print(json.dumps({
     "argv": sys.argv,

@@ -93,11 +93,11 @@ WATCHED = (
 
 
 def repatch_ten_times(experts):
-    from megascend.bootstrap import current_runtime
-    from megascend.distributed.process_groups import initialize
     from megascend.engines.megatron.build import build_config
     from megascend.engines.megatron.groups import MegatronGroups
-    from megascend.topology.topology import plan
+    from megascend.runtime.bootstrap import current_runtime
+    from megascend.runtime.distributed.process_groups import initialize
+    from megascend.runtime.topology.topology import plan
 
     runtime = current_runtime("a test")
     provider = runtime.provider

@@ -18,7 +18,7 @@ import pytest
 from packaging.version import Version
 
 import simnpu
-from megascend.bootstrap.versions import installed_versions
+from megascend.runtime.bootstrap.versions import installed_versions
 
 FOLDER = Path(__file__).resolve().parent
 FOLDERS = {"double": FOLDER.parent / "doubles"}

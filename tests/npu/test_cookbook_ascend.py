@@ -29,7 +29,7 @@ import psutil
 import pytest
 
 import megascend
-from megascend.bootstrap.runtime import Runtime
+from megascend.runtime.bootstrap.runtime import Runtime
 from megascend.testing import run_distributed
 from megascend.testing.reference import run_reference
 from support.ascend_packages import package_folders

@@ -21,7 +21,7 @@ from packaging.version import Version
 from safetensors.torch import load_file
 
 import simnpu
-from megascend.bootstrap.versions import installed_versions
+from megascend.runtime.bootstrap.versions import installed_versions
 from megascend.testing import parity, write_tiny_checkpoint
 
 FOLDER = Path(__file__).resolve().parent

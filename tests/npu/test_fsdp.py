@@ -13,8 +13,8 @@ from megascend import Fsdp, Lora, Parallel, Recompute
 from megascend.engines.context import EngineSpec
 from megascend.engines.fsdp.engine import check_settings
 from megascend.errors import ConfigError
+from megascend.runtime.topology.topology import plan
 from megascend.testing.parity import TrainingCurve, case_checkpoint, differences, hf_reference, token_lists
-from megascend.topology.topology import plan
 from support.ascend_packages import ON_ADAPTOR
 from support.lora_parity import adapter_differences, peft_reference, share_of
 

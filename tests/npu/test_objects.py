@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megascend.bootstrap import current_runtime
 from megascend.config import Parallel
-from megascend.distributed.objects import gather_objects
-from megascend.distributed.process_groups import initialize
 from megascend.errors import CollectiveTimeoutError, ProcessGroupError
+from megascend.runtime.bootstrap import current_runtime
+from megascend.runtime.distributed.objects import gather_objects
+from megascend.runtime.distributed.process_groups import initialize
+from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
-from megascend.topology.topology import plan
 
 COLLECTIVES = {
     "all_gather_object": lambda group: dist.all_gather_object([None] * 2, "x", group=group),

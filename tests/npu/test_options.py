@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megascend.bootstrap.mindspeed.arguments import SUPPORTED_OPTIONS
 from megascend.config import Batching, Parallel
+from megascend.runtime.bootstrap.mindspeed.arguments import SUPPORTED_OPTIONS
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,

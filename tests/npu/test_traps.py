@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megascend.bootstrap import Runtime
 from megascend.config import Parallel
+from megascend.runtime.bootstrap import Runtime
+from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed
-from megascend.topology.topology import plan
 
 EXTENSIONS = "megatron.core.extensions.transformer_engine"
 
@@ -196,7 +196,7 @@ BROKEN: list[tuple[Callable[[Any], None], str]] = [
 
 
 def problems_by_cause(runtime: Runtime) -> list[list[str]]:
-    from megascend.bootstrap.mindspeed import arguments, verification
+    from megascend.runtime.bootstrap.mindspeed import arguments, verification
 
     for parallel, world_size in LAYOUTS.values():
         runtime.configure_topology(plan(parallel, world_size))

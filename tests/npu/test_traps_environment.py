@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megascend.bootstrap.versions import installed_versions, require_supported
+from megascend.runtime.bootstrap.versions import installed_versions, require_supported
 
 FOLDER = Path(__file__).resolve().parent
 IS_0_16 = require_supported(installed_versions()).name == "0.16"
@@ -74,7 +74,7 @@ def test_broken_environment_is_refused_with_a_remedy(
 
 WITHOUT_CANN = """
 import json, sys, megascend
-from megascend.platforms import choose
+from megascend.runtime.platforms import choose
 answers = {}
 for platform in sys.argv[1:]:
     try:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megascend import Sample
-from megascend.bootstrap import current_runtime
-from megascend.bootstrap.versions import installed_versions, require_supported
 from megascend.config import Batching, Parallel, Recompute
 from megascend.errors import ConfigError
+from megascend.runtime.bootstrap import current_runtime
+from megascend.runtime.bootstrap.versions import installed_versions, require_supported
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, hf_reference, token_lists
 from simnpu import call_log
@@ -114,10 +114,10 @@ def test_provider_options_reach_the_model_config(parity_folder) -> None:
 
 def refuse_gpt_oss(folder: Path) -> list[str]:
     """Refuse the windows and learnt sinks in ``config.json`` of gpt-oss, read through mcore-bridge."""
-    from megascend.distributed.process_groups import initialize
     from megascend.engines.megatron.build import build_config
     from megascend.engines.megatron.groups import MegatronGroups
-    from megascend.topology.topology import plan
+    from megascend.runtime.distributed.process_groups import initialize
+    from megascend.runtime.topology.topology import plan
 
     runtime, topology = current_runtime("a test"), plan(Parallel(), 1)
     runtime.configure_topology(topology)

@@ -19,7 +19,7 @@ import torch_npu
 
 import megascend
 import simnpu
-from megascend.bootstrap.versions import installed_versions, require_supported
+from megascend.runtime.bootstrap.versions import installed_versions, require_supported
 from megascend.testing import run_distributed
 
 IS_0_16 = require_supported(installed_versions()).name == "0.16"

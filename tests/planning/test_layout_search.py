@@ -36,7 +36,7 @@ from megascend.planning.search import (
     step_work,
 )
 from megascend.planning.step import step_time
-from megascend.topology.topology import Topology, plan
+from megascend.runtime.topology.topology import Topology, plan
 
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 TINY: dict[str, Any] = {

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise, product
 import pytest
 
 from megascend.planning.pipeline import Durations, TimedPass, balanced_chunks, least_seconds, simulate, step_seconds
-from megascend.topology.schedule import layers_in_flight, stage_order
+from megascend.runtime.topology.schedule import layers_in_flight, stage_order
 
 UNIT = Durations((1.0,), (2.0,))
 

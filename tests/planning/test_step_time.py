@@ -14,7 +14,7 @@ from megascend.memory.sizes import ModelSizes
 from megascend.planning.hardware import BACKWARD_ATTENTION
 from megascend.planning.layers import ALL_LAYERS, BF16, Cost, Execution
 from megascend.planning.step import ADAM_BYTES, HOST_BYTES_PER_S, StepTime, StepWork, step_time
-from megascend.topology.topology import Topology, plan
+from megascend.runtime.topology.topology import Topology, plan
 from planning.devices import BYTES, RATE, flat, without_traffic
 
 H, LAYERS, HEADS, KEYS, WIDTH, FFN, VOCABULARY = 1024, 4, 8, 4, 128, 4096, 32000

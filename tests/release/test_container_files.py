@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from megascend.bootstrap.mindspeed.tree import BRANCHES
-from megascend.bootstrap.versions import STACKS
+from megascend.runtime.bootstrap.mindspeed.tree import BRANCHES
+from megascend.runtime.bootstrap.versions import STACKS
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "containers").iterdir())

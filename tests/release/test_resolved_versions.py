@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from uv import find_uv_bin
 
-from megascend.bootstrap.versions import PACKAGES, STACKS, require_supported
+from megascend.runtime.bootstrap.versions import PACKAGES, STACKS, require_supported
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import megascend
-from megascend.diagnostics.watchdog import EXIT_PEER_LOST
 from megascend.errors import MegascendError
+from megascend.runtime.diagnostics.watchdog import EXIT_PEER_LOST
 from megascend.testing import Lost, faults, run_distributed
 from megascend.testing.parity import causal_samples
 

@@ -12,9 +12,6 @@ from faulty_runs import DEADLINE_S, KILLED, LONG_TIMEOUT_S, TIMEOUT_S, caught, r
 
 from megascend.backend import GRACE_S
 from megascend.config import Fsdp, Parallel
-from megascend.diagnostics.watchdog import EXIT_PEER_LOST
-from megascend.distributed.objects import gather_objects
-from megascend.distributed.process_groups import initialize
 from megascend.errors import (
     CheckpointError,
     CollectiveTimeoutError,
@@ -22,9 +19,12 @@ from megascend.errors import (
     MegascendError,
     PeerLostError,
 )
+from megascend.runtime.diagnostics.watchdog import EXIT_PEER_LOST
+from megascend.runtime.distributed.objects import gather_objects
+from megascend.runtime.distributed.process_groups import initialize
+from megascend.runtime.topology.topology import plan
 from megascend.testing import faults, run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples
-from megascend.topology.topology import plan
 from support.forked_programs import run_forked
 
 DIAGNOSIS_S = 60.0  # three seconds of polling; the rest is for busy machines (14 s were measured)

@@ -31,12 +31,12 @@ import pytest
 import yaml
 
 from megascend.app.rl.train import train_rl
-from megascend.bootstrap import bootstrap
 from megascend.config import Parallel
 from megascend.config.rl import RlConfig
 from megascend.rollout.controller.client import ControllerEngine
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
+from megascend.runtime.bootstrap import bootstrap
 from support.forked_programs import run_forked
 from support.rl_runs import RecordedEngine, folder, rows, settings  # noqa: F401
 from weightwire.engine import Completion, Sampling

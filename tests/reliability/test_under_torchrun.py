@@ -12,12 +12,12 @@ from megascend.testing import faults
 
 PROGRAM = """
 import os, signal, sys, time
-from megascend.bootstrap.runtime import bootstrap
+from megascend.runtime.bootstrap.runtime import bootstrap
 runtime = bootstrap("cpu")
 from megascend.config import Parallel
-from megascend.distributed.objects import gather_objects
-from megascend.distributed.process_groups import initialize
-from megascend.topology.topology import plan
+from megascend.runtime.distributed.objects import gather_objects
+from megascend.runtime.distributed.process_groups import initialize
+from megascend.runtime.topology.topology import plan
 
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 if attempt == 0 and os.environ["RANK"] == "1":

@@ -13,20 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
-from megascend.distributed.process_groups import initialize
 from megascend.engines.fsdp import attention
 from megascend.engines.fsdp.engine import FsdpSubject
 from megascend.engines.heads import plain_slice
 from megascend.engines.single.engine import SingleSubject
 from megascend.errors import ConfigError, PlatformError
 from megascend.huggingface.scalar_head import ScalarHead
+from megascend.runtime.bootstrap.runtime import Runtime
+from megascend.runtime.distributed.process_groups import initialize
+from megascend.runtime.topology.topology import plan
 from megascend.selfcheck import check, in_process
 from megascend.selfcheck.in_process import Subject
 from megascend.selfcheck.process import BOUND
 from megascend.testing import run_distributed, tiny_config
-from megascend.topology.topology import plan
 
 QWEN = tiny_config("qwen3", num_hidden_layers=2)
 SIZES = {

@@ -571,7 +571,7 @@ RISKY = re.compile(
     r"|\bshell=|\ballow_pickle="
 )
 SAFE = re.compile(r"torch\.load\([^\n]*weights_only=True|yaml\.load\(text, _loader\(\)")  # a SafeLoader
-BETWEEN_RANKS = {"distributed/objects.py"}
+BETWEEN_RANKS = {"runtime/distributed/objects.py"}
 """Pickles travel between the ranks of a job, which one user has started."""
 
 

@@ -12,7 +12,7 @@ from recording_backend import Served, served
 
 from megascend.cli.serve import DEMO_CLIENT, demo_directory, demo_settings
 from megascend.config.serve import load_serve_config
-from megascend.platforms.base import MemoryFigures
+from megascend.runtime.platforms.base import MemoryFigures
 from megascend.serve.api.page import loss_curve
 
 

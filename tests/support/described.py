@@ -13,7 +13,7 @@ from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
 from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.sizes import Workload
-from megascend.topology.topology import Topology, plan
+from megascend.runtime.topology.topology import Topology, plan
 
 WORKLOAD_TOKENS = 8192
 FOLDER = Path(__file__).resolve().parents[1] / "models" / "published"

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.errors import ConfigError, DistributedTestError, PlatformError
+from megascend.runtime.diagnostics.hang_monitor import HangMonitor
 from megascend.testing import Lost, faults, run_distributed
 from megascend.testing.faults import Fault
 
@@ -102,7 +102,7 @@ def test_inject_sets_and_restores_the_variable(monkeypatch: pytest.MonkeyPatch) 
 def test_without_faults_the_module_is_not_imported() -> None:
     code = """
 import sys
-from megascend.diagnostics.hang_monitor import HangMonitor
+from megascend.runtime.diagnostics.hang_monitor import HangMonitor
 HangMonitor(0, 1, 1.0)
 print("megascend.testing.faults" in sys.modules)
 """

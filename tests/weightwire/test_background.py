@@ -93,7 +93,7 @@ def test_line_of_a_thread_at_a_backward_jump(version: str) -> None:
     if python is None or subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
         pytest.skip(f"no python{version} on PATH")
     program = (
-        "import threading\nfrom megascend.diagnostics.watchdog import PhaseStack\n"
+        "import threading\nfrom megascend.runtime.diagnostics.watchdog import PhaseStack\n"
         "stack, done, lines = PhaseStack(threading.get_ident()), [], []\n"
         "def watch():\n    while len(lines) < 300: lines.append(stack.line())\n    done.append(1)\n"
         "thread = threading.Thread(target=watch)\nwords = [str(i) for i in range(2000)]\n"

@@ -21,19 +21,19 @@ from megascend.app.train import SupervisedTraining
 from megascend.app.training import RunContext, Training
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.packing import plan_micro_batches, shard
-from megascend.bootstrap.runtime import Runtime
 from megascend.config import RunConfig
 from megascend.config.rl import LOCAL, RlConfig
 from megascend.data.preview import SamplePiece, SampleStatistics, SourceStatistics, pieces
-from megascend.distributed.launch import Launch
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
-from megascend.io.paths import free_bytes
 from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.sizes import ELEMENT_BYTES, Kernels, Workload
 from megascend.planning.hardware import matching
 from megascend.planning.search import MEMORY_SHARE
-from megascend.topology.topology import Topology
+from megascend.runtime.bootstrap.runtime import Runtime
+from megascend.runtime.distributed.launch import Launch
+from megascend.runtime.io.paths import free_bytes
+from megascend.runtime.topology.topology import Topology
 
 EXAMPLES = 3
 """Samples that are shown, or pairs of them."""

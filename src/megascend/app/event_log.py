@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megascend.distributed.launch import Launch
 from megascend.errors import redacted
-from megascend.io.paths import make_directory
+from megascend.runtime.distributed.launch import Launch
+from megascend.runtime.io.paths import make_directory
 from megascend.surroundings import process_start
 
 logger = logging.getLogger(__name__)

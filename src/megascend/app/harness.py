@@ -32,7 +32,7 @@ from megascend.app.task_scorer import TaskScorer, TaskScores
 from megascend.changes import patched
 from megascend.data.messages import parse_message
 from megascend.errors import EvaluationError
-from megascend.io.atomic import replacing
+from megascend.runtime.io.atomic import replacing
 from megascend.sampling.request import SamplingParams
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from megascend.config.rl import RlConfig
 from megascend.errors import ConfigError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.planning.hardware import Hardware
-from megascend.topology.topology import Topology, plan
+from megascend.runtime.topology.topology import Topology, plan
 
 TEMPLATES = Path(__file__).with_name("job_templates")
 GRACE_S = 600

@@ -21,7 +21,7 @@ from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.planning.hardware import Hardware
 from megascend.planning.rl import Split, splits
 from megascend.planning.search import Candidate, PlannedModel, PlanRequest, SearchResult, run_candidate, search
-from megascend.topology.topology import Topology
+from megascend.runtime.topology.topology import Topology
 
 GAIN = 1.1
 """Factor by which a planned layout has to be faster than a run's before a dry run mentions it: twice the error of predictions for

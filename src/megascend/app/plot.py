@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import MissingDependencyError
-from megascend.io.atomic import replacing
+from megascend.runtime.io.atomic import replacing
 from megascend.surroundings import is_installed
 
 if TYPE_CHECKING:

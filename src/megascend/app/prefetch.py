@@ -17,11 +17,11 @@ from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 from megascend.app.preflight import RunPlan
-from megascend.bootstrap.engines import needs
-from megascend.distributed.launch import Launch, child_environment
 from megascend.errors import MegascendError
 from megascend.huggingface.files import read_config
 from megascend.kernels.compile_ahead import Job, compiler_environment, is_driver_installed
+from megascend.runtime.bootstrap.engines import needs
+from megascend.runtime.distributed.launch import Launch, child_environment
 from megascend.selfcheck import process
 from weightwire.background import BackgroundThread
 

@@ -19,15 +19,15 @@ from megascend.config import RunConfig, TrainerConfig
 from megascend.config.plugins import check_name, check_names, check_plugins
 from megascend.config.rl import RlConfig
 from megascend.config.trackers import check_trackers
-from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
 from megascend.huggingface import hub
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint, linear_layers
 from megascend.huggingface.scalar_head import padding_id
-from megascend.io.paths import format_bytes, free_bytes, real
+from megascend.runtime.distributed.launch import Launch
+from megascend.runtime.io.paths import format_bytes, free_bytes, real
+from megascend.runtime.topology.topology import Topology, plan
 from megascend.surroundings import is_installed
-from megascend.topology.topology import Topology, plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -237,7 +237,7 @@ def check_processes(platform: str, nproc: int) -> None:
     # One process always has a device, and CPUs are counted above; neither needs torch.
     if nproc == 1 or platform == "cpu":
         return
-    from megascend.platforms import choose
+    from megascend.runtime.platforms import choose
 
     chosen = choose(platform)
     devices = chosen.device_count()

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.config import Profile
-from megascend.io.atomic import replacing
-from megascend.io.paths import make_directory
+from megascend.runtime.io.atomic import replacing
+from megascend.runtime.io.paths import make_directory
 
 if TYPE_CHECKING:
-    from megascend.platforms.base import Platform
+    from megascend.runtime.platforms.base import Platform
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from megascend.config import Push
 from megascend.config.documents import load_json, load_yaml
 from megascend.errors import CheckpointError, ConfigError, HubError
 from megascend.huggingface import hub
-from megascend.io.atomic import replacing
+from megascend.runtime.io.atomic import replacing
 
 logger = logging.getLogger(__name__)
 

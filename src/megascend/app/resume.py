@@ -29,9 +29,9 @@ from megascend.app.run_directory import (
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
 from megascend.config import TrainerConfig
-from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, redacted
-from megascend.io.paths import unwritable_reason
+from megascend.runtime.distributed.launch import Launch
+from megascend.runtime.io.paths import unwritable_reason
 from megascend.tracking.built_in import flattened
 
 if TYPE_CHECKING:

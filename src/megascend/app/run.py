@@ -26,15 +26,15 @@ from megascend.app.run_inputs import INPUTS, RunInputs
 from megascend.app.run_log import RunLog
 from megascend.app.stop_signals import StopSignals
 from megascend.app.training import Run, RunContext, RunResult, Training
-from megascend.bootstrap.engines import needs
 from megascend.config import TrainerConfig
 from megascend.config.plugins import import_plugins
-from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, NonFiniteError, redacted
 from megascend.huggingface import hub
 from megascend.huggingface.files import GENERATION_CONFIG, copy_tokenizer, write_ends
-from megascend.io.lasting_output import LastingOutput
-from megascend.io.paths import is_kept, unwritable_reason
+from megascend.runtime.bootstrap.engines import needs
+from megascend.runtime.distributed.launch import Launch
+from megascend.runtime.io.lasting_output import LastingOutput
+from megascend.runtime.io.paths import is_kept, unwritable_reason
 from megascend.surroundings import announce
 from megascend.tracking.trackers import Trackers
 

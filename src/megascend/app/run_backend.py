@@ -8,7 +8,7 @@ from megascend.config import Adapters, Checkpoint, TrainerConfig
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
-    from megascend.bootstrap import Runtime
+    from megascend.runtime.bootstrap import Runtime
 
 ADAPTER = "default"
 """Name of a run's adapter, the same as peft gives to one that it loads."""

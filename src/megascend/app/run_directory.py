@@ -20,9 +20,9 @@ from megascend.app.event_log import ERRORS, EVENTS, read_lines
 from megascend.checkpoint.retention import LATEST, LEFT_OVER, NAME, Retention
 from megascend.config import TrainerConfig
 from megascend.errors import ConfigError, redacted
-from megascend.io.atomic import NOT_RENAMED, entries, replacing
-from megascend.io.paths import is_kept, make_directory, remove
-from megascend.io.shared import hold
+from megascend.runtime.io.atomic import NOT_RENAMED, entries, replacing
+from megascend.runtime.io.paths import is_kept, make_directory, remove
+from megascend.runtime.io.shared import hold
 from megascend.surroundings import process_lives
 
 if TYPE_CHECKING:
@@ -314,7 +314,9 @@ def check_shared(backend: Backend, output: Path) -> None:
     """
     if not backend.groups.launch.several_hosts:
         return
-    from megascend.distributed.objects import gather_objects  # imports torch, which reading a run file does not need
+    from megascend.runtime.distributed.objects import (
+        gather_objects,  # imports torch, which reading a run file does not need
+    )
 
     def mark() -> str:
         make_directory(output)

@@ -45,7 +45,7 @@ from megascend.data.store import (
 )
 from megascend.data.streaming import PrefetchedBatches, SourceFiles, StreamedBatches
 from megascend.errors import ConfigError, DataError
-from megascend.io.paths import format_bytes, real
+from megascend.runtime.io.paths import format_bytes, real
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -282,7 +282,7 @@ class RunSamples:
 
     def check_same_on_all_ranks(self, backend: Backend) -> None:
         """Raise DataError if ranks have different samples, for example because of other files or another date. Collective."""
-        from megascend.distributed.objects import gather_objects
+        from megascend.runtime.distributed.objects import gather_objects
 
         # Fingerprints are compared, not samples.
         prints = [part.fingerprint for part in (self.train, self.held_out) if part is not None]
@@ -412,7 +412,7 @@ class StreamedSamples(RunSamples):
         Raises:
             DataError: on every rank: one of them cannot read it, or has read other samples than the others.
         """
-        from megascend.distributed.objects import gather_objects
+        from megascend.runtime.distributed.objects import gather_objects
 
         assert isinstance(stream, PrefetchedBatches)
         batch, error = None, None

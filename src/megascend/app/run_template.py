@@ -16,9 +16,9 @@ from megascend.config.rl import VLLM, RlConfig
 from megascend.config.run_file import apply_overrides, full_names
 from megascend.errors import ConfigError
 from megascend.huggingface.info import inspect_checkpoint
-from megascend.io.paths import format_bytes
 from megascend.planning.hardware import Hardware
 from megascend.planning.search import Candidate
+from megascend.runtime.io.paths import format_bytes
 
 LENGTH = 4096
 """Longest sample of a run file in tokens, unless the model's context is shorter."""

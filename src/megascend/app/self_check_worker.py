@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.bootstrap import patches
-from megascend.bootstrap.import_hooks import after_import
-from megascend.bootstrap.providers import packages
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.models import register_architecture
 from megascend.models.registry import from_reference
 from megascend.reference import fla as reference_fla
+from megascend.runtime.bootstrap import patches
+from megascend.runtime.bootstrap.import_hooks import after_import
+from megascend.runtime.bootstrap.providers import packages
 from megascend.selfcheck.process import TrialResult
 from megascend.selfcheck.trial_inputs import (
     ImageTokens,

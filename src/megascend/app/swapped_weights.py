@@ -13,13 +13,13 @@ from megascend.checkpoint.hf_slices import HfSlices, held_weights
 from megascend.checkpoint.slices import TensorSlices
 from megascend.checkpoint.staging import Staging
 from megascend.config import Mtp
-from megascend.distributed.objects import raise_on_all_ranks
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.huggingface.quantised import read_tensor
 from megascend.reference.reductions import out_of_range
+from megascend.runtime.distributed.objects import raise_on_all_ranks
 
 if TYPE_CHECKING:
     from megascend.backend import Backend

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from megascend.app.objectives import LearningObjective
     from megascend.app.run_samples import RunSamples
     from megascend.backend import Backend
-    from megascend.platforms.base import Platform
-    from megascend.topology.topology import Topology
+    from megascend.runtime.platforms.base import Platform
+    from megascend.runtime.topology.topology import Topology
 
 AUTO = "auto"
 FIRST_BUDGET = 4096

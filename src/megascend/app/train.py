@@ -21,9 +21,9 @@ from megascend.app.stop_signals import MeasurementStopped
 from megascend.app.training import Run, RunContext, Training, model_line, too_many_skips
 from megascend.config import RunConfig
 from megascend.config.data import PREFERENCE_LOSSES, Validation
-from megascend.distributed.launch import Launch
 from megascend.errors import EvaluationError
-from megascend.io.paths import make_directory
+from megascend.runtime.distributed.launch import Launch
+from megascend.runtime.io.paths import make_directory
 from megascend.tracking.metrics import Metric
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def train(
     model in hf/ (or, with ``lora``, the adapter in peft's format in adapter/) and metrics.png each complete or not at all. A
     directory that holds an earlier run is refused before anything starts, unless ``overwrite``; the earlier run's files are then
     removed, but only after this run's first step. Signals (:mod:`megascend.app.stop_signals`) end a run after
-    its present step, with a checkpoint; output that cannot be written (:mod:`megascend.io.lasting_output`) does not.
+    its present step, with a checkpoint; output that cannot be written (:mod:`megascend.runtime.io.lasting_output`) does not.
 
     Args:
         resume: ``"auto"``: resume from the newest checkpoint in ``config.output`` that is complete, if there is any. A path: from

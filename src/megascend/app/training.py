@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 from megascend.app.plot import PANELS, Panel
 from megascend.app.preflight import AnyConfig, RunPlan
 from megascend.config import TrainerConfig
-from megascend.distributed.launch import Launch
 from megascend.errors import NonFiniteError
 from megascend.huggingface.files import read_config
+from megascend.runtime.distributed.launch import Launch
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
     from megascend.app.run_log import MetricsRecord, RunLog
     from megascend.backend import Backend
-    from megascend.bootstrap import Runtime
+    from megascend.runtime.bootstrap import Runtime
 
 
 @dataclass(frozen=True)

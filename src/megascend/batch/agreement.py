@@ -13,10 +13,10 @@ from megascend.batch.loss import Loss
 from megascend.batch.packing import round_up
 from megascend.batch.results import TokenCounts
 from megascend.batch.sample import Sample
-from megascend.distributed.objects import gather_objects
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import DataError
-from megascend.topology.topology import Topology
+from megascend.runtime.distributed.objects import gather_objects
+from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.runtime.topology.topology import Topology
 
 WEIGHT_LIMIT = 1e30
 """Largest sum of weights, and inverse of the smallest: losses up to 1e8 times these still fit into float32."""

@@ -16,10 +16,10 @@ import xxhash
 
 from megascend.config.documents import load_json
 from megascend.errors import CheckpointError
-from megascend.io.hashing import digest as digest_of
+from megascend.runtime.io.hashing import digest as digest_of
 
 if TYPE_CHECKING:
-    from megascend.distributed.process_groups import ProcessGroups
+    from megascend.runtime.distributed.process_groups import ProcessGroups
 
 NAME = "megascend.json"
 FORMAT = 2
@@ -134,7 +134,7 @@ def verify(directory: Path, groups: ProcessGroups) -> CheckpointManifest:
     Raises:
         CheckpointError: on every rank: it is incomplete or damaged; the message names the files.
     """
-    from megascend.distributed.objects import (
+    from megascend.runtime.distributed.objects import (
         gather_objects,  # here, because it imports torch, which listing checkpoints must not
     )
 

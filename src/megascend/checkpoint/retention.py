@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascend.checkpoint import manifest
-from megascend.io.atomic import replacing
+from megascend.runtime.io.atomic import replacing
 
 LATEST = "latest"
 NAME = re.compile(r"step-([0-9]{8,})")

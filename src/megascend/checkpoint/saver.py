@@ -26,17 +26,17 @@ from megascend.checkpoint import hf_slices, manifest
 from megascend.checkpoint.manifest import CheckpointManifest
 from megascend.checkpoint.staging import Staging
 from megascend.checkpoint.torch_io import ChunkWriter, SliceSavePlanner, raising_system_errors
-from megascend.distributed.objects import broadcast_object, collect_objects, from_rank_0, raise_on_all_ranks
 from megascend.errors import CheckpointError
-from megascend.io.atomic import is_replaceable, replace_directory, stage, staging
-from megascend.io.paths import followed, remove
 from megascend.lora import adapter_io
+from megascend.runtime.distributed.objects import broadcast_object, collect_objects, from_rank_0, raise_on_all_ranks
+from megascend.runtime.io.atomic import is_replaceable, replace_directory, stage, staging
+from megascend.runtime.io.paths import followed, remove
 from weightwire.background import BackgroundThread
 
 if TYPE_CHECKING:
     from megascend.checkpoint.hf_slices import HfSlices
-    from megascend.diagnostics.hang_monitor import HangMonitor
-    from megascend.distributed.process_groups import ProcessGroups
+    from megascend.runtime.diagnostics.hang_monitor import HangMonitor
+    from megascend.runtime.distributed.process_groups import ProcessGroups
 
 MEGATRON_CONFIG = {
     "sharded_backend": "torch_dist",

@@ -26,7 +26,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from megascend.checkpoint import manifest, unpickling
 from megascend.checkpoint.slices import TensorSlices
-from megascend.io.hashing import HashingWriter
+from megascend.runtime.io.hashing import HashingWriter
 
 
 class SliceSavePlanner(dcp.DefaultSavePlanner):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megascend.distributed.launch import child_environment
+from megascend.runtime.distributed.launch import child_environment
 from megascend.surroundings import is_installed
 
 Status = Literal["ok", "warn", "fail", "skip"]
@@ -113,7 +113,7 @@ def _finish(process: subprocess.Popen[str], remaining: float, timeout: float) ->
 
 def explain_import_failure(text: str) -> tuple[str, str]:
     """Summarize a failed import's traceback and suggest a remedy."""
-    from megascend.platforms.npu import ASCEND_LIBRARY, WITHOUT_CANN
+    from megascend.runtime.platforms.npu import ASCEND_LIBRARY, WITHOUT_CANN
 
     lines = text.strip().splitlines() or ["unknown error"]
     last = lines[-1]
@@ -137,7 +137,7 @@ def check_python() -> Check:
 
 def check_versions() -> list[Check]:
     """Check installed packages against the version table, one line each."""
-    from megascend.bootstrap.versions import check_versions as findings
+    from megascend.runtime.bootstrap.versions import check_versions as findings
 
     return [
         Check(
@@ -176,7 +176,7 @@ def check_npu(timeout: float) -> list[Check]:
         "import json, sys\n"
         "from dataclasses import asdict\n"
         "import simnpu\n"
-        "from megascend.bootstrap.providers import provider_for\n"
+        "from megascend.runtime.bootstrap.providers import provider_for\n"
         f"tell = lambda name: print({LOOKING_AT!r} + name, file=sys.stderr, flush=True)\n"
         "findings = [asdict(finding) for finding in provider_for('npu').findings(before_each=tell)]\n"
         "print(json.dumps({'findings': findings, 'simulated': simnpu.is_active()}))"
@@ -207,7 +207,7 @@ def check_platform(timeout: float) -> Check:
     code = (
         "import json\n"
         "from megascend.errors import PlatformError\n"
-        "from megascend.platforms import PLATFORMS, choose\n"
+        "from megascend.runtime.platforms import PLATFORMS, choose\n"
         "reasons = {}\n"
         "for name in PLATFORMS:\n"
         "    try: choose(name)\n"

@@ -123,7 +123,7 @@ def _devices(results: dict[str, Check]) -> str | None:
 
 def verdict(checks: list[Check]) -> str:
     """Summarize in one line the devices that this host can train on, and the missing packages."""
-    from megascend.bootstrap import engines
+    from megascend.runtime.bootstrap import engines
 
     results = {check.name: check for check in checks}
     failed = [check.name for check in checks if check.status == "fail"]

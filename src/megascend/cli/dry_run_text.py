@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.table import Column, Table
 
-from megascend.io.paths import format_bytes
+from megascend.runtime.io.paths import format_bytes
 
 if TYPE_CHECKING:
     from megascend.app.dry_run import DryRun, RlDryRun, ShownSample

@@ -49,7 +49,7 @@ def export_command(
     model that its training exported (RUN/hf).
     """
     from megascend.huggingface.files import end_tokens
-    from megascend.io.atomic import require_vacant
+    from megascend.runtime.io.atomic import require_vacant
 
     # Checked before the model is loaded, which may take minutes.
     require_vacant(out)

@@ -217,7 +217,7 @@ def eval_rank(settings: InferenceSettings, tasks: ValidationTasks, output: Path 
     """Run one rank; the first one prints the metrics."""
     from megascend.app.inference import evaluate_model
     from megascend.cli.messages import show_messages
-    from megascend.distributed.launch import Launch
+    from megascend.runtime.distributed.launch import Launch
 
     show_messages()
     main_rank = Launch.from_environment().rank == 0

@@ -50,8 +50,8 @@ def init_command(
     from megascend.cli.messages import show_messages
     from megascend.config.commented import json_schema
     from megascend.errors import ConfigError
-    from megascend.io.paths import make_directory
     from megascend.planning.hardware import load
+    from megascend.runtime.io.paths import make_directory
 
     show_messages()
     hardware = None if cards is None else load(device)

@@ -11,11 +11,11 @@ from megascend.app.layout_plan import LayoutPlan, run_file
 from megascend.cli.dry_run_text import GIB, LAYOUT, plain
 from megascend.config import RunConfig
 from megascend.errors import redacted
-from megascend.io.paths import format_bytes
 from megascend.planning.hardware import Hardware
 from megascend.planning.pipeline import TimedPass
 from megascend.planning.rl import Split
 from megascend.planning.search import Candidate, difference
+from megascend.runtime.io.paths import format_bytes
 
 WIDTH = 110
 """Columns of a pipeline's drawing."""

@@ -35,7 +35,7 @@ def prepare_command(
     from megascend.data.preview import SampleStatistics
     from megascend.errors import ConfigError
     from megascend.huggingface.hub import with_snapshots
-    from megascend.io.atomic import require_vacant
+    from megascend.runtime.io.atomic import require_vacant
 
     show_messages()
     settings = with_snapshots(load_config(config, overrides))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import ConfigError
-from megascend.io.atomic import replacing_directory, require_vacant
 from megascend.models.base import EXPERT_COUNTS, LINEAR, Images, LatentAttention, expert_count
 from megascend.models.registry import BUILT_IN
+from megascend.runtime.io.atomic import replacing_directory, require_vacant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

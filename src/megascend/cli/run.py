@@ -43,7 +43,7 @@ def run_command(
         )
     environment = os.environ.copy()
     if simulated:
-        from megascend.bootstrap.versions import installed_versions, require_package
+        from megascend.runtime.bootstrap.versions import installed_versions, require_package
         from simnpu.launcher import prepared
 
         require_package("torch", installed_versions())
@@ -86,7 +86,7 @@ def simnpu_command(
     Speed and memory use say nothing about hardware. Ends with COMMAND's exit code. `python -m simnpu` does the same and
     has options.
     """
-    from megascend.bootstrap.versions import installed_versions, require_package
+    from megascend.runtime.bootstrap.versions import installed_versions, require_package
     from simnpu.launcher import launch
 
     require_package(

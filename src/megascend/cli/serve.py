@@ -131,7 +131,7 @@ def serve_command(
 def serve_process(settings: str, keys: dict[str, str], generated_key: str | None, client: str | None = None) -> None:
     """Serve as one rank, in order to the end: arguments as those of :func:`~megascend.serve.server.serve_rank`."""
     from megascend.app.stop_signals import ALWAYS, stopping
-    from megascend.io.lasting_output import LastingOutput
+    from megascend.runtime.io.lasting_output import LastingOutput
     from megascend.serve.server import serve_rank
 
     LastingOutput().install()

@@ -64,7 +64,7 @@ def train_command(
     from megascend.cli.messages import show_messages
     from megascend.config import load_config
     from megascend.huggingface.hub import with_snapshots
-    from megascend.io.lasting_output import LastingOutput
+    from megascend.runtime.io.lasting_output import LastingOutput
 
     show_messages()
     settings = with_snapshots(load_config(config, overrides))
@@ -98,7 +98,7 @@ def rl_command(
     from megascend.cli.messages import show_messages
     from megascend.config.rl import load_rl_config
     from megascend.huggingface.hub import with_snapshots
-    from megascend.io.lasting_output import LastingOutput
+    from megascend.runtime.io.lasting_output import LastingOutput
 
     show_messages()
     settings = with_snapshots(load_rl_config(config, overrides))
@@ -144,7 +144,7 @@ def show_config_command(
     from megascend.config.rl import RlConfig
     from megascend.errors import ConfigError
     from megascend.huggingface.info import inspect_checkpoint
-    from megascend.topology.topology import plan
+    from megascend.runtime.topology.topology import plan
 
     if (config is not None) + (defaults is not None) + (schema is not None) != 1:
         raise ConfigError("show-config takes one of CONFIG, --defaults COMMAND and --schema COMMAND")
@@ -203,7 +203,7 @@ def print_dry_run(settings: TrainerConfig, nproc: int | None, overwrite: bool, r
     from megascend.app.preflight import preflight
     from megascend.cli.dry_run_text import Style, report, report_rl
     from megascend.config.rl import RlConfig
-    from megascend.distributed.launch import Launch
+    from megascend.runtime.distributed.launch import Launch
 
     launch = Launch.from_environment()
     # All ranks would read the same data and report the same problems.
@@ -273,7 +273,7 @@ def prepare_rank(config: TrainerConfig) -> None:
     import warnings
 
     from megascend.cli.messages import close_stdin, show_messages
-    from megascend.io.lasting_output import LastingOutput
+    from megascend.runtime.io.lasting_output import LastingOutput
 
     LastingOutput().install()
     show_messages()

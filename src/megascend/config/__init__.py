@@ -2,7 +2,7 @@
 
 The same sections serve the Python API (``MegatronBackend(parallel=Parallel(tensor=2))``) and the YAML file of
 ``megascend train``. Unknown keys are errors, as are values that no run could use; what depends on the model or on the
-number of processes is checked later, by :mod:`megascend.topology.topology`.
+number of processes is checked later, by :mod:`megascend.runtime.topology.topology`.
 """
 
 from __future__ import annotations

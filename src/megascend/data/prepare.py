@@ -29,10 +29,10 @@ from megascend.data.splits import CARD, Card, files_of, is_saved
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
 from megascend.huggingface import hub
-from megascend.io.hashing import digest
-from megascend.io.paths import cache_folder, cache_limit
-from megascend.io.shared import cached, locked, prune
-from megascend.io.shared import replace as replace_path
+from megascend.runtime.io.hashing import digest
+from megascend.runtime.io.paths import cache_folder, cache_limit
+from megascend.runtime.io.shared import cached, locked, prune
+from megascend.runtime.io.shared import replace as replace_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ from megascend.config.documents import load_yaml
 from megascend.data.findings import Findings
 from megascend.errors import DataError
 from megascend.huggingface.files import LFS_POINTER
-from megascend.io.paths import real
+from megascend.runtime.io.paths import real
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")

@@ -17,13 +17,13 @@ from megascend.checkpoint.hf_slices import HfSlices, held_weights
 from megascend.checkpoint.slices import TensorSlices
 from megascend.config import Adam, Precision, Schedule, VisionTower
 from megascend.config.training import learning_rate
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.blockwise_adamw import QUANTISED, BlockwiseAdamW
 from megascend.engines.muon import MuonOptimizer
 from megascend.engines.weight_settings import MainParameter, SettingsByWeight, WeightSettings
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.reference.reductions import global_norm
+from megascend.runtime.distributed.process_groups import ProcessGroups
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from megascend.huggingface.scalar_head import WEIGHT
 from megascend.kernels.linear_divergence import TeacherDivergence
 from megascend.lora.adapter_io import SavedAdapter, read_tensor
 from megascend.lora.registry import AdapterSettings
+from megascend.runtime.topology.topology import Receivers
 from megascend.selfcheck.verdict import Verdict
-from megascend.topology.topology import Receivers
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -21,9 +21,9 @@ from megascend.checkpoint.manifest import CheckpointManifest
 from megascend.checkpoint.saver import CheckpointState
 from megascend.checkpoint.slices import TensorSlices
 from megascend.checkpoint.torch_io import ChunkReader, SliceLoadPlanner, stored_tensors
-from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.engines.base import Engine
 from megascend.errors import CheckpointError, ConfigError
+from megascend.runtime.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 
 PACKAGES = ("megascend", "torch", "megatron-core", "mcore-bridge", "transformers")
 AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "expert_tensor")

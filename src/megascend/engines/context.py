@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from megascend.bootstrap import Runtime, bootstrap
 from megascend.config import (
     Adam,
     Adapters,
@@ -26,19 +25,20 @@ from megascend.config import (
     VisionTower,
 )
 from megascend.config.training import precision_name
-from megascend.distributed import process_groups
-from megascend.distributed.engine_groups import GroupFactory
-from megascend.distributed.groups import LEAVE_S
-from megascend.distributed.launch import Launch
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.files import weight_files
 from megascend.huggingface.hub import snapshot
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.huggingface.read_ahead import read_ahead
 from megascend.huggingface.scalar_head import HeadKind
+from megascend.runtime.bootstrap import Runtime, bootstrap
+from megascend.runtime.distributed import process_groups
+from megascend.runtime.distributed.engine_groups import GroupFactory
+from megascend.runtime.distributed.groups import LEAVE_S
+from megascend.runtime.distributed.launch import Launch
+from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.runtime.topology.topology import Topology, plan
 from megascend.surroundings import announce
-from megascend.topology.topology import Topology, plan
 
 logger = logging.getLogger(__name__)
 

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megascend.distributed.objects import raise_on_all_ranks
 from megascend.engines.weight_stream import header_of
 from megascend.errors import CheckpointError, CollectiveTimeoutError, ProcessGroupError
 from megascend.huggingface.files import companions
 from megascend.huggingface.writer import CheckpointWriter, check_target, exported_config, require_same_tensors
-from megascend.io.paths import is_kept, unwritable_reason
+from megascend.runtime.distributed.objects import raise_on_all_ranks
+from megascend.runtime.io.paths import is_kept, unwritable_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megascend.distributed.process_groups import ProcessGroups
     from megascend.huggingface.info import ModelInfo
+    from megascend.runtime.distributed.process_groups import ProcessGroups
 
 _FAULTS = (OSError, ValueError, TypeError, LookupError, AttributeError)
 """Unforeseen errors of the writing rank (files, names), which it must report to the ranks that wait for it."""

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from megascend import config
 from megascend.config import Precision
-from megascend.distributed.objects import gather_objects
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.weight_settings import MainParameter, WeightSettings
 from megascend.errors import ConfigError
 from megascend.huggingface.hidden_matrices import ROUND_ELEMENTS, has_fused_halves
 from megascend.huggingface.info import ModelInfo
+from megascend.runtime.distributed.objects import gather_objects
+from megascend.runtime.distributed.process_groups import ProcessGroups
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic, by Keller Jordan: the steepest at 0 that keeps singular values between about 0.7 and 1.2."""

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megascend.distributed.objects import gather_objects
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import differences
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.safetensors_writer import DTYPES
+from megascend.runtime.distributed.objects import gather_objects
+from megascend.runtime.distributed.process_groups import ProcessGroups
 
 
 def header_of(tensor: Tensor) -> TensorHeader:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megascend.config.documents import load_json
 from megascend.errors import CheckpointError
-from megascend.io.atomic import replacing
+from megascend.runtime.io.atomic import replacing
 
 # Files other than weights that transformers needs to load a directory.
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import WEIGHT_INDEX
-from megascend.io.hashing import begin_writing_back
+from megascend.runtime.io.hashing import begin_writing_back
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,9 +18,9 @@ from megascend.huggingface.files import TensorHeader, copy_companions, read_conf
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.quantised import read_tensor
 from megascend.huggingface.safetensors_writer import DTYPES, SafetensorsWriter
-from megascend.io.atomic import is_replaceable, replace_directory, stage, staging
-from megascend.io.paths import followed, remove
 from megascend.models.base import ALIASES
+from megascend.runtime.io.atomic import is_replaceable, replace_directory, stage, staging
+from megascend.runtime.io.paths import followed, remove
 
 if TYPE_CHECKING:
     from torch import Tensor

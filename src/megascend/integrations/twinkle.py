@@ -30,7 +30,7 @@ def prepare(platform: str = "auto", *, mend: bool = True) -> list[str]:
     Raises:
         MegascendError: the platform is unavailable, or a package has an unsupported version.
     """
-    from megascend.platforms import choose
+    from megascend.runtime.platforms import choose
 
     if choose(platform).name == "cpu":
         import megascend

@@ -22,14 +22,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megascend.changes import patch
-from megascend.io.hashing import digest
 from megascend.kernels.head_sizes import rotary_fits, width_fits
+from megascend.runtime.io.hashing import digest
 from megascend.surroundings import die_with_parent, home
 
 if TYPE_CHECKING:
     from megascend.config import Precision
     from megascend.huggingface.info import ModelInfo
-    from megascend.topology.topology import Topology
+    from megascend.runtime.topology.topology import Topology
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PACKAGES = ("torch", "triton")

@@ -26,12 +26,12 @@ from megascend.config.data import ProblemType
 from megascend.config.documents import load_json
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.files import weight_files
-from megascend.io.atomic import is_replaceable, replacing_directory
-from megascend.io.hashing import digest
 from megascend.lora import peft_format
 from megascend.lora.factors import Factors
 from megascend.lora.peft_format import CONFIG
 from megascend.lora.peft_tensors import WEIGHTS, base_layer
+from megascend.runtime.io.atomic import is_replaceable, replacing_directory
+from megascend.runtime.io.hashing import digest
 
 STATE, OPTIMIZER = "megascend_adapter.json", "optimizer.safetensors"
 FORMAT = 1

@@ -16,9 +16,6 @@ from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.config import Adam, Lora
-from megascend.distributed.memory import catch_oom, catch_oom_on_all_ranks
-from megascend.distributed.objects import raise_on_all_ranks
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError, ConfigError, DataError, OutOfDeviceMemoryError
 from megascend.kernels.host_copy import to_device
 from megascend.lora import peft_format
@@ -34,7 +31,10 @@ from megascend.lora.segments import TokenSegments, token_segments, tokens_per_ad
 from megascend.lora.stacked_adapters import StackedAdapters, StackPool, stack_capacity
 from megascend.lora.target_modules import HEAD, matches
 from megascend.lora.transfer import gather, scatter
-from megascend.topology.topology import Topology
+from megascend.runtime.distributed.memory import catch_oom, catch_oom_on_all_ranks
+from megascend.runtime.distributed.objects import raise_on_all_ranks
+from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.runtime.topology.topology import Topology
 
 
 class AdapterSet:

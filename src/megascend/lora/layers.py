@@ -26,8 +26,6 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from megascend.changes import patch
-from megascend.distributed.objects import gather_objects
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import ConfigError, PlatformError
 from megascend.lora.adapter_set import MixedAdapters
 from megascend.lora.applied_adapters import AppliedAdapters, adapted_segments, start_graph
@@ -37,7 +35,9 @@ from megascend.lora.registry import AdapterRegistry, AdapterSettings
 from megascend.lora.segments import ExpertAdapterRows, TokenSegments, by_expert_and_adapter
 from megascend.lora.target_maps import find_target_modules
 from megascend.lora.target_modules import ModelLayout, RefusedTargets, TargetModule, check_untied
-from megascend.topology.topology import Topology
+from megascend.runtime.distributed.objects import gather_objects
+from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.runtime.topology.topology import Topology
 
 
 class AdapterManager(MixedAdapters):

@@ -11,12 +11,12 @@ from torch.optim.adamw import adamw
 
 from megascend.batch.results import StepResult
 from megascend.config import Adam
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import SHARDINGS, Sharding
 from megascend.lora.transfer import is_main_replica
 from megascend.reference.reductions import square_sum
-from megascend.topology.topology import Topology
+from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.runtime.topology.topology import Topology
 
 
 class AdapterOptimizer:

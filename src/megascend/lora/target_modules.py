@@ -19,7 +19,7 @@ from megascend.config import VisionTower
 from megascend.errors import ConfigError
 from megascend.kernels.softmax import VocabShard
 from megascend.models import Images, architecture_named
-from megascend.topology.topology import Coordinates, Topology
+from megascend.runtime.topology.topology import Coordinates, Topology
 
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 """Names in transformers of the modules before and after the layers. As in peft, ``all-linear`` does not include them."""

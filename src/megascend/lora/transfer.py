@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megascend.distributed.objects import collect_objects, gather_objects
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError
 from megascend.lora.adapter import Adapter
 from megascend.lora.factors import Factors
 from megascend.lora.layout import ShapeGroup, Sharding
 from megascend.lora.target_modules import FusedSlice, TargetModule, matches
-from megascend.topology.topology import Coordinates
+from megascend.runtime.distributed.objects import collect_objects, gather_objects
+from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.runtime.topology.topology import Coordinates
 
 
 @dataclass(frozen=True)

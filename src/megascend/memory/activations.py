@@ -27,7 +27,7 @@ from megascend.models.base import (
     LinearAttention,
     StateSpace,
 )
-from megascend.topology.topology import Topology
+from megascend.runtime.topology.topology import Topology
 
 FP32 = 4
 

@@ -15,7 +15,7 @@ from megascend.config.rl import RlConfig
 from megascend.huggingface.info import ModelInfo
 from megascend.memory import megatron, transformers_engines
 from megascend.memory.sizes import ELEMENT_BYTES, Items, Kernels, ModelSizes, TeacherSizes, Workload
-from megascend.topology.topology import Topology
+from megascend.runtime.topology.topology import Topology
 
 MIB = 2**20
 CUDA_CONTEXT = 500 * MIB

@@ -27,8 +27,8 @@ from megascend.memory.parameters import (
     update_bytes,
 )
 from megascend.memory.sizes import Items, Kernels, LayerKey, ModelSizes, Workload
-from megascend.topology.schedule import layers_in_flight
-from megascend.topology.topology import Topology
+from megascend.runtime.topology.schedule import layers_in_flight
+from megascend.runtime.topology.topology import Topology
 
 WORKSPACES = 96 * 2**20
 """Workspaces of cuBLAS and Transformer Engine, in torch's allocator."""

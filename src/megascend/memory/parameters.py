@@ -15,7 +15,7 @@ from megascend.huggingface.info import EMBEDDINGS, NON_TARGET_ENDS
 from megascend.huggingface.scalar_head import WEIGHT
 from megascend.memory.sizes import LAYER, layer_of
 from megascend.models import Images
-from megascend.topology.topology import Topology
+from megascend.runtime.topology.topology import Topology
 
 ROW_PARALLEL = ("o_proj", "down_proj", "dense_4h_to_h", "out_proj", "w2", "dense")
 """Row parallel linear layers, whose input is divided over tensor parallel ranks; all others are column parallel."""

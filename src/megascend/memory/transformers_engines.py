@@ -29,7 +29,7 @@ from megascend.memory.parameters import (
 )
 from megascend.memory.sizes import Items, Kernels, LayerKey, ModelSizes, Workload, layer_of
 from megascend.models.base import LINEAR, SINGLE_MIXERS
-from megascend.topology.topology import Topology
+from megascend.runtime.topology.topology import Topology
 
 WORKSPACES = 32 * 2**20
 """Workspace of cuBLAS, in torch's allocator."""

@@ -227,7 +227,7 @@ class Architecture:
     def unsupported_layout(self, config: Config, *, tensor: int, context: int) -> list[str]:
         """Return why the Megatron engine cannot divide the model over tensor and context parallel ranks; empty if it can.
 
-        Sizes that all models have are checked for all (:func:`megascend.topology.topology.check_model`).
+        Sizes that all models have are checked for all (:func:`megascend.runtime.topology.topology.check_model`).
         """
         return []
 

@@ -16,7 +16,7 @@ from typing import Literal
 from megascend.memory.sizes import ModelSizes
 from megascend.models.base import LINEAR, SINGLE_MIXERS
 from megascend.planning.hardware import PASSES, Hardware, Pass, collective_seconds, nodes_of
-from megascend.topology.topology import Topology
+from megascend.runtime.topology.topology import Topology
 
 Part = Literal[
     "products",

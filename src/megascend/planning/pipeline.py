@@ -1,6 +1,6 @@
 """How long a step of Megatron's pipeline schedules takes.
 
-The order of a stage's passes is what Megatron runs (:mod:`megascend.topology.schedule`); starts and ends follow from it, from the
+The order of a stage's passes is what Megatron runs (:mod:`megascend.runtime.topology.schedule`); starts and ends follow from it, from the
 duration of each pass, and from the rule that a pass needs its neighbour's result.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from megascend.topology.schedule import stage_order
+from megascend.runtime.topology.schedule import stage_order
 
 ROUNDS = 3
 """Rounds of one micro batch per stage that are simulated; of the rounds between, each takes as long as the one before it."""

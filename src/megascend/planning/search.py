@@ -1,6 +1,6 @@
 """Every legal layout of a run on a cluster, with its memory and its time; the best ones, and the losses of the others. Pure.
 
-Sizes are legal if :func:`megascend.topology.topology.plan` and the declaration of the model's family accept them, the code that
+Sizes are legal if :func:`megascend.runtime.topology.topology.plan` and the declaration of the model's family accept them, the code that
 refuses layouts when a run starts. What the engine refuses beyond that, :func:`megascend.app.layout_plan.checked` asks it.
 """
 
@@ -28,7 +28,7 @@ from megascend.planning.hardware import Hardware
 from megascend.planning.layers import ALL_LAYERS, Cost, Execution
 from megascend.planning.pipeline import balanced_chunks
 from megascend.planning.step import CostTable, StepTime, StepWork, attention_windows, step_time
-from megascend.topology.topology import Topology, format_pipeline_layout, plan
+from megascend.runtime.topology.topology import Topology, format_pipeline_layout, plan
 
 MEMORY_SHARE = 0.92
 """Share of the device's memory that a layout or a trial may take: batches differ, and the allocator needs some for itself."""

@@ -15,7 +15,7 @@ from megascend.models import text_config
 from megascend.planning.hardware import Hardware
 from megascend.planning.layers import ALL_LAYERS, BF16, FP32, Cost, Costs, Execution, LayerSeconds, scaled, total
 from megascend.planning.pipeline import Durations, TimedPass, least_seconds, simulate, step_seconds
-from megascend.topology.topology import Topology
+from megascend.runtime.topology.topology import Topology
 
 ADAM_BYTES = 4 * FP32 + 3 * FP32 + BF16
 """Moved for a parameter by AdamW: gradient, main parameter and two moments read, the last three and the weight written."""

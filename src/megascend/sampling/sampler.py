@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megascend.backend import Backend
 from megascend.batch import images
-from megascend.distributed.objects import gather_objects
 from megascend.errors import EngineError
+from megascend.runtime.distributed.objects import gather_objects
 from megascend.sampling.choice import choose, top_logprobs
 from megascend.sampling.decoders import CachedDecoder, Decoder, RecomputingDecoder
 from megascend.sampling.prompts import PromptScores, score_prompts

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend.distributed.objects import broadcast_object, from_rank_0
 from megascend.errors import MegascendError, PlatformError, SelfCheckError
-from megascend.io import paths, shared
-from megascend.io.hashing import cache_key
 from megascend.models import registered
+from megascend.runtime.distributed.objects import broadcast_object, from_rank_0
+from megascend.runtime.io import paths, shared
+from megascend.runtime.io.hashing import cache_key
 from megascend.selfcheck import in_process, process, suspects
 from megascend.selfcheck.process import Trial, TrialResult, Worker, cache_folder, versions
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
@@ -25,7 +25,7 @@ from megascend.surroundings import announce
 from weightwire.background import BackgroundThread
 
 if TYPE_CHECKING:
-    from megascend.distributed.process_groups import ProcessGroups
+    from megascend.runtime.distributed.process_groups import ProcessGroups
     from megascend.selfcheck.in_process import Subject
 
 LOCAL_PACKAGES = ("torch", "transformers")

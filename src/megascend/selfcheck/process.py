@@ -15,13 +15,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megascend.distributed.launch import plain_environment
 from megascend.errors import PlatformError
-from megascend.io import paths
-from megascend.io.hashing import cache_key
 from megascend.models import registered
 from megascend.models.registry import to_reference
-from megascend.platforms import cpu_products
+from megascend.runtime.distributed.launch import plain_environment
+from megascend.runtime.io import paths
+from megascend.runtime.io.hashing import cache_key
+from megascend.runtime.platforms import cpu_products
 from megascend.selfcheck.slicing import Slice
 from megascend.selfcheck.verdict import Verdict
 
@@ -248,7 +248,7 @@ PACKAGES = ("torch", "transformers", "megatron-core", "mcore-bridge")
 
 
 def cache_folder() -> Path:
-    """Return the folder ``self-check`` in :func:`megascend.io.paths.cache_folder`."""
+    """Return the folder ``self-check`` in :func:`megascend.runtime.io.paths.cache_folder`."""
     return paths.cache_folder() / "self-check"
 
 

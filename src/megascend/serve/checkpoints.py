@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from megascend.errors import CheckpointError, ConfigError
-from megascend.io.atomic import replacing
-from megascend.io.paths import make_directory
+from megascend.runtime.io.atomic import replacing
+from megascend.runtime.io.paths import make_directory
 from megascend.serve.api.bodies import LoraSettings
 from megascend.serve.errors import RequestRefusedError
 

@@ -16,7 +16,7 @@ from typing import Any
 from megascend.config import Adapters
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, MissingDependencyError, PlatformError
-from megascend.platforms.base import MemoryFigures
+from megascend.runtime.platforms.base import MemoryFigures
 from megascend.serve.api import keys as api_keys
 from megascend.serve.samplers.vllm import VllmSampling, vllm_servers
 from megascend.serve.scheduler.commands import Outcome

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from megascend.config import Lora
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, DataError, MegascendError
-from megascend.platforms.base import MemoryFigures
+from megascend.runtime.platforms.base import MemoryFigures
 from megascend.serve.api.bodies import CreateModel, LoraSettings
 from megascend.serve.checkpoints import Checkpoints, model_name
 from megascend.serve.errors import Failure, RequestRefusedError

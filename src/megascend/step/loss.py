@@ -15,10 +15,10 @@ from megascend.batch.loss_call import LossNormalizer, weighted
 from megascend.batch.losses import cross_entropy
 from megascend.batch.micro_batch import MicroBatch, MtpTargets, last_tokens
 from megascend.batch.results import MTP_LOSS
-from megascend.distributed.objects import gather_objects
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
+from megascend.runtime.distributed.objects import gather_objects
 from megascend.step.policy import policy_output
 
 if TYPE_CHECKING:

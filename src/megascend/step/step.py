@@ -18,12 +18,12 @@ from megascend.batch.micro_batch import MicroBatch, build, last_tokens, pair_pos
 from megascend.batch.packing import plan_micro_batches, split_to
 from megascend.batch.results import MTP_LOSS, ForwardBackwardResult, ForwardResult
 from megascend.batch.sample import Sample
-from megascend.diagnostics.hang_monitor import HangMonitor
-from megascend.distributed.memory import catch_oom_on_all_ranks
-from megascend.distributed.objects import broadcast_object, gather_objects
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError, LossFunctionError, MegascendError, OutOfDeviceMemoryError
 from megascend.kernels.host_copy import to_device
+from megascend.runtime.diagnostics.hang_monitor import HangMonitor
+from megascend.runtime.distributed.memory import catch_oom_on_all_ranks
+from megascend.runtime.distributed.objects import broadcast_object, gather_objects
 from megascend.step.checks import (
     check_fields,
     check_labels,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megascend.cli.messages import RankFormatter
-from megascend.io.atomic import replacing
+from megascend.runtime.io.atomic import replacing
 from megascend.surroundings import die_with_parent
 
 STORE_VARIABLE = "MEGASCEND_STORE"

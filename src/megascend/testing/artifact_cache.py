@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import DistributedTestError
-from megascend.io import paths, shared
-from megascend.io.hashing import cache_key
+from megascend.runtime.io import paths, shared
+from megascend.runtime.io.hashing import cache_key
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
 LIMIT_BYTES = 256 * 2**20
-"""Size of all entries together, beyond which :func:`megascend.io.shared.prune` removes some. A test run needs about 60 MiB."""
+"""Size of all entries together, beyond which :func:`megascend.runtime.io.shared.prune` removes some. A test run needs about 60 MiB."""
 
 
 def folder() -> Path:
@@ -36,7 +36,7 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold :func:`megascend.io.shared.locked` for ``path``; raise DistributedTestError after ten minutes."""
+    """Hold :func:`megascend.runtime.io.shared.locked` for ``path``; raise DistributedTestError after ten minutes."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(shared.locked(path))

@@ -63,7 +63,7 @@ def run_distributed(
         backend: backend of the default process group.
         init: create the default process group. With False, ``fn`` creates it itself; the environment variable
             ``MEGASCEND_STORE`` then holds the path for a ``torch.distributed.FileStore``, as
-            :func:`megascend.distributed.process_groups.initialize` expects.
+            :func:`megascend.runtime.distributed.process_groups.initialize` expects.
         expect_lost: ranks that are to die, stop or hang. The call does not wait for them, and their result is a
             :class:`Lost`. One that returns or raises after all is a failure.
 

@@ -6,7 +6,7 @@
         results = run_distributed(train, 2, init=False, expect_lost={1})
 
 A rank fires its fault when it enters the phase. Phases are those of
-:meth:`megascend.diagnostics.hang_monitor.HangMonitor.phase`:
+:meth:`megascend.runtime.diagnostics.hang_monitor.HangMonitor.phase`:
 ``start-up``, ``build``, ``forward and backward`` and in it ``forward`` (every micro batch), ``forward only``,
 ``object gather``, ``grad reduce``, ``update``, ``save``, ``write``, ``load``, ``export``, ``save adapter``, ``load adapter``, and
 those that a trainer marks itself.
@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megascend.diagnostics.faults import VARIABLE, Action, ArmedFaults, Fault, environment, hang, inject, read
 from megascend.errors import ConfigError, PlatformError
+from megascend.runtime.diagnostics.faults import VARIABLE, Action, ArmedFaults, Fault, environment, hang, inject, read
 
 __all__ = [
     "VARIABLE",

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megascend.distributed.launch import plain_environment
+from megascend.runtime.distributed.launch import plain_environment
 
 IMPORTED = {
     "torch": ("torch",),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megascend.errors import DistributedTestError
-from megascend.io import shared
+from megascend.runtime.io import shared
 from megascend.selfcheck import check, process
 from megascend.selfcheck.process import Trial
 from megascend.selfcheck.slicing import Slice, slice_model

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import ConfigError, DistributedTestError
-from megascend.io.shared import replace
 from megascend.models import architecture_named, registered
 from megascend.models.registry import BUILT_IN
+from megascend.runtime.io.shared import replace
 from megascend.testing.artifact_cache import copy_or_make, exclusive
 from megascend.testing.reference import run_reference
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from megascend.config.trackers import OpenTracker, RunOutcome, TrackedRun, Tracker, log_rollouts, opener
 from megascend.errors import redacted
-from megascend.io.atomic import replacing
-from megascend.io.paths import make_directory
+from megascend.runtime.io.atomic import replacing
+from megascend.runtime.io.paths import make_directory
 from weightwire.background import BackgroundThread
 
 logger = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from megascend.distributed.objects import from_rank_0, raise_on_all_ranks
 from megascend.errors import MegascendError, WeightSyncError
+from megascend.runtime.distributed.objects import from_rank_0, raise_on_all_ranks
 from megascend.weightsync.delivery import Delivery, Update, sync_error
 from weightwire.errors import WireError
 
 if TYPE_CHECKING:
-    from megascend.distributed.groups import ProcessGroups
+    from megascend.runtime.distributed.groups import ProcessGroups
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megascend.distributed.objects import agree, from_rank_0
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
+from megascend.runtime.distributed.objects import agree, from_rank_0
 from megascend.weightsync.all_ranks import AllRanks, on_every_rank, on_rank_0
 from megascend.weightsync.delivery import MARGIN_S, OLD_WEIGHTS, Delivery, RunCoroutine, Update, run_phases
 from megascend.weightsync.sharded import Mode, OutdatedPlanError, ShardedSync

@@ -16,9 +16,9 @@ from megascend.app.rl.engines import make_engines
 from megascend.app.rl.servers import check_servers, share_beside_trainer, start_servers
 from megascend.config.rl import RlConfig
 from megascend.data.samples import SampleLimits
-from megascend.distributed.launch import Launch
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.rollout.engines.placement import place_engines
+from megascend.runtime.distributed.launch import Launch
 
 LIMITS = SampleLimits(96)
 

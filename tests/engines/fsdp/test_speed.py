@@ -11,8 +11,8 @@ import torch
 from megascend import Fsdp, Parallel, Recompute
 from megascend.engines.fsdp import attention, recomputation, transformers_api, varlen
 from megascend.errors import ConfigError
+from megascend.runtime.topology.topology import plan
 from megascend.testing.parity import TrainingCurve, case_checkpoint, differences, hf_reference, token_lists
-from megascend.topology.topology import plan
 from support.forked_programs import run_forked
 
 PROGRAM = Path(__file__).with_name("speed_ranks.py")

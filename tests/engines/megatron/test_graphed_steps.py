@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megascend import Adam, Adapters, Batching, ConfigError, CudaGraphs, Lora, Moe, Parallel, Recompute, Sample
+from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
-from megascend.topology.topology import plan
 from support.graphed_steps import LAYOUTS, CaptureOnCpu, differences, gradients_of, life, life_of_a_model
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")

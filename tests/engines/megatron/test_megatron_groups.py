@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
-from megascend.distributed.objects import all_reduce_numbers
-from megascend.distributed.process_groups import OBJECT_GROUPS, ProcessGroups, initialize
 from megascend.errors import ProcessGroupError
+from megascend.runtime.bootstrap.runtime import Runtime
+from megascend.runtime.distributed.objects import all_reduce_numbers
+from megascend.runtime.distributed.process_groups import OBJECT_GROUPS, ProcessGroups, initialize
+from megascend.runtime.topology.topology import GROUP_AXES, plan
 from megascend.testing import run_distributed
-from megascend.topology.topology import GROUP_AXES, plan
 
 
 def open_groups(runtime: Runtime, world: int, **parallel: Any) -> ProcessGroups:

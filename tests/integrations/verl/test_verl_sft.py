@@ -124,6 +124,8 @@ def test_verl_does_not_carry_on_without_the_engine(folder: Path) -> None:
 
 
 def test_without_the_vendor_nothing_is_prepared(folder: Path) -> None:
-    program = "import sys, verl; print('megascend.bootstrap.runtime' in sys.modules, 'megatron.core' in sys.modules)"
+    program = (
+        "import sys, verl; print('megascend.runtime.bootstrap.runtime' in sys.modules, 'megatron.core' in sys.modules)"
+    )
     completed = python(["-c", program], folder, VERL_ENGINE_VENDOR="", VERL_PLATFORM="")
     assert completed.stdout.splitlines()[-1] == "False False", completed.stderr[-2000:]

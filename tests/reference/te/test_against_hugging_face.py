@@ -35,8 +35,8 @@ MEGATRON = f"""
 import sys, torch
 import torch.distributed as dist
 from megascend.reference import te as reference_te
-from megascend.bootstrap.stub_modules import install_missing_leaves
-from megascend.bootstrap.reference import cuda_redirect
+from megascend.runtime.bootstrap.stub_modules import install_missing_leaves
+from megascend.runtime.bootstrap.reference import cuda_redirect
 reference_te.install()
 cuda_redirect.install()
 install_missing_leaves()

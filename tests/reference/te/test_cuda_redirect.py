@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascend.bootstrap.reference import cuda_redirect
 from megascend.errors import ImportOrderError
+from megascend.runtime.bootstrap.reference import cuda_redirect
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is real here")
 

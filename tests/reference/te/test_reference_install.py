@@ -27,8 +27,8 @@ def test_real_megatron_core_and_mcore_bridge_import() -> None:
     out = run(
         """
         from megascend.reference import te as reference_te
-        from megascend.bootstrap.stub_modules import install_missing_leaves
-        from megascend.bootstrap.reference import cuda_redirect
+        from megascend.runtime.bootstrap.stub_modules import install_missing_leaves
+        from megascend.runtime.bootstrap.reference import cuda_redirect
         changes = reference_te.install() + cuda_redirect.install()
         install_missing_leaves()
         assert changes and reference_te.is_installed()

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.config.rl import VLLM, RlConfig
-from megascend.distributed.launch import Launch
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.rollout.engines.guarded import RestartLimit
 from megascend.rollout.engines.placement import (
@@ -27,6 +26,7 @@ from megascend.rollout.engines.placement import (
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import VllmProcess, require_interpreter, vllm_device
 from megascend.rollout.http_client import EngineServer
+from megascend.runtime.distributed.launch import Launch
 from weightwire.engine_calls import LoopThread
 from weightwire.keys import Key, read_key, write_key
 

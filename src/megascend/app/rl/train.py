@@ -26,8 +26,8 @@ from megascend.app.run import run
 from megascend.app.stop_signals import MeasurementStopped
 from megascend.app.training import Run, RunContext, Training, model_line, too_many_skips
 from megascend.config.rl import BASE, TRAINER, RlConfig
-from megascend.distributed.launch import Launch
 from megascend.errors import DataError, EngineError
+from megascend.runtime.distributed.launch import Launch
 
 if TYPE_CHECKING:
     from contextlib import ExitStack

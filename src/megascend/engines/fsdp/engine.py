@@ -14,7 +14,6 @@ from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import TensorSlices
 from megascend.config import Recompute
-from megascend.distributed.objects import raise_on_all_ranks
 from megascend.engines import linear_attention, vision
 from megascend.engines.base import OnOutput, longest_sample, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
@@ -39,9 +38,10 @@ from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.lora.factors import merged
 from megascend.lora.target_modules import RefusedTargets, TargetModule
+from megascend.runtime.distributed.objects import raise_on_all_ranks
+from megascend.runtime.topology.topology import Receivers, Topology
 from megascend.selfcheck import in_process
 from megascend.selfcheck.trial_inputs import ImageTokens
-from megascend.topology.topology import Receivers, Topology
 
 
 class FsdpEngine(TransformersEngine):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.shards import LocalShard, shards
 from megascend.engines.transformers_names import as_stored, in_checkpoint, layer_of
@@ -19,7 +18,8 @@ from megascend.engines.weight_stream import ExportBarrier, stream_weights
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
 from megascend.reference.reductions import to_dtype
-from megascend.topology.topology import Receivers, ranks_of
+from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.runtime.topology.topology import Receivers, ranks_of
 
 
 def named_weights(

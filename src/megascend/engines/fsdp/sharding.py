@@ -15,16 +15,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megascend.config import Fsdp
-from megascend.distributed.engine_groups import EngineGroups, PlainGroups
 from megascend.engines.fsdp.transformers_api import is_fused_experts, layers
 from megascend.engines.heads import output_layer
 from megascend.errors import TopologyError
-from megascend.topology.topology import Topology
+from megascend.runtime.distributed.engine_groups import EngineGroups, PlainGroups
+from megascend.runtime.topology.topology import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megascend.distributed.process_groups import ProcessGroups
+    from megascend.runtime.distributed.process_groups import ProcessGroups
 
 
 def mesh_ranks(world_size: int, replicas: int, expert: int = 1) -> list[list[int]]:
@@ -73,7 +73,7 @@ class FsdpGroups(PlainGroups):
         self._axes: dict[str, ProcessGroup] = {}  # this rank's groups: across replicas, within its replica
 
     def create(self, topology: Topology, rank: int, timeout_s: float) -> EngineGroups:
-        """Create the groups; see :class:`megascend.distributed.engine_groups.GroupFactory`."""
+        """Create the groups; see :class:`megascend.runtime.distributed.engine_groups.GroupFactory`."""
         groups = super().create(topology, rank, timeout_s)
         if self._replicas > 1:
             replicas = mesh_ranks(topology.world_size, self._replicas, topology.expert)
@@ -114,7 +114,7 @@ class FsdpGroups(PlainGroups):
         return DeviceMesh.from_group(axes, device_type, torch.tensor(ranks, dtype=torch.int), mesh_dim_names=names)
 
     def forget(self, destroy: bool) -> None:
-        """Forget the groups; see :class:`megascend.distributed.engine_groups.GroupFactory`."""
+        """Forget the groups; see :class:`megascend.runtime.distributed.engine_groups.GroupFactory`."""
         super().forget(destroy)
         self._axes.clear()
 

@@ -20,7 +20,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megascend.checkpoint.hf_slices import HfSlice
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, index_of, minus, overlap
 from megascend.config import Adam, Precision, Schedule
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.adamw import MainAdamW, WeightMap
 from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.expert_parallel import ExpertShare
@@ -29,6 +28,7 @@ from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.quantised import read_tensor
 from megascend.reference.reductions import names_with_nan, out_of_range, square_sum
+from megascend.runtime.distributed.process_groups import ProcessGroups
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.models import Architecture, architecture_named, architecture_of, text_config
 from megascend.models.qwen3_vl import undeclared
-from megascend.platforms.base import Platform
+from megascend.runtime.platforms.base import Platform
+from megascend.runtime.topology.topology import Topology
 from megascend.surroundings import is_installed
-from megascend.topology.topology import Topology
 
 CONTEXT_COMMUNICATION = {"ring": "p2p", "all_gather": "all_gather", "ulysses": "a2a"}
 """Transformer Engine's names for ``Parallel.context_algorithm``; MindSpeed's differ."""

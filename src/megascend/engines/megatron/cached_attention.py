@@ -32,7 +32,7 @@ from megascend.changes import patched
 from megascend.engines import linear_attention
 from megascend.engines.key_values import DecodeStep, Prefill
 from megascend.engines.megatron.graph_support import ROPE_OF_LENGTH
-from megascend.topology.topology import Topology
+from megascend.runtime.topology.topology import Topology
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d", "chunk_gated_delta_rule"
 """Names of fla's functions in mcore-bridge's module."""

@@ -16,11 +16,11 @@ from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo, linear_layers
 from megascend.lora.registry import check_limits
 from megascend.lora.target_modules import matches, refused_tower_targets
-from megascend.platforms.base import Platform
-from megascend.topology.topology import Topology
+from megascend.runtime.platforms.base import Platform
+from megascend.runtime.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from megascend.bootstrap import Runtime
+    from megascend.runtime.bootstrap import Runtime
 
 
 def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:

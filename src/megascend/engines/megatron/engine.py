@@ -22,7 +22,6 @@ from megascend.changes import patch
 from megascend.checkpoint.hf_slices import HfSlice, HfSlices
 from megascend.checkpoint.slices import TensorSlices
 from megascend.config import CudaGraphs
-from megascend.distributed.objects import gather_objects, raise_on_all_ranks
 from megascend.engines.base import (
     Engine,
     OnOutput,
@@ -60,9 +59,10 @@ from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
 from megascend.engines.weight_settings import SettingsByWeight
 from megascend.errors import CheckpointError, ConfigError
 from megascend.lora.factors import merged
+from megascend.runtime.distributed.objects import gather_objects, raise_on_all_ranks
+from megascend.runtime.topology.topology import Receivers
 from megascend.selfcheck.check import log_warnings, require_agreement
 from megascend.selfcheck.verdict import Verdict
-from megascend.topology.topology import Receivers
 
 if TYPE_CHECKING:
     from megascend.engines.megatron.graphed_steps import GraphedSteps

@@ -21,7 +21,6 @@ from torch import Tensor
 from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.step_shapes import StepKind, StepShape, step_shape
 from megascend.config import CudaGraphs
-from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.engines.base import OnOutput, Output
 from megascend.engines.megatron.captured_step import Capture, CapturedStep, StepCounts, StepFunctions, write
 from megascend.engines.megatron.output_head import OutputHead
@@ -29,6 +28,7 @@ from megascend.kernels.linear_divergence import TeacherDivergence
 from megascend.lora.grouped import kernel_of
 from megascend.lora.layers import AdapterManager
 from megascend.lora.stacked_adapters import StackedAdapters
+from megascend.runtime.diagnostics.hang_monitor import HangMonitor
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megascend.bootstrap import current_runtime
 from megascend.changes import changed, patched
-from megascend.distributed.engine_groups import EngineGroups
 from megascend.errors import ProcessGroupError
-from megascend.topology.topology import Topology
+from megascend.runtime.bootstrap import current_runtime
+from megascend.runtime.distributed.engine_groups import EngineGroups
+from megascend.runtime.topology.topology import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,7 +45,7 @@ def require_none_alive() -> None:
 
 
 class MegatronGroups:
-    """Factory of Megatron's groups for :func:`megascend.distributed.process_groups.initialize`."""
+    """Factory of Megatron's groups for :func:`megascend.runtime.distributed.process_groups.initialize`."""
 
     def __init__(self) -> None:
         self._created = False

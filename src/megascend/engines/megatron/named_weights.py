@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.megatron.mtp import with_copies
 from megascend.engines.weight_stream import ExportBarrier, StreamStopped, stream_weights
 from megascend.errors import CheckpointError
@@ -28,7 +27,8 @@ from megascend.huggingface.exported import FusedPart, fused_part
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.quantised import read_tensor
 from megascend.reference.reductions import out_of_range
-from megascend.topology.topology import Receivers, Route, participants, ranks_of, route
+from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.runtime.topology.topology import Receivers, Route, participants, ranks_of, route
 
 Merge = Callable[[str, Tensor], Tensor]
 

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from megascend.batch.gradient_scaling import INITIAL_LOSS_SCALE
 from megascend.batch.results import StepResult
-from megascend.bootstrap import current_runtime
 from megascend.changes import patch
 from megascend.config import Adam, Precision, Schedule
 from megascend.config.training import learning_rate
-from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import DTYPES
 from megascend.engines.blockwise_adamw import QUANTISED, BlockwiseAdamW
 from megascend.engines.megatron.routers import Routers
@@ -30,6 +27,9 @@ from megascend.engines.offloaded_adam import OffloadedAdam
 from megascend.engines.weight_settings import MainParameter, WeightSettings
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
+from megascend.runtime.bootstrap import current_runtime
+from megascend.runtime.distributed.objects import all_reduce_numbers, raise_on_all_ranks
+from megascend.runtime.distributed.process_groups import ProcessGroups
 
 BY_WEIGHT = "megascend_weight_settings"
 """Key of the :class:`WeightSettings` in a parameter group of Megatron's Adam."""

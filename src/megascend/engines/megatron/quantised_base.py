@@ -17,7 +17,7 @@ from megascend.changes import changed, patched
 from megascend.config import BaseWeights
 from megascend.errors import ConfigError
 from megascend.lora.quantised_weights import BLOCKS, QuantisedLayer
-from megascend.topology.topology import Topology
+from megascend.runtime.topology.topology import Topology
 
 LAYERS = (
     "linear_qkv",

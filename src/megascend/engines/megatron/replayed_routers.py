@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.megatron.routers import router_rows
 from megascend.engines.router_replay import ExpertLayers, ReplayedPass, RouterReplay
+from megascend.runtime.distributed.process_groups import ProcessGroups
 
 
 class MegatronRouterReplay(RouterReplay):

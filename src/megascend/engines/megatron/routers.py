@@ -20,10 +20,10 @@ from torch import Tensor
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
 from megascend.config import Moe
-from megascend.distributed.objects import all_reduce_numbers
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines import load_balancing
 from megascend.errors import ConfigError
+from megascend.runtime.distributed.objects import all_reduce_numbers
+from megascend.runtime.distributed.process_groups import ProcessGroups
 
 TO_BALANCE, CHOSEN = 0, 1
 """Indices of the two counts of :class:`_BalancedPass`:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megascend.checkpoint.hf_slices import HfSlices, held_weights
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, plus, slices_of_run
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.weight_settings import MainParameter
 from megascend.errors import CheckpointError
+from megascend.runtime.distributed.process_groups import ProcessGroups
 
 Entry = ShardedTensor | ShardedTensorFactory | ShardedObject
 

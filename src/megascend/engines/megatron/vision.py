@@ -19,7 +19,7 @@ from megascend.engines.vision import arguments as image_arguments
 from megascend.errors import ConfigError
 from megascend.lora.target_modules import EMBEDDING, matches
 from megascend.models import Images
-from megascend.topology.topology import Topology
+from megascend.runtime.topology.topology import Topology
 
 
 def check(config: Any, topology: Topology, adapters: Adapters | None, *, trains_head: bool) -> None:

@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megascend.changes import patched
-from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.megatron import scalar_head
 from megascend.engines.megatron.quantised_base import QuantisedBase
 from megascend.errors import CheckpointError
@@ -26,6 +24,8 @@ from megascend.huggingface.exported import abbreviated
 from megascend.huggingface.files import FLOATS, TensorHeader
 from megascend.huggingface.quantised import read_tensor
 from megascend.reference.reductions import names_with_nan, out_of_range
+from megascend.runtime.distributed.objects import all_reduce_numbers, raise_on_all_ranks
+from megascend.runtime.distributed.process_groups import ProcessGroups
 
 LAYER = re.compile(r"(.*?\.)(\d+)(\..*)")
 """Prefix, index and remainder of the name of a layer's tensor."""

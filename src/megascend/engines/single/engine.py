@@ -51,9 +51,9 @@ from megascend.huggingface.info import ModelInfo
 from megascend.lora.factors import merged
 from megascend.lora.registry import check_limits
 from megascend.reference.reductions import out_of_range
+from megascend.runtime.topology.topology import Receivers
 from megascend.selfcheck import in_process
 from megascend.selfcheck.trial_inputs import ImageTokens
-from megascend.topology.topology import Receivers
 
 
 class SingleEngine(TransformersEngine):

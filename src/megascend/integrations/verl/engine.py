@@ -25,7 +25,6 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from megascend.backends import MegatronBackend
 from megascend.batch.sample import Sample
 from megascend.config import Adapters, Batching
-from megascend.distributed.objects import gather_objects
 from megascend.engines.megatron.groups import require_none_alive
 from megascend.errors import ConfigError, ProcessGroupError
 from megascend.huggingface.files import tensor_headers
@@ -37,7 +36,8 @@ from megascend.integrations.verl.batches import Batch
 from megascend.integrations.verl.settings import translate
 from megascend.integrations.verl.settings_table import VENDOR
 from megascend.kernels.host_copy import to_device
-from megascend.topology.topology import plan
+from megascend.runtime.distributed.objects import gather_objects
+from megascend.runtime.topology.topology import plan
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ def is_selected() -> bool:
 def install() -> None:
     """Prepare the process, and register engine, rollout and trainer with verl. Call once."""
     import megascend
-    from megascend.bootstrap.import_hooks import after_import
+    from megascend.runtime.bootstrap.import_hooks import after_import
 
     on_cpu = os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
     if on_cpu:

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 from megascend.errors import MegascendError
-from megascend.io.lasting_output import LastingOutput
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.engines.vllm import VllmEngine
+from megascend.runtime.io.lasting_output import LastingOutput
 from weightwire.errors import WireError
 from weightwire.keys import load_key
 

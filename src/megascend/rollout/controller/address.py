@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megascend.errors import ControllerError, ControllerLostError
-from megascend.io.atomic import replacing
-from megascend.io.shared import hold
+from megascend.runtime.io.atomic import replacing
+from megascend.runtime.io.shared import hold
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from megascend.distributed.launch import child_environment
 from megascend.errors import EngineError
+from megascend.runtime.distributed.launch import child_environment
 
 GUARD = Path(__file__).with_name("guard.py")
 RESTARTS, RESTARTS_S = 5, 3600.0

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import ConfigError, EngineError, EngineLostError
-from megascend.io.atomic import honour_umask
 from megascend.rollout.http_client import EngineServer
+from megascend.runtime.io.atomic import honour_umask
 from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs
 from weightwire.errors import CommitError, NotServingError, UnsupportedCallError, UpdateError
 from weightwire.offer import Offer, Seal

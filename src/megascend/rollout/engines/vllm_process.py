@@ -16,9 +16,9 @@ from typing import Any
 
 from typing_extensions import Self
 
-from megascend.distributed.launch import child_environment
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.rollout.engines.guarded import GuardedProcess
+from megascend.runtime.distributed.launch import child_environment
 
 MODULE = "weightwire.vllm"
 TRAINER_VARIABLES = (
@@ -212,7 +212,7 @@ def first_error(log: str) -> str:
 def engine_environment(python: str | Path, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of an engine's process: this process's, without the trainer's variables.
 
-    The variables of a rank are removed (:func:`megascend.distributed.launch.child_environment`), and those that would make an
+    The variables of a rank are removed (:func:`megascend.runtime.distributed.launch.child_environment`), and those that would make an
     interpreter of another environment search this one's packages. The address of this process's Ray cluster is added.
     ``weightwire.vllm`` sets the variables for engines on a CPU, since it knows the device of its vLLM.
 

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megascend.errors import MegascendError
-from megascend.io.paths import make_directory
 from megascend.rollout.connections import OWNER
+from megascend.runtime.io.paths import make_directory
 from megascend.serve.api.keys import Keys
 from megascend.serve.api.reading import Bodies
 from megascend.serve.errors import RequestRefusedError

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megascend.errors import ConfigError
-from megascend.io.atomic import replacing
-from megascend.io.paths import make_directory
+from megascend.runtime.io.atomic import replacing
+from megascend.runtime.io.paths import make_directory
 
 VARIABLE = "MEGASCEND_API_KEYS"
 PREFIX = "tml-"

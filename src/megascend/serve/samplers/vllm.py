@@ -351,7 +351,7 @@ def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
     import torch
 
     from megascend.batch.sample import Sample
-    from megascend.distributed.objects import raise_on_all_ranks
+    from megascend.runtime.distributed.objects import raise_on_all_ranks
 
     # A new adapter changes nothing. Requests to the base model use this one: see Servers.
     base = (settings.storage / ".base-adapter").absolute()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import CheckpointError
-from megascend.io.atomic import replacing
+from megascend.runtime.io.atomic import replacing
 
 PARENTS: Mapping[str, str | None] = {
     "settings": None,

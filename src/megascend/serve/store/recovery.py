@@ -16,8 +16,8 @@ from typing import Any
 from megascend.config import Adam
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, MegascendError
-from megascend.io.paths import make_directory
-from megascend.io.shared import hold
+from megascend.runtime.io.paths import make_directory
+from megascend.runtime.io.shared import hold
 from megascend.serve.api.bodies import LoraSettings, WithMetadata
 from megascend.serve.api.wire import train_request_of_json, train_request_of_protobuf
 from megascend.serve.operations import BY_PATH, train

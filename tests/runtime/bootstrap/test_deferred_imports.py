@@ -1,0 +1,177 @@
+"""Deferred imports of upstream modules: at first use or never, and with the real objects."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megascend.runtime.bootstrap.deferred_imports import BlockedImport, DeferredCalls, DeferredNames, deferring
+
+LEFT_OUT = (
+    "datasets",
+    "pandas",
+    "pyarrow",
+    "modelscope",
+    "modelscope_hub",
+    "scipy",
+    "requests",
+    "matplotlib",
+    "sklearn",
+)
+"""Packages that upstream imports at the start although training with Megatron does not need them."""
+
+FILES = {
+    "heavy/__init__.py": "",
+    "heavy/leaf.py": "from heavy import large\nvalue = 7\ndef double(x, *, plus=0): return 2 * x + plus\nclass Kind: pass\n",
+    "heavy/large.py": "",
+    "user/__init__.py": "",
+    "user/calls.py": "from heavy.leaf import double\ndef four(): return double(2)\n",
+    "user/takes_more.py": "from heavy.leaf import Kind, double, value\nclass Mine(Kind): pass\n",
+    "user/takes_all.py": "import heavy.leaf as leaf\nvalue = leaf.value\n",
+    "user/fails.py": "from heavy.leaf import double\nraise RuntimeError('broken')\n",
+    "user/passes_on.py": "from .passed import one, table\nown = 1\n",
+    "user/passed.py": "from heavy import large\ntable = {'one': 1}\ndef one(): return table['one']\n",
+    "user/passes_on_both.py": "from .passed import one\ndef __getattr__(name): return name.upper()\n",
+    "framework/__init__.py": "try:\n    from . import other\nexcept ImportError:\n    pass\n",
+    "framework/other.py": "from heavy import large\n",
+}
+CALLED = "user.calls", "heavy.leaf", ("double",)
+
+
+@pytest.fixture(autouse=True)
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Write packages that are not imported yet; check that the test leaves no finder behind."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before, finders = set(sys.modules), list(sys.meta_path)
+    yield
+    assert sys.meta_path == finders
+    for module in set(sys.modules) - before:
+        del sys.modules[module]
+
+
+def test_called_function_imports_its_module_at_first_call() -> None:
+    with deferring((DeferredCalls(*CALLED),)):
+        calls = importlib.import_module("user.calls")
+    assert not {"heavy", "heavy.leaf"} & set(sys.modules)
+    assert calls.four() == 4
+    assert "heavy.large" in sys.modules
+    assert sys.modules["heavy.leaf"].double is not calls.double
+    assert calls.double(3, plus=1) == 7
+
+
+def test_other_names_of_the_module_are_real() -> None:
+    with deferring((DeferredCalls("user.takes_more", "heavy.leaf", ("double",)),)):
+        user = importlib.import_module("user.takes_more")
+    leaf = sys.modules["heavy.leaf"]
+    assert issubclass(user.Mine, leaf.Kind)
+    assert user.value == 7
+    assert user.double(1) == 2
+    with deferring((DeferredCalls("user.takes_all", "heavy.leaf", ("double",)),)):
+        assert importlib.import_module("user.takes_all").leaf is leaf
+
+
+def test_imported_module_is_not_replaced() -> None:
+    leaf = importlib.import_module("heavy.leaf")
+    with deferring((DeferredCalls(*CALLED),)):
+        assert importlib.import_module("user.calls").double is leaf.double
+
+
+def test_imports_are_normal_after_the_context() -> None:
+    with deferring((DeferredCalls(*CALLED),)):
+        pass
+    assert importlib.import_module("user.calls").double is sys.modules["heavy.leaf"].double
+
+
+def test_failed_import_removes_the_stand_in() -> None:
+    with (
+        deferring((DeferredCalls("user.fails", "heavy.leaf", ("double",)),)),
+        pytest.raises(RuntimeError, match="broken"),
+    ):
+        importlib.import_module("user.fails")
+    assert "heavy.leaf" not in sys.modules
+
+
+def test_concurrent_import_gets_the_real_module() -> None:
+    values = []
+
+    def import_leaf() -> None:
+        leaf = importlib.import_module("heavy.leaf")
+        values.append((leaf.value, leaf.double(1)))
+
+    (Path(importlib.util.find_spec("user").origin).parent / "calls.py").write_text(  # type: ignore[union-attr, arg-type]
+        "import threads_of_test\nthreads_of_test.run()\nfrom heavy.leaf import double\n"
+    )
+    sys.modules["threads_of_test"] = module = type(sys)("threads_of_test")
+
+    def run() -> None:
+        thread = threading.Thread(target=import_leaf)
+        thread.start()
+        thread.join()
+
+    module.run = run  # type: ignore[attr-defined]
+    importlib.invalidate_caches()
+    with deferring((DeferredCalls(*CALLED),)):
+        assert importlib.import_module("user.calls").double(2) == 4
+    assert values == [(7, 2)]
+
+
+def test_reexported_names_are_imported_at_first_lookup() -> None:
+    with deferring((DeferredNames("user.passes_on", "user.passed"),)):
+        user = importlib.import_module("user.passes_on")
+    assert not {"heavy", "user.passed"} & set(sys.modules)
+    assert user.own == 1
+    with pytest.raises(AttributeError, match=r"'user\.passes_on' has no attribute 'nothing'"):
+        user.nothing  # noqa: B018
+    from user.passes_on import table  # type: ignore[reportMissingImports]
+
+    assert table == {"one": 1}
+    assert user.one is sys.modules["user.passed"].one
+
+
+def test_existing_module_getattr_still_works() -> None:
+    with deferring((DeferredNames("user.passes_on_both", "user.passed"),)):
+        user = importlib.import_module("user.passes_on_both")
+    assert user.other == "OTHER"
+    assert user.one() == 1
+
+
+def test_left_out_module_can_be_imported_later() -> None:
+    with deferring((BlockedImport("framework", "framework.other"),)):
+        framework = importlib.import_module("framework")
+    assert not hasattr(framework, "other")
+    assert not {"heavy", "framework.other"} & set(sys.modules)
+    assert importlib.import_module("framework.other") is framework.other
+
+
+PROGRAM = """
+import json, sys, megascend
+megascend.bootstrap("cpu").load_megatron()
+loaded = sorted(set(name.partition(".")[0] for name in sys.modules)), len(sys.modules)
+from mcore_bridge.utils import torch_utils
+import datasets.utils.filelock
+lock = torch_utils.FileLock(sys.argv[1])
+print(json.dumps([*loaded, type(lock) is datasets.utils.filelock.FileLock]))
+"""
+
+
+def test_load_megatron_skips_unneeded_packages(tmp_path: Path) -> None:
+    """Run in a fresh process; about 3,470 of 4,550 modules are imported."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "lock")]
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert completed.returncode == 0, completed.stderr
+    packages, count, is_real = json.loads(completed.stdout.splitlines()[-1])
+    assert [name for name in LEFT_OUT if name in packages] == []
+    assert count < 4000, f"{count} modules"
+    assert is_real

@@ -1,0 +1,191 @@
+"""The version table: comparison of versions, not of strings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megascend.errors import MegascendError, MissingDependencyError, VersionError
+from megascend.runtime.bootstrap import versions
+from megascend.runtime.bootstrap.mindspeed import tree
+from megascend.runtime.bootstrap.versions import (
+    PACKAGES,
+    STACKS,
+    findings,
+    installed_versions,
+    nearest_stack,
+    require_supported,
+)
+
+ROOT = Path(__file__).parents[3]
+GOOD = {
+    "0.19": {
+        "torch": "2.13.0",
+        "megatron-core": "0.19.2",
+        "mcore-bridge": "1.6.5",
+        "transformers": "5.24.0",
+        "peft": "0.20.0",
+        "numpy": "2.4.6",
+    },
+    "0.18": {
+        "torch": "2.13.0",
+        "megatron-core": "0.18.0",
+        "mcore-bridge": "1.6.5",
+        "transformers": "5.24.0",
+        "peft": "0.20.0",
+        "numpy": "2.4.6",
+    },
+    "0.16": {
+        "torch": "2.13.0",
+        "megatron-core": "0.16.1",
+        "mcore-bridge": "1.6.5",
+        "transformers": "5.23.0",
+        "peft": "0.20.0",
+        "numpy": "2.4.6",
+    },
+    "0.15": {
+        "torch": "2.13.0",
+        "megatron-core": "0.15.3",
+        "mcore-bridge": "1.4.3",
+        "transformers": "5.10.4",
+        "peft": "0.19.1",
+        "numpy": "1.26.4",
+    },
+}
+
+
+def change(stack: str, **changes: str | None) -> dict[str, str | None]:
+    return GOOD[stack] | {name.replace("_", "-"): version for name, version in changes.items()}
+
+
+@pytest.mark.parametrize("stack", GOOD)
+def test_every_stack_is_supported(stack):
+    assert require_supported(GOOD[stack]).name == stack
+    assert [finding.level for finding in findings(GOOD[stack])] == ["ok"] * len(PACKAGES)
+    assert [finding.installed for finding in findings(GOOD[stack])] == [GOOD[stack][package] for package in PACKAGES]
+
+
+def test_this_environment_is_a_row_of_the_table():
+    assert require_supported(installed_versions()) in STACKS
+
+
+def test_every_row_constrains_every_package():
+    assert list(GOOD) == sorted((stack.name for stack in STACKS), reverse=True)
+    for stack in STACKS:
+        assert all(str(stack.requirement(package)) for package in PACKAGES)
+        assert str(stack).startswith(f"stack {stack.name}: torch")
+
+
+def test_a_row_names_its_branch_of_mindspeed_or_raises():
+    for stack in STACKS:
+        if stack.name in ("0.16", "0.15"):
+            assert tree.branch_of(stack).startswith(f"core_r{stack.name}.")
+            continue
+        with pytest.raises(
+            VersionError,
+            match=rf"stack {stack.name} does not run on NPUs with provider 'mindspeed'.*stack 0\.16 or stack 0\.15",
+        ):
+            tree.branch_of(stack)
+
+
+@pytest.mark.parametrize(
+    ("stack", "package", "version", "accepted"),
+    [
+        ("0.15", "megatron_core", "0.15.10", True),  # below 0.15.3 as a string
+        ("0.15", "megatron_core", "0.15.2", False),
+        ("0.16", "mcore_bridge", "1.6.10", True),
+        ("0.16", "mcore_bridge", "1.10.0", False),  # below 1.7 as a string
+        ("0.16", "torch", "2.10.0", True),  # below 2.6 as a string
+        ("0.16", "torch", "2.5.1", False),
+        ("0.16", "torch", "2.15.0", True),
+        ("0.16", "torch", "2.16.0", False),
+        ("0.16", "torch", "2.8.0+cu128", True),  # local versions: the build does not matter
+        ("0.16", "torch", "2.9.0.dev20250901", True),
+        ("0.16", "transformers", "4.9.0", False),
+        ("0.16", "transformers", "4.57.0", True),
+        ("0.15", "transformers", "5.9.0", True),
+        ("0.15", "transformers", "5.11.0", False),
+        ("0.15", "peft", "0.20.0", False),
+        ("0.15", "numpy", "2.0.0", False),
+        ("0.16", "megatron_core", "0.16.2rc1", True),  # newer than 0.16.1
+        ("0.16", "megatron_core", "0.16.1rc0", False),  # older than 0.16.1
+        ("0.16", "megatron_core", "0.16.0", False),
+        ("0.19", "megatron_core", "0.19.1", False),
+        ("0.18", "megatron_core", "0.18.2", True),
+        ("0.19", "mcore_bridge", "1.6.4", False),
+    ],
+)
+def test_versions_are_compared_as_versions(stack, package, version, accepted):
+    versions_found = change(stack, **{package: version})
+    if accepted:
+        assert require_supported(versions_found).name == stack
+        return
+    with pytest.raises(VersionError) as raised:
+        require_supported(versions_found)
+    requirement = next(s for s in STACKS if s.name == stack).requirement(package)
+    message = str(raised.value)
+    assert f"{package.replace('_', '-')} {version} is installed; stack {stack} needs" in message
+    assert f"{package.replace('_', '-')}{requirement}" in message
+    assert f"Nearest supported row: stack {stack}:" in message
+    assert f"pip install 'megascend[stack-{stack.replace('.', '-')}]'" in message
+
+
+def test_release_candidate_of_the_next_minor_version_is_refused():
+    """0.17.0rc1 sorts before 0.17 and pre-releases are allowed, but PEP 440 excludes it from ``<0.17``."""
+    with pytest.raises(VersionError, match=r"0\.17\.0rc1 is installed"):
+        require_supported(change("0.16", megatron_core="0.17.0rc1"))
+
+
+@pytest.mark.parametrize(
+    ("installed", "nearest"),
+    [
+        (change("0.16", mcore_bridge="1.4.3"), "0.16"),
+        (change("0.15", mcore_bridge="1.6.5"), "0.15"),
+        (change("0.16", megatron_core="0.15.3", peft="0.19.1"), "0.16"),
+        (change("0.15", megatron_core="0.14.0"), "0.15"),
+        (change("0.19", mcore_bridge="1.4.3"), "0.19"),
+        (dict.fromkeys(PACKAGES), "0.16"),
+    ],
+)
+def test_mixed_installation_error_names_the_nearest_row(installed, nearest):
+    assert nearest_stack(installed).name == nearest
+    with pytest.raises(VersionError, match=f"Nearest supported row: stack {nearest}:"):
+        require_supported(installed)
+
+
+def test_megatron_core_version_breaks_ties():
+    """Decide between rows that admit equally many packages."""
+    installed = change("0.15", mcore_bridge="1.6.5")
+    score = {stack.name: sum(installed[p] in stack.requirement(p) for p in PACKAGES) for stack in STACKS}
+    assert set(score.values()) == {5}
+    assert nearest_stack(installed).name == "0.15"
+
+
+def test_error_names_every_problem():
+    with pytest.raises(VersionError) as raised:
+        require_supported(change("0.16", peft=None, torch="2.5.0"))
+    assert "torch 2.5.0 is installed; stack 0.16 needs torch" in str(raised.value)
+    assert "peft is not installed; stack 0.16 needs peft" in str(raised.value)
+
+
+def test_missing_undeclared_module_is_named(monkeypatch):
+    rows = {stack.name: stack for stack in STACKS}
+    monkeypatch.setattr(versions, "is_installed", lambda module: False)
+    versions.require_undeclared(rows["0.16"])
+    with pytest.raises(MissingDependencyError, match=r"stack 0\.19 imports triton .* pip install triton.*stack-0-19"):
+        versions.require_undeclared(rows["0.19"])
+    monkeypatch.setattr(versions, "is_installed", lambda module: module == "triton")
+    versions.require_undeclared(rows["0.19"])
+
+
+def test_version_error_is_an_import_error():
+    assert issubclass(VersionError, MegascendError)
+    assert issubclass(VersionError, ImportError)
+
+
+def test_missing_package_has_version_none(monkeypatch):
+    monkeypatch.setattr(versions, "PACKAGES", ("torch", "no-such-distribution"))
+    installed = installed_versions()
+    assert installed["no-such-distribution"] is None
+    assert installed["torch"]

@@ -1,0 +1,560 @@
+"""Process groups of real ranks: members, ownership, and missing ranks."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megascend.config import Parallel
+from megascend.errors import (
+    CollectiveTimeoutError,
+    DistributedTestError,
+    PeerLostError,
+    ProcessGroupError,
+    TopologyError,
+)
+from megascend.runtime.bootstrap.runtime import Runtime
+from megascend.runtime.distributed import channels, process_groups
+from megascend.runtime.distributed.engine_groups import PlainGroups
+from megascend.runtime.distributed.launch import Launch
+from megascend.runtime.distributed.objects import all_reduce_numbers, gather_objects
+from megascend.runtime.distributed.process_groups import (
+    OBJECT_GROUPS,
+    OTHER_FILES,
+    WORLD_GROUPS,
+    backend_for,
+    gloo_sockets,
+    initialize,
+)
+from megascend.runtime.distributed.rendezvous import Arrivals, wait_for_all
+from megascend.runtime.topology.topology import GROUP_AXES, plan
+from megascend.testing import run_distributed
+from support.forked_programs import environment
+
+
+def open_groups(runtime: Runtime, world: int, timeout_s: float = 30, **parallel: Any) -> process_groups.ProcessGroups:
+    return initialize(plan(Parallel(**parallel), world), runtime.platform, timeout_s)
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"context": 2, "expert": 4}])
+def test_every_group_reduces_over_the_ranks_of_the_topology(runtime: Runtime, parallel: dict[str, Any]) -> None:
+    topology = plan(Parallel(**parallel), 4)
+
+    def sums() -> dict[str, float]:
+        groups = initialize(topology, runtime.platform, 30)
+        totals = {}
+        assert "megatron" not in sys.modules or not sys.modules["megatron.core.parallel_state"].is_initialized()
+        for name in GROUP_AXES:
+            value = torch.tensor(2.0**groups.rank)
+            dist.all_reduce(value, group=groups.device_group(name))
+            totals[name] = value.item()
+            if name in OBJECT_GROUPS:
+                assert all_reduce_numbers([2.0**groups.rank], name, groups) == [totals[name]]
+                assert groups.channel(name).group is not groups.device_group(name)
+        groups.destroy()
+        assert not dist.is_initialized()
+        return totals
+
+    for rank, totals in enumerate(run_distributed(sums, 4, init=False)):
+        for name, total in totals.items():
+            assert total == sum(2.0**member for member in topology.group_of(rank, *GROUP_AXES[name])), name
+
+
+def test_one_process_needs_no_variables_and_can_initialize_again(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGASCEND_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for _ in range(2):
+        groups = open_groups(runtime, 1)
+        try:
+            assert groups.ranks("dp_cp") == [0]
+            assert groups.coordinates.data == 0
+        finally:
+            groups.destroy()
+        groups.destroy()
+        with pytest.raises(ProcessGroupError, match="no channel for objects 'dp': these process groups were destroyed"):
+            groups.channel("dp")
+
+
+def test_one_process_creates_no_communicator_eagerly(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bind no device for one process: torch connects bound groups, and all groups after them, eagerly."""
+
+    class Bound(type(runtime.platform)):  # type: ignore[misc]
+        bind_device = True
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGASCEND_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    groups = initialize(plan(Parallel(), 1), Bound(), 30)
+    try:
+        assert getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None) is None
+    finally:
+        groups.destroy()
+
+
+def test_ranks_can_initialize_again_with_another_layout(runtime: Runtime) -> None:
+    def twice() -> list[list[int]]:
+        results = []
+        for parallel in ({"tensor": 2}, {"pipeline": 2}):
+            groups = open_groups(runtime, 2, **parallel)
+            (value,) = all_reduce_numbers([1.0], "tp", groups)
+            results.append([int(value), groups.ranks("dp")[0]])
+            groups.destroy()
+        return results
+
+    assert run_distributed(twice, 2, init=False) == [[[2, 0], [1, 0]], [[2, 1], [1, 1]]]
+
+
+def test_existing_default_group_is_adopted_and_not_destroyed(runtime: Runtime) -> None:
+    def adopt() -> tuple[list[int], bool]:
+        groups = open_groups(runtime, 2)
+        ranks = groups.ranks("dp")
+        groups.destroy()
+        return ranks, dist.is_initialized()
+
+    assert run_distributed(adopt, 2) == [([0, 1], True)] * 2
+
+
+def test_unknown_groups_raise_process_group_error(runtime: Runtime) -> None:
+    def names() -> None:
+        groups = open_groups(runtime, 1)
+        with pytest.raises(
+            ProcessGroupError, match="group 'mp' has no channel for objects; those that have: world, dp"
+        ):
+            groups.channel("mp")
+        with pytest.raises(ProcessGroupError, match="unknown process group 'ddp'; known: world, tp"):
+            groups.device_group("ddp")
+        groups.destroy()
+
+    run_distributed(names, 1, init=False)
+
+
+def test_wrong_world_size_raises_before_groups_are_created(runtime: Runtime) -> None:
+    def start() -> None:
+        with pytest.raises(TopologyError, match=r"for 4 ranks, but 2 were started \(WORLD_SIZE\); start 4 processes"):
+            open_groups(runtime, 4)
+        assert not dist.is_initialized()
+
+    run_distributed(start, 2, init=False)
+
+
+def test_waiting_for_a_rank_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Suppress the message of torch's store that its socket timed out, which reads like a failure."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)]
+    assert wait_for_all(stores[0], 0, 2, timeout_s=1.2) == [1]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_all, stores[0], 0, 2, 60.0)
+        assert wait_for_all(stores[1], 1, 2, 60.0) == []
+        assert waiting.result(60) == []
+    assert "waitForInput" not in capfd.readouterr().err
+
+
+def open_sockets() -> int:
+    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum(os.path.lexists(link) and os.readlink(link).startswith("socket:") for link in links)
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"expert": 4}, {}])
+def test_counted_sockets_cover_those_that_groups_open(runtime: Runtime, parallel: dict[str, Any]) -> None:
+    topology = plan(Parallel(**parallel), 4)
+
+    def sockets() -> tuple[int, int]:
+        inherited = open_sockets()  # a rank is a fork
+        groups = initialize(topology, runtime.platform, 30)
+        for number in range(WORLD_GROUPS):
+            groups.new_gloo(f"group {number}")
+        bound = gloo_sockets(topology, groups.rank, device_groups=True)
+        dist.barrier()
+        opened = open_sockets() - inherited
+        dist.barrier()  # a peer that ends would close its side
+        groups.destroy()
+        return bound, opened
+
+    for bound, opened in run_distributed(sockets, 4, init=False):
+        # The store has at most four: a server's and its clients', or a client's.
+        assert opened - 8 <= bound <= opened
+
+
+def test_large_world_connects_ranks_when_they_communicate(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_groups, "LAZY_CONNECTIONS_ABOVE", 3)
+
+    def start() -> tuple[int, int, int, list[float]]:
+        inherited = open_sockets()  # a rank is a fork
+        groups = open_groups(runtime, 4)
+        opened = open_sockets() - inherited
+        totals = all_reduce_numbers([groups.rank], "world", groups)
+        dist.all_reduce(torch.ones(1), group=groups.device_group("dp"))
+        connected = open_sockets() - inherited
+        dist.barrier()  # a peer that ends would close its side
+        groups.destroy()
+        return opened, connected, gloo_sockets(groups.topology, groups.rank, device_groups=True), totals
+
+    for opened, connected, bound, totals in run_distributed(start, 4, init=False):
+        assert opened < connected <= bound
+        assert totals == [6.0]
+
+
+LIMITS = """
+import os, resource, sys
+import megascend
+from megascend.config import Parallel
+from megascend.runtime.distributed.process_groups import initialize
+from megascend.errors import ProcessGroupError
+from megascend.runtime.topology.topology import plan
+
+runtime, (soft, hard) = megascend.bootstrap("cpu"), map(int, sys.argv[1:])
+# Less than what is open already: the first group would fail with "Too many open files".
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft or len(os.listdir("/proc/self/fd")) - 1, hard))
+try:
+    initialize(plan(Parallel(), 2), runtime.platform, 60).destroy()
+except ProcessGroupError as error:
+    print(error)
+else:
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def test_relayed_frames_connect_few_ranks(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_groups, "LAZY_CONNECTIONS_ABOVE", 3)
+
+    def sockets(relayed_above: int) -> list[int]:
+        channels.RELAYED_ABOVE = relayed_above  # a rank is a fork
+        groups = open_groups(runtime, 8)
+        dist.barrier()
+        before = open_sockets()
+        dist.barrier()  # of the default group, connected by now: others would connect while this rank counts
+        assert all_reduce_numbers([2.0**groups.rank], "world", groups) == [255.0]
+        counts = [open_sockets() - before]
+        bound = process_groups.object_group_sockets(groups.rank, range(8)) - 1  # without the one that listens
+        for size in (3, 3000):  # in the frame, and in a second round
+            objects = [bytes([rank]) * size for rank in range(8)]
+            assert gather_objects(objects[groups.rank], "world", groups) == objects
+        counts += [open_sockets() - before, bound]
+        dist.barrier()  # a peer that ends would close its side
+        groups.destroy()
+        return counts
+
+    # Start-up has a barrier, which connects a rank to those 1, 2 and 4 before and after it: five of the seven others.
+    for relayed, gathered, bound in run_distributed(sockets, 8, 3, init=False):
+        assert (relayed, gathered) == (0, 0)
+        assert bound >= 5
+    for direct, gathered, _ in run_distributed(sockets, 8, 100, init=False):
+        assert (direct, gathered) == (2, 2)
+
+
+def test_lost_rank_is_named_where_frames_are_relayed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "RELAYED_ABOVE", 3)
+
+    def wait() -> str:
+        groups = open_groups(runtime, 5)
+        if groups.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLostError) as caught:
+            gather_objects(groups.rank, "world", groups)
+        return str(caught.value)
+
+    results = run_distributed(wait, 5, init=False, expect_lost={3})
+    results.pop(3)
+    for message in results:
+        assert "ank 3 is gone: its process has ended" in message
+
+
+class CountedRequests:
+    """A store that counts its requests."""
+
+    def __init__(self) -> None:
+        self._store, self.requests = dist.HashStore(), 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.requests += 1
+        return self._store.add(key, amount)
+
+
+def test_missing_ranks_cost_few_requests() -> None:
+    store: Any = CountedRequests()
+    missing = {5, 1000, *range(4096, 4104), 9999}
+    arrivals = Arrivals(store, "started", 10_000)
+    for rank in range(10_000):
+        if rank not in missing:
+            arrivals.announce(rank)
+    arrivals.announce(0)  # a second time
+    assert arrivals.count() == 10_000 - len(missing)
+    store.requests = 0
+    assert arrivals.missing() == sorted(missing)
+    assert store.requests < 400
+    for rank in missing:
+        arrivals.announce(rank)
+    assert (arrivals.count(), arrivals.missing()) == (10_000, [])
+
+
+def with_limits(folder: Path, soft: int, hard: int) -> list[str]:
+    """Start two new processes under limits of open files; return what each prints."""
+    (folder / "program.py").write_text(LIMITS)
+    command = [sys.executable, str(folder / "program.py"), str(soft), str(hard)]
+    variables = environment() | {"WORLD_SIZE": "2", "MEGASCEND_STORE": str(folder / "store")}
+    ranks = [
+        subprocess.Popen(command, env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=-1, text=True)
+        for rank in range(2)
+    ]
+    try:
+        return [rank.communicate(timeout=120)[0].splitlines()[-1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_limit_of_open_files_is_raised_as_far_as_needed(tmp_path: Path) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert with_limits(tmp_path, 0, hard) == [str((WORLD_GROUPS + 2) * 2 + OTHER_FILES)] * 2
+
+
+def test_hard_limit_of_open_files_is_named_before_groups_are_created(tmp_path: Path) -> None:
+    for rank, message in enumerate(with_limits(tmp_path, 200, 200)):
+        assert message.startswith(f"rank {rank}: in a world of 2 ranks a process has up to 266 open files and sockets")
+        assert "allows 200 (ulimit -Hn)" in message
+
+
+def test_missing_ranks_are_named_within_the_timeout(runtime: Runtime) -> None:
+    def late() -> tuple[str, float]:
+        start = time.monotonic()
+        if os.environ["RANK"] in ("1", "3"):
+            return "", 0.0
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            open_groups(runtime, 4, timeout_s=4.0)
+        assert not dist.is_initialized()
+        return str(caught.value), time.monotonic() - start
+
+    results = run_distributed(late, 4, init=False, timeout_s=120)
+    for rank in (0, 2):
+        message, seconds = results[rank]
+        assert f"rank {rank}: 2 of 4 ranks did not arrive at start-up within 4 s: ranks 1, 3." in message
+        assert 3.9 < seconds < 60
+
+
+def gloo_as_device_backend(*arguments: Any) -> Any:
+    """Create Gloo in place of NCCL, for a backend of another name."""
+    store, rank, size, timeout = arguments
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def test_a_device_backend_carries_no_objects(runtime: Runtime) -> None:
+    """Open extra Gloo groups for objects if the backend, here an alias of Gloo in place of NCCL, is not named gloo."""
+
+    class DevicePlatform(type(runtime.platform)):
+        backend = "pretend"
+
+    def start() -> None:
+        dist.Backend.register_backend("pretend", gloo_as_device_backend, devices=["cpu"])
+        groups = initialize(plan(Parallel(tensor=2), 2), DevicePlatform(), 30)
+        assert dist.get_backend(groups.device_group("tp")) == "pretend"
+        for name in OBJECT_GROUPS:
+            assert groups.channel(name).ranks == groups.ranks(name)
+            group = groups.channel(name).group
+            if group is not None:
+                assert dist.get_backend(group) == "gloo"
+                assert dist.get_process_group_ranks(group) == groups.ranks(name)
+        groups.destroy()
+
+    run_distributed(start, 2, init=False)
+
+
+def test_failed_start_restores_the_functions_for_objects(runtime: Runtime) -> None:
+    """Let a start on a device backend fail in its last step; object collectives of other groups then work as before it."""
+
+    device_platform: Any = type("DevicePlatform", (type(runtime.platform),), {"backend": "pretend"})
+
+    class Fails(PlainGroups):
+        def limit_timeouts(self, timeout_s: float) -> None:
+            raise ProcessGroupError("no timeouts, on purpose")
+
+    def start() -> list[Any]:
+        dist.Backend.register_backend("pretend", gloo_as_device_backend, devices=["cpu"])
+        function = dist.all_gather_object
+        with pytest.raises(ProcessGroupError, match="no timeouts"):
+            initialize(plan(Parallel(), 2), device_platform(), 30, factory=Fails())
+        assert dist.all_gather_object is function
+        groups, gathered = open_groups(runtime, 2), [None, None]
+        dist.all_gather_object(gathered, groups.rank)
+        groups.destroy()
+        return gathered
+
+    assert run_distributed(start, 2, init=False) == [[0, 1]] * 2
+
+
+def test_an_existing_group_on_another_backend_is_refused(runtime: Runtime) -> None:
+    class DevicePlatform(type(runtime.platform)):
+        backend = "pretend"
+
+    def start() -> None:
+        with pytest.raises(ProcessGroupError, match="exists already is on gloo, but platform cpu commun"):
+            initialize(plan(Parallel(), 1), DevicePlatform(), 30)
+
+    run_distributed(start, 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [
+        ("nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
+        ("cpu:gloo,npu:hccl", "cuda", None),
+    ],
+)
+def test_the_backend_of_an_existing_group_for_a_device(backend: str, device: str, expected: str | None) -> None:
+    """Select the backend for a device from strings such as verl's ``cpu:gloo,cuda:nccl``."""
+    assert backend_for(backend, device) == expected
+
+
+def test_an_existing_group_with_a_backend_for_each_device_is_adopted(runtime: Runtime, tmp_path: Path) -> None:
+    def start() -> float:
+        launch = Launch.from_environment()
+        store = dist.FileStore(str(tmp_path / "store"), launch.world_size)
+        dist.init_process_group("cpu:gloo", store=store, rank=launch.rank, world_size=launch.world_size)
+        assert dist.get_backend() == "cpu:gloo"
+        groups = initialize(plan(Parallel(), 2), runtime.platform, 30)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=groups.device_group("world"))
+        groups.destroy()
+        dist.destroy_process_group()
+        return float(total)
+
+    assert run_distributed(start, 2, init=False) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "of RANK and WORLD_SIZE only RANK is set"),
+        ({"WORLD_SIZE": "2"}, "only WORLD_SIZE is set"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is outside WORLD_SIZE=2"),
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK='a' is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, "without MASTER_PORT"),
+    ],
+)
+def test_incomplete_launcher_variables_raise_process_group_error(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ProcessGroupError, match=message):
+        Launch.from_environment(environment)
+
+
+def test_launch_from_environment() -> None:
+    assert Launch.from_environment({}) == Launch()
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
+    assert Launch.from_environment(torchrun) == Launch(3, 1, 4, None, ("h", 5), False, local_size=4)
+    assert Launch.from_environment(torchrun | {"LOCAL_WORLD_SIZE": "2"}).local_size == 2
+    agent = Launch.from_environment(torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert agent.agent_store
+    assert Launch.from_environment(torchrun | {"TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
+
+
+def test_attempts_have_separate_store_keys(tmp_path: Any) -> None:
+    first, second = (Launch(world_size=2, store_path=str(tmp_path / "store"), attempt=attempt) for attempt in (0, 1))
+    assert [first.store(5).add("times", 1), first.store(5).add("times", 1), second.store(5).add("times", 1)] == [
+        1,
+        2,
+        1,
+    ]
+
+
+def test_unreachable_store_raises_collective_timeout_error() -> None:
+    import socket
+
+    with socket.socket() as bound:  # bound, not listening: connections are refused
+        bound.bind(("127.0.0.1", 0))
+        launch = Launch(rank=1, local_rank=1, world_size=2, master=("127.0.0.1", bound.getsockname()[1]))
+        with pytest.raises(CollectiveTimeoutError, match=r"rank 1: no store answers at .*rank 0 has not started"):
+            launch.store(1.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.torchrun
+def test_process_groups_under_torchrun(tmp_path: Any) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("""
+import os
+from megascend.runtime.bootstrap.runtime import bootstrap
+runtime = bootstrap("cpu")
+from megascend.config import Parallel
+from megascend.runtime.distributed.objects import gather_objects
+from megascend.runtime.distributed.process_groups import initialize
+from megascend.runtime.topology.topology import plan
+for _ in range(2):
+    groups = initialize(plan(Parallel(tensor=2), 2), runtime.platform, 60)
+    os.write(1, f"gathered {gather_objects(groups.rank, 'tp', groups)};".encode())
+    groups.destroy()
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("gathered [0, 1];") == 4
+
+
+def test_exception_of_a_rank_is_reported(runtime: Runtime) -> None:
+    def start() -> None:
+        open_groups(runtime, 2, tensor=2)
+        raise ValueError(f"on {dist.get_rank()}")
+
+    with pytest.raises(DistributedTestError, match=r"ValueError: on [01]"):
+        run_distributed(start, 2, init=False)
+
+
+def test_rank_that_leaves_is_noticed_although_its_connections_stay(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # As NCCL does, whose groups are destroyed only together with the other ranks of the host.
+    destroy = dist.destroy_process_group
+
+    def destroy_together(*arguments: Any) -> None:
+        (tmp_path / str(dist.get_rank())).touch()
+        until = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2:
+            assert time.monotonic() < until, "the other rank waits for one that left"
+            time.sleep(0.01)
+        destroy(*arguments)
+
+    def leave_or_wait() -> str:
+        monkeypatch.setattr(dist, "destroy_process_group", destroy_together)
+        groups = open_groups(runtime, 2, timeout_s=120)
+        gather_objects(0, "world", groups)
+        message = ""
+        if groups.rank == 1:
+            with pytest.raises(PeerLostError) as caught:
+                gather_objects(0, "world", groups, purpose="step 7")
+            message = str(caught.value)
+        groups.destroy()
+        return message
+
+    message = run_distributed(leave_or_wait, 2, init=False, timeout_s=90)[1]
+    assert message.startswith(
+        "rank 1: gather_objects for step 7 cannot complete without rank 0. Look at the first error in the logs"
+    )
+    assert "Rank 0 has ended: it left its process groups after gather_objects" in message
+
+
+def test_failed_rank_does_not_wait_for_others_to_destroy_their_groups(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> str:
+        groups = open_groups(runtime, 1)
+        destroy = dist.destroy_process_group
+        released = threading.Event()
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: released.wait() and destroy())
+        groups.destroy(0.05)
+        released.set()
+        return caplog.text
+
+    (log,) = run_distributed(fail, 1, init=False)
+    assert "rank 0: its process groups were not destroyed within 0.05 s, since other ranks have not left theirs" in log
