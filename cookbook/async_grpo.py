@@ -259,7 +259,7 @@ def main() -> None:
         from megascend.app.rl.set_up import fingerprint
         from megascend.config.rl import Objective
         from megascend.data.order import Batches
-        from megascend.huggingface.tokenizer import load_tokenizer
+        from megascend.models.checkpoint_files.tokenizer import load_tokenizer
         from megascend.rollout.buffer import RolloutBuffer
         from megascend.rollout.collector import RolloutCollector, Task
         from megascend.rollout.engines.local import LocalEngine

@@ -25,7 +25,7 @@ from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.sharding import shard
 from megascend.engines.fsdp.shards import load, shards
 from megascend.engines.transformers_names import tensor_slices
-from megascend.huggingface.info import inspect_checkpoint
+from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.testing import run_distributed
 
 TIMES = 3

@@ -24,11 +24,11 @@ from typing import Any
 from megascend.app.layout_plan import model_checkpoint, plan_layouts, settings
 from megascend.config import Lora, Parallel, Recompute, TrainerConfig
 from megascend.config.training import Adam
-from megascend.huggingface.files import TensorHeader
-from megascend.huggingface.info import ModelInfo, ModelShape
-from megascend.memory.estimate import estimate
-from megascend.memory.sizes import ModelSizes, Workload
 from megascend.models.base import LatentAttention, LinearAttention
+from megascend.models.checkpoint_files.files import TensorHeader
+from megascend.models.checkpoint_files.info import ModelInfo, ModelShape
+from megascend.models.memory.estimate import estimate
+from megascend.models.memory.sizes import ModelSizes, Workload
 from megascend.planning.hardware import load
 from megascend.planning.layers import Execution
 from megascend.planning.search import PlannedModel, difference, stage_parameters, step_work

@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megascend
-from megascend.huggingface.info import inspect_checkpoint
+from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import VllmProcess, vllm_device
 from megascend.rollout.mismatch import measure, total

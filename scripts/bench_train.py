@@ -879,7 +879,7 @@ def model_flops(work: Work, model_dir: Path) -> float:
     """Return the model FLOPs of one optimizer step."""
     if work.family is None:
         return work.flops
-    from megascend.huggingface.info import inspect_checkpoint
+    from megascend.models.checkpoint_files.info import inspect_checkpoint
 
     return work.tokens * inspect_checkpoint(model_dir).flops_per_token(work.length)
 

@@ -31,9 +31,9 @@ from megascend.config.rl import RlConfig
 from megascend.config.rl_presets import PRESETS
 from megascend.config.section import item_section, section_of
 from megascend.config.serve import ServeConfig
-from megascend.memory.parameters import stages
 from megascend.models.base import IndexedAttention, LatentAttention, expert_count
-from megascend.models.qwen3_vl import UNDECLARED
+from megascend.models.families.qwen3_vl import UNDECLARED
+from megascend.models.memory.parameters import stages
 from megascend.models.registry import BUILT_IN
 from megascend.runtime.bootstrap.mindspeed.tree import ADAPTOR_BRANCHES, BRANCHES
 from megascend.runtime.bootstrap.providers import names

@@ -1,4 +1,4 @@
-"""Compare the peak memory of training steps with the estimates of ``megascend.memory``, for every engine and several layouts.
+"""Compare the peak memory of training steps with the estimates of ``megascend.models.memory``, for every engine and several layouts.
 
     python scripts/measure_memory.py                              # small models on the CPU, bytes of all tensors; two minutes
     python scripts/measure_memory.py --platform cuda              # 0.9 and 1.3 billion parameters on one GPU, torch's peak
@@ -30,10 +30,10 @@ from typing import Any
 
 from bench_train import Work, write_checkpoint, write_family_checkpoint
 from megascend.config import RunConfig
-from megascend.huggingface.files import read_config
-from megascend.huggingface.info import inspect_checkpoint
-from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.sizes import Workload
+from megascend.models.checkpoint_files.files import read_config
+from megascend.models.checkpoint_files.info import inspect_checkpoint
+from megascend.models.memory.estimate import Estimate, estimate
+from megascend.models.memory.sizes import Workload
 from megascend.runtime.topology.topology import plan
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support

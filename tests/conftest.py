@@ -140,7 +140,7 @@ FIRST = (
     "tests/engines/single/test_single.py",
     "tests/engines/megatron/test_export.py",
     "tests/checkpoint/test_resharding.py",
-    "tests/selfcheck/test_findings.py",
+    "tests/models/selfcheck/test_findings.py",
     "tests/cli/test_cli_resume.py",
     "tests/test_bad_input.py",
     "tests/npu/test_contract.py",

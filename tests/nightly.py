@@ -22,8 +22,8 @@ NIGHTLY = {
         "gradients_of_transformers_engines_are_those_of_plain_float64[fsdp]": "single",
     },
     "app/test_token_budget.py": {
-        "budget_leaves_room_for_a_teachers_distributions": "memory/test_teacher_estimate.py; the choice of a budget",
-        "budget_fills_the_memory_and_is_kept_on_resume": "memory/test_measured_peaks.py; the choice of a budget",
+        "budget_leaves_room_for_a_teachers_distributions": "models/memory/test_teacher_estimate.py; the choice of a budget",
+        "budget_fills_the_memory_and_is_kept_on_resume": "models/memory/test_measured_peaks.py; the choice of a budget",
     },
     "runtime/bootstrap/test_after_import.py": {
         "plain_megatron_program_reduces_non_contiguous_tensors": "reported modules and functions: test_runtime.py",
@@ -101,7 +101,7 @@ NIGHTLY = {
         "signal_saves_and_stops_even_if_output_is_lost[SIGXCPU, kept]": "SIGHUP with a closed terminal",
     },
     "cli/test_cli_template.py": {
-        f"run_keeps_its_date_and_exports_its_template[{kind}]": "huggingface/test_files.py: beside an adapter"
+        f"run_keeps_its_date_and_exports_its_template[{kind}]": "models/checkpoint_files/test_files.py: beside an adapter"
         for kind in ("single", "single, lora", "fsdp", "megatron", "megatron, lora")
     },
     "cli/test_cli_train.py": {
@@ -252,7 +252,7 @@ NIGHTLY = {
     "lora/test_target_maps.py": {
         "adapters_of_a_real_model_follow_the_registered_map": "engines/megatron/test_registered_architecture.py: its adapters",
     },
-    "memory/test_measured_peaks.py": {
+    "models/memory/test_measured_peaks.py": {
         "the_estimate_is_close_to_the_peak[dp2]": "tp2 sequence, moe",
         "the_estimate_is_close_to_the_peak[lora]": "tp2 sequence, moe",
     },
@@ -370,11 +370,11 @@ NIGHTLY = {
     "sampling/test_recurrent_cache.py": {
         "responses_of_engines_without_megatron_equal_transformers_generate[fsdp, padded]": "fsdp; single",
     },
-    "selfcheck/test_check.py": {
+    "models/selfcheck/test_check.py": {
         "backend_starts_early_worker_only_without_cache": "early worker checks and next run starts none",
     },
-    "selfcheck/test_findings.py": {
-        "ignored_settings_are_named": "selfcheck/test_check.py: a difference raises an error",
+    "models/selfcheck/test_findings.py": {
+        "ignored_settings_are_named": "models/selfcheck/test_check.py: a difference raises an error",
         "random_shapes_of_proven_architectures_agree[one each]": "unbuildable models do not agree and honoured settings do",
     },
     "serve/test_serve_flat.py": {

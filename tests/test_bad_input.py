@@ -473,7 +473,7 @@ def test_export_to_invalid_target_raises_and_changes_nothing(checkpoint, tmp_pat
 
 @pytest.mark.parametrize("where", ["add", "finish"])
 def test_export_without_disk_space_keeps_previous_export(checkpoint, tmp_path, monkeypatch, where):
-    from megascend.huggingface.safetensors_writer import SafetensorsWriter
+    from megascend.models.checkpoint_files.safetensors_writer import SafetensorsWriter
 
     target = tmp_path / "out"
     shutil.copytree(checkpoint, target)

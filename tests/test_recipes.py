@@ -9,8 +9,8 @@ import pytest
 
 from megascend.config import TrainerConfig, load_config, read_settings
 from megascend.config.rl import RlConfig, load_rl_config
-from megascend.huggingface.info import inspect_checkpoint
-from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
+from megascend.models.checkpoint_files.info import inspect_checkpoint
+from megascend.models.checkpoint_files.sparse_checkpoint import write_sparse_checkpoint
 from megascend.runtime.topology.topology import plan
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from megascend import Adam, Batching, Parallel, Recompute, Sample
 from megascend.errors import ConfigError, DistributedTestError, TopologyError
-from megascend.huggingface.info import ModelShape
+from megascend.models.checkpoint_files.info import ModelShape
 from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed, tiny_config
 from megascend.testing.parity import (
@@ -157,7 +157,7 @@ def test_1_gradients_of_linear_attention_norms_are_summed_once(parity_folder, mo
     from mcore_bridge.model.gpts.qwen3_next_gdn import Qwen3NextLoader
     from mcore_bridge.model.modules import GatedDeltaNet
 
-    from megascend.models import qwen_hybrid_megatron
+    from megascend.models.families import qwen_hybrid_megatron
 
     case = Case("linear attention", 2, Parallel(tensor=2, sequence=sequence), arch="qwen3_5_text")
     assert Qwen3NextLoader.gated_delta_net is qwen_hybrid_megatron.TensorParallelGatedDeltaNet
@@ -174,7 +174,7 @@ def test_1_decays_of_linear_attention_are_exponentials_of_fp32(parity_folder, mo
     from mcore_bridge.model.gpts.qwen3_next_gdn import Qwen3NextLoader
     from mcore_bridge.model.modules import GatedDeltaNet
 
-    from megascend.models import qwen_hybrid_megatron
+    from megascend.models.families import qwen_hybrid_megatron
 
     # Imported before ranks are forked: it would replace the layer there.
     assert Qwen3NextLoader.gated_delta_net is qwen_hybrid_megatron.TensorParallelGatedDeltaNet

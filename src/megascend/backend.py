@@ -24,13 +24,13 @@ from megascend.config import Adam, Lora
 from megascend.engines import checkpoints
 from megascend.engines.base import Engine, Trainable
 from megascend.errors import ConfigError, MegascendError, OutOfDeviceMemoryError
-from megascend.huggingface.files import write_chat_template, write_ends
 from megascend.lora.adapter_set import AdapterSet
+from megascend.models.checkpoint_files.files import write_chat_template, write_ends
+from megascend.models.selfcheck.verdict import Verdict
 from megascend.runtime.distributed.groups import LEAVE_S
 from megascend.runtime.distributed.objects import agree, all_reduce_numbers, from_rank_0, gather_objects
 from megascend.runtime.distributed.process_groups import ProcessGroups
 from megascend.runtime.topology.topology import Receivers, Topology
-from megascend.selfcheck.verdict import Verdict
 from megascend.step.checks import check_mtp_loss, check_samples, require_head
 from megascend.step.step import Step
 

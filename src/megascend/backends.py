@@ -32,21 +32,21 @@ from megascend.config import (
 from megascend.engines.base import check_model_settings
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
 from megascend.errors import ConfigError, TopologyError
-from megascend.huggingface.hub import snapshot
-from megascend.huggingface.info import inspect_checkpoint
-from megascend.huggingface.scalar_head import HeadKind
+from megascend.models.checkpoint_files.hub import snapshot
+from megascend.models.checkpoint_files.info import inspect_checkpoint
+from megascend.models.checkpoint_files.scalar_head import HeadKind
+from megascend.models.selfcheck import process
 from megascend.runtime.bootstrap import engines
 from megascend.runtime.distributed.launch import Launch
-from megascend.selfcheck import process
 
 if TYPE_CHECKING:
     from megascend.engines.base import Engine
     from megascend.engines.megatron.graphed_steps import GraphReport
-    from megascend.huggingface.info import ModelInfo
+    from megascend.models.checkpoint_files.info import ModelInfo
+    from megascend.models.selfcheck.process import Worker
     from megascend.runtime.bootstrap import Runtime
     from megascend.runtime.distributed.engine_groups import GroupFactory
     from megascend.runtime.topology.topology import Topology
-    from megascend.selfcheck.process import Worker
 
 SPEC_SETTINGS = tuple(field.name for field in fields(EngineSpec) if field.name != "model")
 """Settings of a built-in engine's backend that its :class:`EngineSpec` holds."""

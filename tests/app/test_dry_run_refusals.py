@@ -19,7 +19,7 @@ from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.config import RunConfig
 from megascend.config.rl import RlConfig
 from megascend.errors import MegascendError
-from megascend.huggingface.info import inspect_checkpoint
+from megascend.models.checkpoint_files.info import inspect_checkpoint
 from support.forked_programs import run_forked
 
 Changes = dict[str, Any]

@@ -17,8 +17,8 @@ from megascend.config import RunConfig
 from megascend.config.data import Data
 from megascend.config.training import Batching, Parallel
 from megascend.errors import MegascendError
-from megascend.huggingface.info import inspect_checkpoint
-from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
+from megascend.models.checkpoint_files.info import inspect_checkpoint
+from megascend.models.checkpoint_files.sparse_checkpoint import write_sparse_checkpoint
 from megascend.planning.hardware import load, matching
 from megascend.planning.search import PlannedModel, PlanRequest, run_candidate, search
 from megascend.runtime.topology.topology import plan

@@ -18,7 +18,7 @@ from megascend.batch.packing import plan_micro_batches, round_up
 from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, DataError
-from megascend.huggingface.tokenizer import load_tokenizer
+from megascend.models.checkpoint_files.tokenizer import load_tokenizer
 from megascend.runtime.io.paths import format_bytes
 from megascend.testing import write_tiny_checkpoint
 

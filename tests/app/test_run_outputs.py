@@ -20,7 +20,7 @@ from megascend.app.run_log import BarDisplay, PlainDisplay, RunLog, StepClock, c
 from megascend.app.train import StepRecord, TrainCounts, end_line
 from megascend.config import Data, Lora, RunConfig
 from megascend.errors import ConfigError, MissingDependencyError
-from megascend.huggingface.info import inspect_checkpoint
+from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.runtime.distributed.launch import Launch
 from megascend.testing.parity import case_checkpoint
 from megascend.tracking.trackers import Trackers

@@ -19,7 +19,7 @@ from megascend.config import Lora, Parallel
 from megascend.config.run import TrainerConfig
 from megascend.data.samples import SampleLimits
 from megascend.errors import ConfigError, DataError
-from megascend.huggingface.info import inspect_checkpoint
+from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.testing import run_distributed
 from megascend.testing.parity import PROMPT, Case, case_backend, case_checkpoint, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint

@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from megascend.cli.plan import plan_command
-from megascend.huggingface.files import WEIGHT_FILE
+from megascend.models.checkpoint_files.files import WEIGHT_FILE
 from megascend.planning import calibrate
 
 QUESTION = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]}

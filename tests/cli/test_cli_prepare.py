@@ -19,7 +19,7 @@ from megascend.data.files import read_documents
 from megascend.data.order import fingerprint_of
 from megascend.data.samples import SampleLimits, build_samples
 from megascend.errors import DataError
-from megascend.huggingface.tokenizer import load_tokenizer
+from megascend.models.checkpoint_files.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def forked(hub: HubState, folder: Path, *arguments: str) -> subprocess.Completed
 CHECKS = """
 import json, os, sys
 from megascend.errors import HubError
-from megascend.huggingface.hub import check_access, create_repository
+from megascend.models.checkpoint_files.hub import check_access, create_repository
 
 messages = []
 for token, repository in json.loads(sys.argv[1]):

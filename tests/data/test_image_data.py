@@ -30,7 +30,7 @@ from megascend.data.prepare import prepare_samples
 from megascend.data.samples import Encoder, SampleLimits, build_samples
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
-from megascend.models.qwen3_vl import IMAGES
+from megascend.models.families.qwen3_vl import IMAGES
 
 PAD = 261
 LIMITS = SampleLimits(400, vocab_size=320)

@@ -48,7 +48,7 @@ SCORE = """
 import json, sys, torch
 from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.models.checkpoint_files.architectures import make_known_to_transformers
 make_known_to_transformers(Path(sys.argv[1]))  # Kimi-K2: transformers' DeepSeek-V3 under its own name
 takes_images = hasattr(AutoConfig.from_pretrained(sys.argv[1]), "vision_config")
 loader = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM

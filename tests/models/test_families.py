@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.models import architecture_named
+from megascend.models.checkpoint_files.architectures import make_known_to_transformers
 from megascend.models.registry import proven
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.testing import run_distributed
@@ -260,7 +260,7 @@ def test_engines_without_megatron_train_it_too(arch: str, engine: str, parity_fo
 
 @pytest.mark.parametrize("arch", ALL)
 def test_checkpoint_is_counted_by_its_headers(arch: str, parity_folder: Path) -> None:
-    from megascend.huggingface.info import inspect_checkpoint, linear_layers
+    from megascend.models.checkpoint_files.info import inspect_checkpoint, linear_layers
 
     checkpoint = case_checkpoint(parity_folder, arch)
     info = inspect_checkpoint(checkpoint)

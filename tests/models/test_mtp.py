@@ -18,8 +18,8 @@ from megascend.batch.sample import Sample
 from megascend.checkpoint import hf_slices
 from megascend.config import Adapters, Batching, CudaGraphs, Moe, Parallel, Recompute
 from megascend.errors import CheckpointError, ConfigError, DataError
-from megascend.huggingface.info import inspect_checkpoint
-from megascend.memory.parameters import stages
+from megascend.models.checkpoint_files.info import inspect_checkpoint
+from megascend.models.memory.parameters import stages
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_checkpoint, first_of_equals
 from support.covering import first_stack_required

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from megascend.config import Parallel
 from megascend.errors import MissingDependencyError, VersionError
-from megascend.huggingface.exported import prediction_tensors
-from megascend.huggingface.info import ModelShape
-from megascend.memory.activations import LayerKind, state_space_bytes
 from megascend.models import architecture_named
 from megascend.models.base import StateSpace
-from megascend.models.nemotron import step_limits
+from megascend.models.checkpoint_files.exported import prediction_tensors
+from megascend.models.checkpoint_files.info import ModelShape
+from megascend.models.families.nemotron import step_limits
+from megascend.models.memory.activations import LayerKind, state_space_bytes
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,

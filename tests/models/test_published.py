@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 import docs_tables
-from megascend.huggingface.architectures import transformers_config
-from megascend.huggingface.info import ModelInfo, ModelShape, linear_layers
-from megascend.memory.estimate import Estimate
-from megascend.memory.parameters import elements, stages
 from megascend.models import architecture_of, expert_layers, text_config
 from megascend.models.base import LatentAttention, LinearAttention, StateSpace, single_mixers
+from megascend.models.checkpoint_files.architectures import transformers_config
+from megascend.models.checkpoint_files.info import ModelInfo, ModelShape, linear_layers
+from megascend.models.memory.estimate import Estimate
+from megascend.models.memory.parameters import elements, stages
 from megascend.models.registry import BUILT_IN
 from megascend.runtime.topology.topology import Topology
 from support.described import FOLDER, PublishedModel, describe_published, published_plan

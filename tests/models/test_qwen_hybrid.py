@@ -12,8 +12,8 @@ from packaging.version import Version
 
 from megascend import Parallel, Recompute, Sample
 from megascend.errors import DistributedTestError, MissingDependencyError
-from megascend.huggingface.info import inspect_checkpoint
 from megascend.models.base import LinearAttention
+from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.registry import architecture_named
 from megascend.runtime.bootstrap.mindspeed.arguments import reasons
 from megascend.testing import parity, run_distributed, tiny_config

@@ -13,11 +13,11 @@ from packaging.version import Version
 
 from megascend.config import Parallel, Recompute
 from megascend.errors import ConfigError, TopologyError, VersionError
-from megascend.huggingface.info import ModelShape
-from megascend.memory import activations
-from megascend.memory.activations import LayerKind, sparse_attention_bytes
 from megascend.models import architecture_named
 from megascend.models.base import IndexedAttention, LatentAttention
+from megascend.models.checkpoint_files.info import ModelShape
+from megascend.models.memory import activations
+from megascend.models.memory.activations import LayerKind, sparse_attention_bytes
 from megascend.runtime.topology.topology import plan
 from megascend.surroundings import is_installed
 from megascend.testing import run_distributed
@@ -219,7 +219,7 @@ def test_samples_of_a_batch_do_not_see_each_other_without_megatron(
 
 @needs_stack
 def test_scores_in_blocks_equal_the_sum_over_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megascend.models import sparse_attention_megatron as module
+    from megascend.models.families import sparse_attention_megatron as module
 
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(37, 2, 3, 8, generator=generator, dtype=torch.float64)

@@ -15,12 +15,12 @@ from megascend.app import layout_plan
 from megascend.cli.plan_text import draw
 from megascend.config import Lora, Parallel, RunConfig, TrainerConfig, parsed
 from megascend.errors import ConfigError, TopologyError
-from megascend.huggingface.files import TensorHeader, read_config
-from megascend.huggingface.info import inspect_checkpoint
-from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
-from megascend.memory.estimate import estimate
-from megascend.memory.parameters import elements, stages
-from megascend.memory.sizes import Workload
+from megascend.models.checkpoint_files.files import TensorHeader, read_config
+from megascend.models.checkpoint_files.info import inspect_checkpoint
+from megascend.models.checkpoint_files.sparse_checkpoint import write_sparse_checkpoint
+from megascend.models.memory.estimate import estimate
+from megascend.models.memory.parameters import elements, stages
+from megascend.models.memory.sizes import Workload
 from megascend.planning.hardware import load
 from megascend.planning.search import (
     MEMORY_SHARE,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megascend.config import TrainerConfig
-from megascend.huggingface.files import read_config
-from megascend.huggingface.info import inspect_checkpoint
-from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
-from megascend.memory.parameters import elements
+from megascend.models.checkpoint_files.files import read_config
+from megascend.models.checkpoint_files.info import inspect_checkpoint
+from megascend.models.checkpoint_files.sparse_checkpoint import write_sparse_checkpoint
+from megascend.models.memory.parameters import elements
 from megascend.planning.hardware import load
 from megascend.planning.rl import CACHE_SHARE, DECODE_SHARE, cache_bytes, engines_on, splits, touched_share
 from megascend.planning.search import PlannedModel, PlanRequest

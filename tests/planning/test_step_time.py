@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megascend.config import Parallel, Recompute
-from megascend.huggingface.info import ModelShape
-from megascend.memory.parameters import StageParameters
-from megascend.memory.sizes import ModelSizes
+from megascend.models.checkpoint_files.info import ModelShape
+from megascend.models.memory.parameters import StageParameters
+from megascend.models.memory.sizes import ModelSizes
 from megascend.planning.hardware import BACKWARD_ATTENTION
 from megascend.planning.layers import ALL_LAYERS, BF16, Cost, Execution
 from megascend.planning.step import ADAM_BYTES, HOST_BYTES_PER_S, StepTime, StepWork, step_time

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from megascend.app.rl.rollouts import SharedRollouts
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.errors import ConfigError, DataError, EngineError
-from megascend.huggingface.tokenizer import following_tokens
+from megascend.models.checkpoint_files.tokenizer import following_tokens
 from megascend.rollout import collector, environments
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import RolloutCollector, Task

@@ -1,4 +1,4 @@
-"""Published models as checkpoints without weights, and plans of them (:mod:`megascend.huggingface.sparse_checkpoint`)."""
+"""Published models as checkpoints without weights, and plans of them (:mod:`megascend.models.checkpoint_files.sparse_checkpoint`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megascend.config import Parallel, Recompute, TrainerConfig
-from megascend.huggingface.info import ModelInfo, inspect_checkpoint
-from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
-from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.sizes import Workload
+from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
+from megascend.models.checkpoint_files.sparse_checkpoint import write_sparse_checkpoint
+from megascend.models.memory.estimate import Estimate, estimate
+from megascend.models.memory.sizes import Workload
 from megascend.runtime.topology.topology import Topology, plan
 
 WORKLOAD_TOKENS = 8192

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 POOLS = {
     "megascend/batch/images.py",
     "megascend/cli/launch.py",
-    "megascend/huggingface/safetensors_writer.py",
+    "megascend/models/checkpoint_files/safetensors_writer.py",
     "megascend/integrations/verl_checkpoint_engine.py",
     "megascend/kernels/compile_ahead.py",
 }

@@ -24,10 +24,10 @@ from megascend.batch.packing import plan_micro_batches, shard
 from megascend.config import RunConfig
 from megascend.config.rl import LOCAL, RlConfig
 from megascend.data.preview import SamplePiece, SampleStatistics, SourceStatistics, pieces
-from megascend.huggingface.files import read_config
-from megascend.huggingface.info import ModelInfo, inspect_checkpoint
-from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.sizes import ELEMENT_BYTES, Kernels, Workload
+from megascend.models.checkpoint_files.files import read_config
+from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
+from megascend.models.memory.estimate import Estimate, estimate
+from megascend.models.memory.sizes import ELEMENT_BYTES, Kernels, Workload
 from megascend.planning.hardware import matching
 from megascend.planning.search import MEMORY_SHARE
 from megascend.runtime.bootstrap.runtime import Runtime

@@ -14,7 +14,7 @@ from megascend.app.generation import stop_tokens
 from megascend.config import Adapters, Batching, Fsdp, Parallel, PlatformName, Precision
 from megascend.data.chat import ChatTemplate
 from megascend.errors import ConfigError, DataError
-from megascend.huggingface.files import read_config
+from megascend.models.checkpoint_files.files import read_config
 from megascend.rollout.prompts import Prompt, prompt_tokens
 from megascend.runtime.distributed.launch import Launch
 from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams

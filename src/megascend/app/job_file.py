@@ -14,7 +14,7 @@ from megascend.config import TrainerConfig
 from megascend.config.commented import comment, yaml_value
 from megascend.config.rl import RlConfig
 from megascend.errors import ConfigError
-from megascend.huggingface.info import inspect_checkpoint
+from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.planning.hardware import Hardware
 from megascend.runtime.topology.topology import Topology, plan
 

@@ -15,9 +15,9 @@ from megascend.config import RunConfig, parsed
 from megascend.config.documents import load_json
 from megascend.config.run_file import full_names, read_settings
 from megascend.errors import CheckpointError, ConfigError, MegascendError, redacted
-from megascend.huggingface.files import read_config
-from megascend.huggingface.hub import snapshot
-from megascend.huggingface.info import ModelInfo, inspect_checkpoint
+from megascend.models.checkpoint_files.files import read_config
+from megascend.models.checkpoint_files.hub import snapshot
+from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
 from megascend.planning.hardware import Hardware
 from megascend.planning.rl import Split, splits
 from megascend.planning.search import Candidate, PlannedModel, PlanRequest, SearchResult, run_candidate, search
@@ -76,7 +76,7 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
     if model.is_dir() and any(model.glob("*.safetensors")):
         yield model
         return
-    from megascend.huggingface.sparse_checkpoint import write_sparse_checkpoint
+    from megascend.models.checkpoint_files.sparse_checkpoint import write_sparse_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="megascend-plan-") as folder:
         # An fp8 checkpoint is trained in 16 bits.

@@ -18,11 +18,11 @@ from typing import Any
 
 from megascend.app.preflight import RunPlan
 from megascend.errors import MegascendError
-from megascend.huggingface.files import read_config
 from megascend.kernels.compile_ahead import Job, compiler_environment, is_driver_installed
+from megascend.models.checkpoint_files.files import read_config
+from megascend.models.selfcheck import process
 from megascend.runtime.bootstrap.engines import needs
 from megascend.runtime.distributed.launch import Launch, child_environment
-from megascend.selfcheck import process
 from weightwire.background import BackgroundThread
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class SelfCheckPrefetch:
         if arguments is None:
             self.close()
             return
-        from megascend.selfcheck.check import examine  # which imports torch
+        from megascend.models.selfcheck.check import examine  # which imports torch
 
         worker, self._worker, config = self._worker, None, self._plan.config
 
@@ -70,7 +70,7 @@ class SelfCheckPrefetch:
         """
         from transformers import AutoConfig
 
-        from megascend.huggingface.architectures import make_known_to_transformers
+        from megascend.models.checkpoint_files.architectures import make_known_to_transformers
 
         config, limits = self._plan.config, (self._plan.config.batching.max_length, self._plan.info.shape.max_position)
         try:

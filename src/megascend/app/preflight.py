@@ -20,10 +20,10 @@ from megascend.config.plugins import check_name, check_names, check_plugins
 from megascend.config.rl import RlConfig
 from megascend.config.trackers import check_trackers
 from megascend.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
-from megascend.huggingface import hub
-from megascend.huggingface.files import read_config
-from megascend.huggingface.info import ModelInfo, inspect_checkpoint, linear_layers
-from megascend.huggingface.scalar_head import padding_id
+from megascend.models.checkpoint_files import hub
+from megascend.models.checkpoint_files.files import read_config
+from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint, linear_layers
+from megascend.models.checkpoint_files.scalar_head import padding_id
 from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.io.paths import format_bytes, free_bytes, real
 from megascend.runtime.topology.topology import Topology, plan
@@ -61,7 +61,7 @@ class RunPlan(Generic[AnyConfig]):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer; imports transformers."""
-        from megascend.huggingface.tokenizer import load_tokenizer
+        from megascend.models.checkpoint_files.tokenizer import load_tokenizer
 
         return load_tokenizer(self.config.model)
 

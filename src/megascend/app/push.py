@@ -15,7 +15,7 @@ from megascend.app.run_directory import METRICS
 from megascend.config import Push
 from megascend.config.documents import load_json, load_yaml
 from megascend.errors import CheckpointError, ConfigError, HubError
-from megascend.huggingface import hub
+from megascend.models.checkpoint_files import hub
 from megascend.runtime.io.atomic import replacing
 
 logger = logging.getLogger(__name__)

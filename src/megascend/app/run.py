@@ -29,8 +29,8 @@ from megascend.app.training import Run, RunContext, RunResult, Training
 from megascend.config import TrainerConfig
 from megascend.config.plugins import import_plugins
 from megascend.errors import CheckpointError, NonFiniteError, redacted
-from megascend.huggingface import hub
-from megascend.huggingface.files import GENERATION_CONFIG, copy_tokenizer, write_ends
+from megascend.models.checkpoint_files import hub
+from megascend.models.checkpoint_files.files import GENERATION_CONFIG, copy_tokenizer, write_ends
 from megascend.runtime.bootstrap.engines import needs
 from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.io.lasting_output import LastingOutput

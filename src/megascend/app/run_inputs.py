@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from megascend.errors import ConfigError
-from megascend.huggingface.files import tensor_headers
+from megascend.models.checkpoint_files.files import tensor_headers
 
 if TYPE_CHECKING:
     from megascend.backend import Backend

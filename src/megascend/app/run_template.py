@@ -15,7 +15,7 @@ from megascend.config.commented import comment, commented_out, commented_setting
 from megascend.config.rl import VLLM, RlConfig
 from megascend.config.run_file import apply_overrides, full_names
 from megascend.errors import ConfigError
-from megascend.huggingface.info import inspect_checkpoint
+from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.planning.hardware import Hardware
 from megascend.planning.search import Candidate
 from megascend.runtime.io.paths import format_bytes

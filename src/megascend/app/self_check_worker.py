@@ -4,7 +4,7 @@ It imports, reads the name of a file with its job from its standard input, and w
 
 The transformers side of every model comes first: building an mcore-bridge model changes what transformers builds
 afterwards. The Megatron side is the backend as any program constructs it. Job and result are JSON files:
-:mod:`megascend.selfcheck.process` says what is in them.
+:mod:`megascend.models.selfcheck.process` says what is in them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.models import register_architecture
+from megascend.models.checkpoint_files.architectures import make_known_to_transformers
 from megascend.models.registry import from_reference
-from megascend.reference import fla as reference_fla
-from megascend.runtime.bootstrap import patches
-from megascend.runtime.bootstrap.import_hooks import after_import
-from megascend.runtime.bootstrap.providers import packages
-from megascend.selfcheck.process import TrialResult
-from megascend.selfcheck.trial_inputs import (
+from megascend.models.selfcheck.process import TrialResult
+from megascend.models.selfcheck.trial_inputs import (
     ImageTokens,
     choose_samples,
     description,
@@ -37,6 +33,10 @@ from megascend.selfcheck.trial_inputs import (
     settings,
     text_vocabulary,
 )
+from megascend.reference import fla as reference_fla
+from megascend.runtime.bootstrap import patches
+from megascend.runtime.bootstrap.import_hooks import after_import
+from megascend.runtime.bootstrap.providers import packages
 from megascend.surroundings import die_with_parent
 
 HIDDEN_PACKAGES = ("torch_npu", *reference_fla.PACKAGES, *packages())

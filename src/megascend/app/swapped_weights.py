@@ -14,10 +14,10 @@ from megascend.checkpoint.slices import TensorSlices
 from megascend.checkpoint.staging import Staging
 from megascend.config import Mtp
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.architectures import transformers_config
-from megascend.huggingface.files import TensorHeader
-from megascend.huggingface.info import ModelInfo, inspect_checkpoint
-from megascend.huggingface.quantised import read_tensor
+from megascend.models.checkpoint_files.architectures import transformers_config
+from megascend.models.checkpoint_files.files import TensorHeader
+from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
+from megascend.models.checkpoint_files.quantised import read_tensor
 from megascend.reference.reductions import out_of_range
 from megascend.runtime.distributed.objects import raise_on_all_ranks
 

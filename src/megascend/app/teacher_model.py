@@ -17,10 +17,10 @@ from megascend.batch.losses import teacher_loss
 from megascend.config import RunConfig, TrainerConfig
 from megascend.config.rl import TRAINER, RlConfig
 from megascend.errors import ConfigError
-from megascend.huggingface.files import read_config
-from megascend.huggingface.info import ModelInfo, ModelShape, inspect_checkpoint
 from megascend.kernels.linear_divergence import DivergenceKind, TeacherDivergence
-from megascend.memory.sizes import ModelSizes, TeacherSizes
+from megascend.models.checkpoint_files.files import read_config
+from megascend.models.checkpoint_files.info import ModelInfo, ModelShape, inspect_checkpoint
+from megascend.models.memory.sizes import ModelSizes, TeacherSizes
 from megascend.step.policy import policy_output
 from megascend.step.step import Step
 

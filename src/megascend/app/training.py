@@ -13,7 +13,7 @@ from megascend.app.plot import PANELS, Panel
 from megascend.app.preflight import AnyConfig, RunPlan
 from megascend.config import TrainerConfig
 from megascend.errors import NonFiniteError
-from megascend.huggingface.files import read_config
+from megascend.models.checkpoint_files.files import read_config
 from megascend.runtime.distributed.launch import Launch
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ def export_command(
     Converts the precision, merges an adapter, and shows that the engine can take the checkpoint. A run directory stands for the
     model that its training exported (RUN/hf).
     """
-    from megascend.huggingface.files import end_tokens
+    from megascend.models.checkpoint_files.files import end_tokens
     from megascend.runtime.io.atomic import require_vacant
 
     # Checked before the model is loaded, which may take minutes.
@@ -95,7 +95,7 @@ def export_command(
 def find_adapter(path: Path) -> Path:
     """Return the adapter in peft's format at ``path``: the directory itself, or that of a run."""
     from megascend.errors import CheckpointError
-    from megascend.huggingface.hub import snapshot
+    from megascend.models.checkpoint_files.hub import snapshot
 
     path = snapshot(path, setting="--adapter")
     # A run directory holds its adapter there.
@@ -123,8 +123,8 @@ def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | 
     from megascend.config import Classification
     from megascend.config.data import default_labels
     from megascend.errors import CheckpointError
-    from megascend.huggingface.files import read_config
     from megascend.lora.adapter_io import read_head
+    from megascend.models.checkpoint_files.files import read_config
 
     recorded = read_head(adapter)
     if recorded is not None:
@@ -169,7 +169,7 @@ def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | 
 
 def other_base(adapter: Path, model: Path) -> str | None:
     """Return the adapter's recorded base model if it differs from ``model`` in path or, if that is gone, in name."""
-    from megascend.huggingface.hub import repository_of
+    from megascend.models.checkpoint_files.hub import repository_of
 
     try:
         base_name = load_json((adapter / "adapter_config.json").read_bytes())["base_model_name_or_path"]
@@ -186,8 +186,8 @@ def other_base(adapter: Path, model: Path) -> str | None:
 def stored_head(model: Path) -> Literal["scalar"] | Classification | None:
     """Return the kind of a checkpoint's scalar head by its configuration; None for a language model."""
     from megascend.config import Classification
-    from megascend.huggingface.files import read_config, tensor_headers
-    from megascend.huggingface.scalar_head import WEIGHT
+    from megascend.models.checkpoint_files.files import read_config, tensor_headers
+    from megascend.models.checkpoint_files.scalar_head import WEIGHT
 
     header, config = tensor_headers(model).get(WEIGHT), read_config(model)
     if header is None:
@@ -203,7 +203,7 @@ def find_checkpoint(path: Path) -> Path:
     """Return the Hugging Face checkpoint at ``path``: itself, a run's export, or downloaded from the Hub."""
     from megascend.app.run_directory import METRICS
     from megascend.errors import CheckpointError
-    from megascend.huggingface.hub import snapshot
+    from megascend.models.checkpoint_files.hub import snapshot
 
     path = snapshot(path, setting="MODEL")
     if (path / "config.json").is_file():
@@ -241,7 +241,7 @@ def push_command(
     """
     from megascend.app.push import find_export, push
     from megascend.config import Push
-    from megascend.huggingface import hub
+    from megascend.models.checkpoint_files import hub
 
     settings = Push(repository=repository, private=not public)
     export = find_export(directory)

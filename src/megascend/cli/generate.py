@@ -308,7 +308,7 @@ def inference_settings(
     from megascend.app.inference import InferenceSettings
     from megascend.config.plugins import ENGINES, check_registered
     from megascend.errors import CheckpointError, ConfigError
-    from megascend.huggingface.hub import snapshot
+    from megascend.models.checkpoint_files.hub import snapshot
 
     check_registered("engine", engine, ENGINES, "megascend.register_engine", setting="--engine")
     if platform not in ("auto", "cpu", "cuda", "npu"):

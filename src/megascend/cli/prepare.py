@@ -34,7 +34,7 @@ def prepare_command(
     from megascend.data.prepare import prepare_samples, write_prepared
     from megascend.data.preview import SampleStatistics
     from megascend.errors import ConfigError
-    from megascend.huggingface.hub import with_snapshots
+    from megascend.models.checkpoint_files.hub import with_snapshots
     from megascend.runtime.io.atomic import require_vacant
 
     show_messages()

@@ -92,7 +92,7 @@ def serve_command(
     from megascend.cli.messages import show_messages
     from megascend.config.serve import load_serve_config
     from megascend.errors import ConfigError
-    from megascend.huggingface.hub import with_snapshots
+    from megascend.models.checkpoint_files.hub import with_snapshots
     from megascend.serve.server import check_address, check_packages, keys_of
 
     arguments: dict[str, Any] = {

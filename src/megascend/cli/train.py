@@ -63,7 +63,7 @@ def train_command(
     """
     from megascend.cli.messages import show_messages
     from megascend.config import load_config
-    from megascend.huggingface.hub import with_snapshots
+    from megascend.models.checkpoint_files.hub import with_snapshots
     from megascend.runtime.io.lasting_output import LastingOutput
 
     show_messages()
@@ -97,7 +97,7 @@ def rl_command(
     """
     from megascend.cli.messages import show_messages
     from megascend.config.rl import load_rl_config
-    from megascend.huggingface.hub import with_snapshots
+    from megascend.models.checkpoint_files.hub import with_snapshots
     from megascend.runtime.io.lasting_output import LastingOutput
 
     show_messages()
@@ -143,7 +143,7 @@ def show_config_command(
     from megascend.config.commented import default_settings, json_schema
     from megascend.config.rl import RlConfig
     from megascend.errors import ConfigError
-    from megascend.huggingface.info import inspect_checkpoint
+    from megascend.models.checkpoint_files.info import inspect_checkpoint
     from megascend.runtime.topology.topology import plan
 
     if (config is not None) + (defaults is not None) + (schema is not None) != 1:

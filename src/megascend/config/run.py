@@ -248,7 +248,7 @@ class TrainerConfig(Section):
 
     @property
     def head(self) -> Literal["lm", "reward_model"] | Classification:
-        """Kind of the model's last layer; see :data:`megascend.huggingface.scalar_head.HeadKind`."""
+        """Kind of the model's last layer; see :data:`megascend.models.checkpoint_files.scalar_head.HeadKind`."""
         return "lm"
 
     @property

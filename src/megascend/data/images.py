@@ -19,8 +19,8 @@ from megascend.config import DataImages
 from megascend.config.data import ImageLimits
 from megascend.data.document import Document, Message, Messages
 from megascend.errors import DataError, MissingDependencyError
-from megascend.huggingface.files import read_config
 from megascend.models import ImageLayout, architecture_of
+from megascend.models.checkpoint_files.files import read_config
 
 if TYPE_CHECKING:
     from PIL.Image import Image

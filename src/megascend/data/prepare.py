@@ -28,7 +28,7 @@ from megascend.data.samples import Encoder, SampleLimits
 from megascend.data.splits import CARD, Card, files_of, is_saved
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
-from megascend.huggingface import hub
+from megascend.models.checkpoint_files import hub
 from megascend.runtime.io.hashing import digest
 from megascend.runtime.io.paths import cache_folder, cache_limit
 from megascend.runtime.io.shared import cached, locked, prune

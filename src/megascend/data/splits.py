@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megascend.config.documents import load_yaml
 from megascend.data.findings import Findings
 from megascend.errors import DataError
-from megascend.huggingface.files import LFS_POINTER
+from megascend.models.checkpoint_files.files import LFS_POINTER
 from megascend.runtime.io.paths import real
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")

@@ -21,7 +21,7 @@ from megascend.engines.blockwise_adamw import QUANTISED, BlockwiseAdamW
 from megascend.engines.muon import MuonOptimizer
 from megascend.engines.weight_settings import MainParameter, SettingsByWeight, WeightSettings
 from megascend.errors import ConfigError
-from megascend.huggingface.info import ModelInfo
+from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.reference.reductions import global_norm
 from megascend.runtime.distributed.process_groups import ProcessGroups
 

@@ -30,13 +30,13 @@ from megascend.engines.export import check_export, export
 from megascend.engines.heads import fresh_weights
 from megascend.engines.router_replay import RouterReplay
 from megascend.errors import ConfigError
-from megascend.huggingface.info import ModelInfo
-from megascend.huggingface.scalar_head import WEIGHT
 from megascend.kernels.linear_divergence import TeacherDivergence
 from megascend.lora.adapter_io import SavedAdapter, read_tensor
 from megascend.lora.registry import AdapterSettings
+from megascend.models.checkpoint_files.info import ModelInfo
+from megascend.models.checkpoint_files.scalar_head import WEIGHT
+from megascend.models.selfcheck.verdict import Verdict
 from megascend.runtime.topology.topology import Receivers
-from megascend.selfcheck.verdict import Verdict
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -26,11 +26,11 @@ from megascend.config import (
 )
 from megascend.config.training import precision_name
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.files import weight_files
-from megascend.huggingface.hub import snapshot
-from megascend.huggingface.info import ModelInfo, inspect_checkpoint
-from megascend.huggingface.read_ahead import read_ahead
-from megascend.huggingface.scalar_head import HeadKind
+from megascend.models.checkpoint_files.files import weight_files
+from megascend.models.checkpoint_files.hub import snapshot
+from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
+from megascend.models.checkpoint_files.read_ahead import read_ahead
+from megascend.models.checkpoint_files.scalar_head import HeadKind
 from megascend.runtime.bootstrap import Runtime, bootstrap
 from megascend.runtime.distributed import process_groups
 from megascend.runtime.distributed.engine_groups import GroupFactory

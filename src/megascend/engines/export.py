@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING
 
 from megascend.engines.weight_stream import header_of
 from megascend.errors import CheckpointError, CollectiveTimeoutError, ProcessGroupError
-from megascend.huggingface.files import companions
-from megascend.huggingface.writer import CheckpointWriter, check_target, exported_config, require_same_tensors
+from megascend.models.checkpoint_files.files import companions
+from megascend.models.checkpoint_files.writer import (
+    CheckpointWriter,
+    check_target,
+    exported_config,
+    require_same_tensors,
+)
 from megascend.runtime.distributed.objects import raise_on_all_ranks
 from megascend.runtime.io.paths import is_kept, unwritable_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megascend.huggingface.info import ModelInfo
+    from megascend.models.checkpoint_files.info import ModelInfo
     from megascend.runtime.distributed.process_groups import ProcessGroups
 
 _FAULTS = (OSError, ValueError, TypeError, LookupError, AttributeError)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.info import ModelInfo
-from megascend.huggingface.scalar_head import BIAS, WEIGHT, ScalarHead
 from megascend.kernels.linear_divergence import TeacherDivergence, linear_divergence
 from megascend.kernels.linear_logprobs import (
     LowRank,
@@ -20,7 +18,9 @@ from megascend.kernels.linear_logprobs import (
     linear_logprobs,
 )
 from megascend.models import architecture_named
-from megascend.models.qwen3_vl import undeclared
+from megascend.models.checkpoint_files.info import ModelInfo
+from megascend.models.checkpoint_files.scalar_head import BIAS, WEIGHT, ScalarHead
+from megascend.models.families.qwen3_vl import undeclared
 
 
 @dataclass(frozen=True)

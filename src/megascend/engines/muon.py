@@ -21,8 +21,8 @@ from megascend import config
 from megascend.config import Precision
 from megascend.engines.weight_settings import MainParameter, WeightSettings
 from megascend.errors import ConfigError
-from megascend.huggingface.hidden_matrices import ROUND_ELEMENTS, has_fused_halves
-from megascend.huggingface.info import ModelInfo
+from megascend.models.checkpoint_files.hidden_matrices import ROUND_ELEMENTS, has_fused_halves
+from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.runtime.distributed.process_groups import ProcessGroups
 

@@ -17,9 +17,9 @@ from megascend.engines.base import Engine, refuse_quantised_base
 from megascend.engines.context import EngineSpec
 from megascend.engines.heads import plain_slice
 from megascend.errors import ConfigError
-from megascend.selfcheck.check import require_agreement_in_process
-from megascend.selfcheck.in_process import Subject
-from megascend.selfcheck.trial_inputs import ImageTokens
+from megascend.models.selfcheck.check import require_agreement_in_process
+from megascend.models.selfcheck.in_process import Subject
+from megascend.models.selfcheck.trial_inputs import ImageTokens
 
 
 class TransformersEngine(Engine):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megascend.checkpoint.hf_slices import HfSlice
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import abbreviated
-from megascend.huggingface.files import TensorHeader
+from megascend.models.checkpoint_files.exported import abbreviated
+from megascend.models.checkpoint_files.files import TensorHeader
 from weightwire.manifest import LAYER
 
 _NUMBERS = 2**32

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megascend.config import Adam, VisionTower
 from megascend.errors import ConfigError
-from megascend.huggingface.hidden_matrices import is_hidden_matrix
-from megascend.huggingface.info import ModelInfo
+from megascend.models.checkpoint_files.hidden_matrices import is_hidden_matrix
+from megascend.models.checkpoint_files.info import ModelInfo
 
 
 @dataclass(frozen=True)

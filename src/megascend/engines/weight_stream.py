@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import differences
-from megascend.huggingface.files import TensorHeader
-from megascend.huggingface.safetensors_writer import DTYPES
+from megascend.models.checkpoint_files.exported import differences
+from megascend.models.checkpoint_files.files import TensorHeader
+from megascend.models.checkpoint_files.safetensors_writer import DTYPES
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.runtime.distributed.process_groups import ProcessGroups
 

@@ -28,7 +28,7 @@ from megascend.surroundings import die_with_parent, home
 
 if TYPE_CHECKING:
     from megascend.config import Precision
-    from megascend.huggingface.info import ModelInfo
+    from megascend.models.checkpoint_files.info import ModelInfo
     from megascend.runtime.topology.topology import Topology
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

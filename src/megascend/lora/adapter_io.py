@@ -25,11 +25,11 @@ from megascend.config import Lora
 from megascend.config.data import ProblemType
 from megascend.config.documents import load_json
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.files import weight_files
 from megascend.lora import peft_format
 from megascend.lora.factors import Factors
 from megascend.lora.peft_format import CONFIG
 from megascend.lora.peft_tensors import WEIGHTS, base_layer
+from megascend.models.checkpoint_files.files import weight_files
 from megascend.runtime.io.atomic import is_replaceable, replacing_directory
 from megascend.runtime.io.hashing import digest
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from megascend.config import Lora
 from megascend.config.documents import load_json
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import abbreviated
 from megascend.lora.factors import Factors
 from megascend.lora.peft_tensors import CONFIG, EXPERT_PARAMETERS, WEIGHTS, is_expert_parameter, to_factors, to_tensors
 from megascend.lora.target_modules import HEAD, matches
+from megascend.models.checkpoint_files.exported import abbreviated
 
 
 def write(

@@ -14,10 +14,10 @@ from torch import Tensor
 from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.config.data import ProblemType, default_labels
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.exported import abbreviated
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import ShapeGroup, flat_layout, shape_groups
 from megascend.lora.target_modules import HEAD, FusedSlice, RefusedTargets, TargetModule, matches, restrict
+from megascend.models.checkpoint_files.exported import abbreviated
 
 # Names become directories in checkpoints.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -9,8 +9,17 @@ from importlib import import_module
 from typing import Any
 
 from megascend.errors import ConfigError
-from megascend.models import decoders, deepseek, glm, mixtures, nemotron, qwen3_vl, qwen_hybrid, sparse_attention
 from megascend.models.base import Architecture, Config, text_config
+from megascend.models.families import (
+    decoders,
+    deepseek,
+    glm,
+    mixtures,
+    nemotron,
+    qwen3_vl,
+    qwen_hybrid,
+    sparse_attention,
+)
 
 BUILT_IN = {
     model_type: architecture

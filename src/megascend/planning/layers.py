@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from megascend.memory.sizes import ModelSizes
 from megascend.models.base import LINEAR, SINGLE_MIXERS
+from megascend.models.memory.sizes import ModelSizes
 from megascend.planning.hardware import PASSES, Hardware, Pass, collective_seconds, nodes_of
 from megascend.runtime.topology.topology import Topology
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from megascend.huggingface.info import ModelInfo
-from megascend.memory.parameters import elements
-from megascend.memory.sizes import ModelSizes
+from megascend.models.checkpoint_files.info import ModelInfo
+from megascend.models.memory.parameters import elements
+from megascend.models.memory.sizes import ModelSizes
 from megascend.planning.hardware import Hardware
 from megascend.planning.search import Candidate, PlannedModel, PlanRequest, search
 

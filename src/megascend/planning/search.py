@@ -17,13 +17,13 @@ from typing import Any
 
 from megascend.config import Parallel, Recompute, TrainerConfig
 from megascend.errors import ConfigError, TopologyError
-from megascend.huggingface.files import TensorHeader
-from megascend.huggingface.info import ModelInfo
-from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.megatron import StageGroup, stage_groups
-from megascend.memory.parameters import LayerTensors, StageParameters, is_target, stages
-from megascend.memory.sizes import ModelSizes, Workload
 from megascend.models import text_config
+from megascend.models.checkpoint_files.files import TensorHeader
+from megascend.models.checkpoint_files.info import ModelInfo
+from megascend.models.memory.estimate import Estimate, estimate
+from megascend.models.memory.megatron import StageGroup, stage_groups
+from megascend.models.memory.parameters import LayerTensors, StageParameters, is_target, stages
+from megascend.models.memory.sizes import ModelSizes, Workload
 from megascend.planning.hardware import Hardware
 from megascend.planning.layers import ALL_LAYERS, Cost, Execution
 from megascend.planning.pipeline import balanced_chunks

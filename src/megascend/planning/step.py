@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from megascend.config.training import Recompute
-from megascend.memory.parameters import StageParameters
-from megascend.memory.sizes import LayerKey, ModelSizes
 from megascend.models import text_config
+from megascend.models.memory.parameters import StageParameters
+from megascend.models.memory.sizes import LayerKey, ModelSizes
 from megascend.planning.hardware import Hardware
 from megascend.planning.layers import ALL_LAYERS, BF16, FP32, Cost, Costs, Execution, LayerSeconds, scaled, total
 from megascend.planning.pipeline import Durations, TimedPass, least_seconds, simulate, step_seconds

@@ -38,7 +38,7 @@ from megascend.data.chat import ChatTemplate, Tools
 from megascend.data.messages import parse_messages
 from megascend.data.samples import opening_tokens
 from megascend.errors import ConfigError, DataError, MegascendError
-from megascend.huggingface.tokenizer import following_tokens
+from megascend.models.checkpoint_files.tokenizer import following_tokens
 from megascend.rollout.advantages import LARGEST_REWARD
 from megascend.rollout.episodes import Episodes, ResponseSampler, sample
 from megascend.rollout.group import Trajectory

@@ -74,7 +74,7 @@ def serve(
 def make_backend(settings: ServeConfig) -> Any:
     """Build the backend from the settings, with adapter slots for all models and samplers."""
     from megascend import backends
-    from megascend.huggingface.info import inspect_checkpoint, linear_layers
+    from megascend.models.checkpoint_files.info import inspect_checkpoint, linear_layers
 
     info = inspect_checkpoint(settings.model)
     images = info.architecture.images
@@ -111,7 +111,7 @@ def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
     """Load the tokenizer beside the weights, None if there is none, and the tokens that end a response."""
     from megascend.app.generation import stop_tokens
     from megascend.errors import CheckpointError
-    from megascend.huggingface.tokenizer import load_tokenizer
+    from megascend.models.checkpoint_files.tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(settings.model)
@@ -123,7 +123,7 @@ def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
 def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
     """Describe the served model."""
     from megascend.data.images import ImageProcessor
-    from megascend.huggingface.files import read_config
+    from megascend.models.checkpoint_files.files import read_config
 
     path = settings.model.absolute()
     names = tuple(name for name in (settings.name, str(path)) if name)

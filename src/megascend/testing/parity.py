@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from megascend.config import Adam, Batching, Moe, Parallel, Precision, Recompute
 from megascend.errors import DistributedTestError
-from megascend.huggingface.architectures import architecture_in
 from megascend.models import expert_count, registered
+from megascend.models.checkpoint_files.architectures import architecture_in
 from megascend.models.registry import proven
 from megascend.testing.artifact_cache import copy_or_make, digest, make_once
 from megascend.testing.reference import run_reference

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megascend.errors import DistributedTestError
+from megascend.models.selfcheck import check, process
+from megascend.models.selfcheck.process import Trial
+from megascend.models.selfcheck.slicing import Slice, slice_model
 from megascend.runtime.io import shared
-from megascend.selfcheck import check, process
-from megascend.selfcheck.process import Trial
-from megascend.selfcheck.slicing import Slice, slice_model
 from megascend.testing.tiny_models import tiny_config
 
 

@@ -26,7 +26,7 @@ from megascend.batch.losses import resolve
 from megascend.cli.dry_run_text import Style, report_rl
 from megascend.config.rl import Objective, ReferenceSettings, RlConfig
 from megascend.errors import ConfigError
-from megascend.huggingface.info import inspect_checkpoint
+from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import write_tiny_checkpoint
 from support.forked_programs import run_forked

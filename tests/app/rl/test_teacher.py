@@ -29,7 +29,7 @@ from megascend.app.teacher_model import TeacherModel
 from megascend.batch.candidates import Candidates
 from megascend.config.rl import Objective, RlConfig, TeacherSettings
 from megascend.errors import ConfigError, EngineError, EngineLostError
-from megascend.huggingface.info import inspect_checkpoint
+from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.rollout.engines.local import LocalEngine, ModelProcess
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend

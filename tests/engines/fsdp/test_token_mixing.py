@@ -13,7 +13,7 @@ from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.attention import KEYWORD, SampleLengths, attention, sample_lengths
 from megascend.engines.fsdp.token_mixing import check_layers, pass_borders
 from megascend.errors import ConfigError
-from megascend.huggingface.scalar_head import ScalarHead
+from megascend.models.checkpoint_files.scalar_head import ScalarHead
 
 ALL_ATTENTION_FUNCTIONS: dict[str, Any] = {}
 """Name of transformers' registry in its modules."""

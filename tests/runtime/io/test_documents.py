@@ -13,7 +13,7 @@ from megascend.config.documents import load_json, load_yaml
 from megascend.config.run_file import _parse
 from megascend.data.splits import card_configs
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.files import read_config
+from megascend.models.checkpoint_files.files import read_config
 
 LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}'])}]\n" for n in range(1, 12))
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 40))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megascend.config import Parallel
 from megascend.errors import TopologyError
-from megascend.huggingface.info import ModelShape
+from megascend.models.checkpoint_files.info import ModelShape
 from megascend.runtime.bootstrap.runtime import Runtime
 from megascend.runtime.topology.topology import (
     ATTENTION_AXES,

@@ -20,7 +20,7 @@ from megascend.errors import (
     EngineLostError,
     WeightSyncError,
 )
-from megascend.huggingface.tokenizer import following_tokens
+from megascend.models.checkpoint_files.tokenizer import following_tokens
 from megascend.surroundings import announce
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import AuthError, SecretKeyError

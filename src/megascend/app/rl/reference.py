@@ -27,7 +27,7 @@ from megascend.app.swapped_weights import SwappedWeights, difference_of_models
 from megascend.batch.loss import Loss, LossInputs
 from megascend.config.rl import BASE, ReferenceSettings, RlConfig
 from megascend.errors import ConfigError
-from megascend.huggingface.info import ModelInfo
+from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.rollout.group import TrajectoryGroup
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from megascend.batch.losses import BUILT_IN
 from megascend.batch.sample import Sample
 from megascend.config.rl import SGLANG, TRAINER, RlConfig, TeacherSettings
 from megascend.errors import EngineError, EngineLostError
-from megascend.huggingface.info import ModelInfo
+from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from weightwire.engine import TopLogprobs
 from weightwire.engine_calls import LoopThread

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megascend.app.rl.engines import make_engine, response_ends
 from megascend.config.rl import TRAINER, VLLM, RlConfig
 from megascend.errors import DataError, MegascendError
-from megascend.huggingface.tokenizer import following_tokens
+from megascend.models.checkpoint_files.tokenizer import following_tokens
 from weightwire.engine import Completion, Sampling
 from weightwire.errors import WireError
 

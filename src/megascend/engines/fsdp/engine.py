@@ -34,14 +34,14 @@ from megascend.engines.rotary import RotaryByLength
 from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject, refuse_megatron_settings
 from megascend.engines.transformers_names import check_rows, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.info import ModelInfo
-from megascend.huggingface.scalar_head import ScalarHead
 from megascend.lora.factors import merged
 from megascend.lora.target_modules import RefusedTargets, TargetModule
+from megascend.models.checkpoint_files.info import ModelInfo
+from megascend.models.checkpoint_files.scalar_head import ScalarHead
+from megascend.models.selfcheck import in_process
+from megascend.models.selfcheck.trial_inputs import ImageTokens
 from megascend.runtime.distributed.objects import raise_on_all_ranks
 from megascend.runtime.topology.topology import Receivers, Topology
-from megascend.selfcheck import in_process
-from megascend.selfcheck.trial_inputs import ImageTokens
 
 
 class FsdpEngine(TransformersEngine):

@@ -16,7 +16,7 @@ from megascend.engines.fsdp.shards import LocalShard, shards
 from megascend.engines.transformers_names import as_stored, in_checkpoint, layer_of
 from megascend.engines.weight_stream import ExportBarrier, stream_weights
 from megascend.errors import CheckpointError
-from megascend.huggingface.files import TensorHeader
+from megascend.models.checkpoint_files.files import TensorHeader
 from megascend.reference.reductions import to_dtype
 from megascend.runtime.distributed.process_groups import ProcessGroups
 from megascend.runtime.topology.topology import Receivers, ranks_of

@@ -25,8 +25,8 @@ from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.transformers_names import is_transposed, persistent_tensors
 from megascend.errors import CheckpointError
-from megascend.huggingface.files import TensorHeader
-from megascend.huggingface.quantised import read_tensor
+from megascend.models.checkpoint_files.files import TensorHeader
+from megascend.models.checkpoint_files.quantised import read_tensor
 from megascend.reference.reductions import names_with_nan, out_of_range, square_sum
 from megascend.runtime.distributed.process_groups import ProcessGroups
 

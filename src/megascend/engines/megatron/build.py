@@ -36,10 +36,10 @@ from megascend.errors import (
     TopologyError,
     VersionError,
 )
-from megascend.huggingface.architectures import transformers_config
-from megascend.huggingface.scalar_head import ScalarHead
 from megascend.models import Architecture, architecture_named, architecture_of, text_config
-from megascend.models.qwen3_vl import undeclared
+from megascend.models.checkpoint_files.architectures import transformers_config
+from megascend.models.checkpoint_files.scalar_head import ScalarHead
+from megascend.models.families.qwen3_vl import undeclared
 from megascend.runtime.platforms.base import Platform
 from megascend.runtime.topology.topology import Topology
 from megascend.surroundings import is_installed

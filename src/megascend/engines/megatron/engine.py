@@ -59,15 +59,15 @@ from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
 from megascend.engines.weight_settings import SettingsByWeight
 from megascend.errors import CheckpointError, ConfigError
 from megascend.lora.factors import merged
+from megascend.models.selfcheck.check import log_warnings, require_agreement
+from megascend.models.selfcheck.verdict import Verdict
 from megascend.runtime.distributed.objects import gather_objects, raise_on_all_ranks
 from megascend.runtime.topology.topology import Receivers
-from megascend.selfcheck.check import log_warnings, require_agreement
-from megascend.selfcheck.verdict import Verdict
 
 if TYPE_CHECKING:
     from megascend.engines.megatron.graphed_steps import GraphedSteps
     from megascend.lora.layers import AdapterManager
-    from megascend.selfcheck.process import Worker
+    from megascend.models.selfcheck.process import Worker
 
 LARGE_LAYER = 2**29
 """Parameters per layer above which an export gathers layers in host memory instead of on the device: 1 GiB in bf16, beside the

@@ -22,8 +22,8 @@ from torch import Tensor
 from megascend.checkpoint.hf_slices import HfSlice, check_sizes
 from megascend.engines.megatron.state import Entry, tensors_of
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import fused_part
-from megascend.huggingface.files import TensorHeader
+from megascend.models.checkpoint_files.exported import fused_part
+from megascend.models.checkpoint_files.files import TensorHeader
 
 _NUMBERS = 2**40
 """An element is index of the :class:`_Rows` * _NUMBERS + row number."""

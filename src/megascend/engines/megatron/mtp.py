@@ -24,8 +24,8 @@ from megascend.batch.micro_batch import MtpTargets
 from megascend.changes import patch
 from megascend.engines.context import EngineSpec
 from megascend.errors import ConfigError
-from megascend.huggingface.files import TensorHeader, tensor_headers
-from megascend.huggingface.info import ModelInfo, equal_tensors
+from megascend.models.checkpoint_files.files import TensorHeader, tensor_headers
+from megascend.models.checkpoint_files.info import ModelInfo, equal_tensors
 
 logger = logging.getLogger(__name__)
 

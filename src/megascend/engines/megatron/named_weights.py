@@ -23,9 +23,9 @@ from torch import Tensor
 from megascend.engines.megatron.mtp import with_copies
 from megascend.engines.weight_stream import ExportBarrier, StreamStopped, stream_weights
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import FusedPart, fused_part
-from megascend.huggingface.files import TensorHeader
-from megascend.huggingface.quantised import read_tensor
+from megascend.models.checkpoint_files.exported import FusedPart, fused_part
+from megascend.models.checkpoint_files.files import TensorHeader
+from megascend.models.checkpoint_files.quantised import read_tensor
 from megascend.reference.reductions import out_of_range
 from megascend.runtime.distributed.process_groups import ProcessGroups
 from megascend.runtime.topology.topology import Receivers, Route, participants, ranks_of, route
@@ -71,7 +71,7 @@ def named_weights(
     Args:
         chunks: the model chunks of this rank, without wrappers.
         headers: headers of the checkpoint's tensors, without those that are not built
-            (:attr:`megascend.huggingface.info.ModelInfo.export_tensors`). Tensors that are fused there are joined; names, shapes
+            (:attr:`megascend.models.checkpoint_files.info.ModelInfo.export_tensors`). Tensors that are fused there are joined; names, shapes
             and dtypes are compared with them. Used by receivers.
         copies: names of ``headers`` that repeat another weight, by its name: it is yielded again, under that name.
         merge: ``(name, tensor) -> tensor``, applied to every tensor, on receivers.

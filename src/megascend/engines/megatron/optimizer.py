@@ -26,7 +26,7 @@ from megascend.engines.muon import MuonOptimizer
 from megascend.engines.offloaded_adam import OffloadedAdam
 from megascend.engines.weight_settings import MainParameter, WeightSettings
 from megascend.errors import ConfigError
-from megascend.huggingface.info import ModelInfo
+from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.runtime.bootstrap import current_runtime
 from megascend.runtime.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.runtime.distributed.process_groups import ProcessGroups

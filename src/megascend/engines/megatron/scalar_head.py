@@ -16,7 +16,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
 from megascend.changes import changed
-from megascend.huggingface.scalar_head import BIAS, ScalarHead
+from megascend.models.checkpoint_files.scalar_head import BIAS, ScalarHead
 
 
 class ScalarHeadLayer(nn.Module):

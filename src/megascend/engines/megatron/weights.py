@@ -20,9 +20,9 @@ from megascend.changes import patched
 from megascend.engines.megatron import scalar_head
 from megascend.engines.megatron.quantised_base import QuantisedBase
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import abbreviated
-from megascend.huggingface.files import FLOATS, TensorHeader
-from megascend.huggingface.quantised import read_tensor
+from megascend.models.checkpoint_files.exported import abbreviated
+from megascend.models.checkpoint_files.files import FLOATS, TensorHeader
+from megascend.models.checkpoint_files.quantised import read_tensor
 from megascend.reference.reductions import names_with_nan, out_of_range
 from megascend.runtime.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.runtime.distributed.process_groups import ProcessGroups

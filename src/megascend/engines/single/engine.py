@@ -47,13 +47,13 @@ from megascend.engines.single.model import (
 from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject, refuse_megatron_settings
 from megascend.engines.transformers_names import check_rows, persistent_tensors, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.info import ModelInfo
 from megascend.lora.factors import merged
 from megascend.lora.registry import check_limits
+from megascend.models.checkpoint_files.info import ModelInfo
+from megascend.models.selfcheck import in_process
+from megascend.models.selfcheck.trial_inputs import ImageTokens
 from megascend.reference.reductions import out_of_range
 from megascend.runtime.topology.topology import Receivers
-from megascend.selfcheck import in_process
-from megascend.selfcheck.trial_inputs import ImageTokens
 
 
 class SingleEngine(TransformersEngine):

@@ -17,13 +17,13 @@ from megascend.config import Moe
 from megascend.engines.heads import check_tied, model_class, not_plain, tie_embeddings, without_bias
 from megascend.engines.transformers_names import as_stored, in_checkpoint, layer_of, persistent_tensors
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.architectures import transformers_config
-from megascend.huggingface.exported import abbreviated
-from megascend.huggingface.files import TensorHeader
-from megascend.huggingface.info import ModelInfo
-from megascend.huggingface.padding_rows import restore_padding_rows
-from megascend.huggingface.quantised import read_tensor
-from megascend.huggingface.scalar_head import BIAS
+from megascend.models.checkpoint_files.architectures import transformers_config
+from megascend.models.checkpoint_files.exported import abbreviated
+from megascend.models.checkpoint_files.files import TensorHeader
+from megascend.models.checkpoint_files.info import ModelInfo
+from megascend.models.checkpoint_files.padding_rows import restore_padding_rows
+from megascend.models.checkpoint_files.quantised import read_tensor
+from megascend.models.checkpoint_files.scalar_head import BIAS
 from megascend.reference.reductions import out_of_range
 
 HEAD_BOUND = 1e-2

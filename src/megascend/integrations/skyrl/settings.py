@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 
 from megascend.config import Batching, Parallel, PlatformName, Precision
 from megascend.config.serve import ServeConfig
-from megascend.huggingface.hub import snapshot
+from megascend.models.checkpoint_files.hub import snapshot
 
 NAME = "megascend.integrations.skyrl.backend:MegascendBackend"
 """Class path for ``--backend``."""

@@ -27,15 +27,15 @@ from megascend.batch.sample import Sample
 from megascend.config import Adapters, Batching
 from megascend.engines.megatron.groups import require_none_alive
 from megascend.errors import ConfigError, ProcessGroupError
-from megascend.huggingface.files import tensor_headers
-from megascend.huggingface.hub import snapshot
-from megascend.huggingface.info import inspect_checkpoint
-from megascend.huggingface.scalar_head import WEIGHT, HeadKind
 from megascend.integrations.verl import losses
 from megascend.integrations.verl.batches import Batch
 from megascend.integrations.verl.settings import translate
 from megascend.integrations.verl.settings_table import VENDOR
 from megascend.kernels.host_copy import to_device
+from megascend.models.checkpoint_files.files import tensor_headers
+from megascend.models.checkpoint_files.hub import snapshot
+from megascend.models.checkpoint_files.info import inspect_checkpoint
+from megascend.models.checkpoint_files.scalar_head import WEIGHT, HeadKind
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.runtime.topology.topology import plan
 

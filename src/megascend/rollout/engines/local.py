@@ -23,7 +23,7 @@ from typing import IO, Any
 import megascend.errors
 import weightwire.errors
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError, MegascendError
-from megascend.huggingface.hub import snapshot
+from megascend.models.checkpoint_files.hub import snapshot
 from megascend.rollout.engines.guarded import GuardedProcess, RestartLimit
 from weightwire.background import BackgroundThread
 from weightwire.engine import InferenceEngine

@@ -23,9 +23,9 @@ from megascend.engines.heads import model_class
 from megascend.engines.rotary import depends_on_length
 from megascend.engines.transformers_names import is_transposed, persistent_tensors, tensor_slices
 from megascend.errors import CheckpointError, EngineError
-from megascend.huggingface.architectures import transformers_config
-from megascend.huggingface.files import TensorHeader, tensor_headers
-from megascend.huggingface.padding_rows import restore_padding_rows
+from megascend.models.checkpoint_files.architectures import transformers_config
+from megascend.models.checkpoint_files.files import TensorHeader, tensor_headers
+from megascend.models.checkpoint_files.padding_rows import restore_padding_rows
 from megascend.rollout.engines.sampler import Row, make_rows, sample, sequence_logprobs
 from weightwire.background import BackgroundThread
 from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs

@@ -1,0 +1,138 @@
+"""DeepSeek-V2 and V3 and the models made like them (Kimi-K2, Moonlight, dots1): latent attention, shared experts, router bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megascend.models.base import OTHER_MODEL, Architecture, Config, LatentAttention, expert_count
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+"""Attention of tiny models; ``head_dim`` is that of the rotated part, as transformers has it."""
+EXPERTS = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
+"""Experts of tiny models."""
+FIXED = {"rope_interleave": True, "moe_layer_freq": 1}
+"""Settings of all families here."""
+
+
+@dataclass(frozen=True)
+class DeepSeek(Architecture):
+    """A family with multi-head latent attention (MLA): queries, keys and values are projected through low-rank latents."""
+
+    latent_norm_epsilon: float | None = 1e-6  # transformers and the authors' code leave their norm's default
+    # mcore-bridge's latent attention rotates neighbouring features as pairs, and transformers has no period of expert layers.
+    fixed: Mapping[str, Any] = field(default_factory=lambda: FIXED)
+
+    def unsupported(self, config: Config) -> list[str]:
+        problems, latent = super().unsupported(config), LatentAttention.from_config(config)
+        if latent is not None and latent.value_head_dim > latent.query_head_dim:
+            problems.append(
+                f"v_head_dim: {latent.value_head_dim} is above a query head's {latent.query_head_dim} (qk_nope_head_dim and "
+                f"qk_rope_head_dim), for which Megatron's attention is not made; {OTHER_MODEL}"
+            )
+        return problems
+
+
+@dataclass(frozen=True)
+class DeepSeekV2(DeepSeek):
+    """DeepSeek-V2: softmax scores that are not renormalised after the choice, in the large models among the best groups."""
+
+    megatron: str | None = "megascend.models.families.deepseek_megatron"
+    fixed: Mapping[str, Any] = field(default_factory=lambda: FIXED | {"norm_topk_prob": False})
+
+    def megatron_settings(self, config: Config) -> dict[str, Any]:
+        # Configurations that choose among all experts have these keys, too; the other kind of choice has a separate router.
+        return super().megatron_settings(config) | {
+            # transformers takes the softmax over all experts and then chooses; Megatron-Core's default is the softmax
+            # of the chosen.
+            "moe_router_pre_softmax": True,
+            "moe_router_num_groups": None,
+            "moe_router_group_topk": None,
+        }
+
+    def unsupported(self, config: Config) -> list[str]:
+        problems = super().unsupported(config)
+        method = config.get("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            problems.append(
+                f"topk_method: {method} is not computed by transformers for {config.get('model_type')}, which has greedy and "
+                f"group_limited_greedy; {OTHER_MODEL}"
+            )
+        groups, chosen = config.get("n_group"), config.get("topk_group")
+        if method == "group_limited_greedy" and not (groups and chosen and expert_count(config) % groups == 0):
+            problems.append(
+                f"topk_method: group_limited_greedy chooses topk_group: {chosen} of n_group: {groups} groups of equal size, into "
+                f"which the {expert_count(config)} experts cannot be divided; correct config.json"
+            )
+        return problems
+
+
+@dataclass(frozen=True)
+class DeepSeekV3(DeepSeek):
+    """DeepSeek-V3: sigmoid scores, a correction bias for the choice, groups ranked by their two best experts."""
+
+    fixed: Mapping[str, Any] = field(
+        default_factory=lambda: FIXED | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    )
+
+
+FAMILIES = (
+    DeepSeekV2(
+        ("deepseek_v2",),
+        proven=True,
+        model_class="DeepseekV2ForCausalLM",
+        router="softmax",
+        tiny=LATENT
+        | EXPERTS
+        | {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False, "attention_bias": False},
+    ),
+    DeepSeekV3(
+        ("deepseek_v3",),
+        proven=True,
+        model_class="DeepseekV3ForCausalLM",
+        router="sigmoid",
+        prediction_head=True,
+        tiny=LATENT | EXPERTS | {"n_group": 2, "topk_group": 1, "attention_bias": False},
+    ),
+    DeepSeekV3(
+        ("kimi_k2",),
+        proven=True,
+        transformers="megascend.models.families.kimi_transformers",
+        model_class="DeepseekV3ForCausalLM",  # as its authors name it
+        router="sigmoid",
+        tiny=LATENT | EXPERTS | {"n_group": 1, "topk_group": 1, "attention_bias": False},
+    ),
+    DeepSeekV3(
+        ("dots1",),
+        proven=True,
+        model_class="Dots1ForCausalLM",
+        router="sigmoid",
+        tiny=EXPERTS
+        | {
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 64,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * 4,
+            "max_window_layers": 4,
+        },
+    ),
+)

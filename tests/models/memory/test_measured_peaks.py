@@ -1,0 +1,242 @@
+"""The memory estimate against peaks of real training steps on the CPU: bytes of all tensors (scripts/measure_memory.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from megascend import Adapters, Lora, Parallel
+from megascend.models.base import LinearAttention
+from megascend.models.checkpoint_files.info import inspect_checkpoint
+from megascend.models.memory.activations import CHUNK, LayerKind, linear_attention_bytes, norm_bytes
+from megascend.models.memory.parameters import stages
+from megascend.planning.search import joined_experts
+from megascend.reference.fla import delta_rule
+from megascend.runtime.topology.topology import plan
+from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
+from megascend.testing.parity import Case, case_backend, case_checkpoint
+from support.covering import first_stack_required
+from support.model_checks import saved_bytes
+from support.prediction_head import add_prediction_head
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "measure_memory.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("measure_memory", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["measure_memory"] = module  # dataclasses look for it
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    return module
+
+
+@pytest.fixture(scope="module")
+def models(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("memory")
+    for name in ("dense", "moe"):
+        script.write_model(name, "cpu", folder / name)
+    return {name: folder / name for name in ("dense", "moe")}
+
+
+NIGHTLY = ("dp2", "muon dp2", "8bit dp2", "offload dp2", "lora nf4", "moe lora fp8")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["moe", "lora", "tp2 sequence", *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)],
+)
+def test_the_estimate_is_close_to_the_peak(megatron_imported, script: ModuleType, models: dict[str, Path], name: str):
+    case = script.CASES[name]
+    model = models[case.model]
+    expected = script.estimate_of(case, "cpu", model)
+    ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
+    peak = max(rank.peak for rank in ranks)
+    assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
+
+
+@pytest.mark.parametrize(
+    ("arch", "sizes", "parallel", "shape"),
+    [
+        # Experts are the largest: EP divides their number, not their matrices.
+        ("qwen3_moe", {"moe_intermediate_size": 256}, Parallel(expert=2), (512, 64)),
+        ("qwen3_moe", {"moe_intermediate_size": 256}, Parallel(tensor=2, expert=2), (256, 64)),
+        ("qwen3", {"intermediate_size": 256}, Parallel(tensor=2), (256, 64)),
+    ],
+    ids=["ep2", "ep2 etp2", "tp2"],
+)
+def test_largest_matrix_of_a_layer_is_the_engine_s(
+    megatron_imported,
+    parity_folder: Path,
+    arch: str,
+    sizes: dict[str, Any],
+    parallel: Parallel,
+    shape: tuple[int, int],
+) -> None:
+    checkpoint = case_checkpoint(parity_folder, arch, **sizes)
+    world = parallel.tensor * parallel.expert
+    case = Case("matrix", world, parallel, arch=arch)
+
+    def largest() -> tuple[int, ...]:
+        with case_backend(case, checkpoint) as backend:
+            weights = [w for chunk in backend.engine.bare_chunks for w in chunk.decoder.layers.parameters()]
+            return tuple(max(weights, key=torch.numel).shape)
+
+    assert run_distributed(largest, world, init=False) == [shape] * world
+    info = inspect_checkpoint(checkpoint)
+    for tensors in (info.tensors, joined_experts(info.tensors)):
+        [stage] = stages(tensors, plan(parallel, world, info.shape), info.shape.num_layers, info.shape.tied)
+        assert stage.layer_matrix == math.prod(shape)
+
+
+HYBRIDS = {
+    "as many value heads": {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 64},
+    "four for a key head": {"linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_conv_kernel_dim": 3},
+}
+"""Settings of linear attention that differ from those of ``scripts/measure_memory.py``."""
+HYBRID_IN_CI = ("hybrid packed", "four for a key head")
+
+
+@first_stack_required
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        pytest.param(name, heads, marks=() if (name, heads) == HYBRID_IN_CI else pytest.mark.nightly)
+        for name in ("hybrid packed", "hybrid lora", "hybrid fp32", "hybrid recomputed", "hybrid tp2 sequence")
+        for heads in HYBRIDS
+    ],
+)
+def test_estimate_of_linear_attention_is_close_to_the_peak(
+    megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, name: str, heads: str
+):
+    model = tmp_path_factory.mktemp("hybrid") / "model"
+    # Built in a process of its own: transformers' classes are mcore-bridge's here.
+    sizes = script.SMALL_HYBRID | HYBRIDS[heads] | {"torch_dtype": "bfloat16", "max_position_embeddings": 4096}
+    write_tiny_checkpoint(model, "qwen3_5_text", **sizes)
+    case = script.CASES[name]
+    expected = script.estimate_of(case, "cpu", model)
+    ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
+    peak = max(rank.peak for rank in ranks)
+    assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
+
+
+@first_stack_required
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_linear_attention_saves_the_counted_bytes(
+    megatron_imported, parity_folder: Path, precision: Literal["bf16", "fp32"], frozen: bool
+) -> None:
+    # Of several whole chunks, which are neither padded nor views of all tokens; widths that are all different.
+    lengths, sizes = (256, 128), {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 40}
+    checkpoint = case_checkpoint(parity_folder, "qwen3_5_text", **sizes)
+    case = Case("saved", arch="qwen3_5_text", precision=precision, micro_batch_tokens=4096)
+
+    def on_rank() -> int:
+        adapters = Adapters(max_count=1, max_rank=1) if frozen else None
+        with case_backend(case, checkpoint, adapters=adapters) as backend:
+            if frozen:
+                backend.add_adapter("adapter", Lora(rank=1))
+            adapter = "adapter" if frozen else None
+            return saved_bytes(backend, lambda chunk: chunk.decoder.layers[0].self_attention, lengths, adapter)
+
+    (measured,) = run_distributed(on_rank, 1, init=False)
+    linear = LinearAttention.from_config(tiny_config("qwen3_5_text", **sizes))
+    assert linear is not None
+    width = {"bf16": 2, "fp32": 4}[precision]
+    kind = LayerKind(fused=False, bytes=width, packed=True, frozen=frozen, rank=0, longest=max(lengths))
+    hidden = norm_bytes(64, kind) + width * 64
+    assert sum(lengths) * (linear_attention_bytes(linear, kind) + hidden) == pytest.approx(measured, rel=0.01)
+
+
+def test_chunks_are_those_of_the_reference() -> None:
+    assert CHUNK == delta_rule.CHUNK
+
+
+LATENT = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 96,
+    "torch_dtype": "bfloat16",
+}
+
+
+HEADS = {"one process": "packed", "recomputed": "recomputed", "stages": "pp2", "tensor parallel": "tp2 sequence"}
+
+
+@pytest.mark.parametrize(
+    "name", ["packed", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("dense", "lora", "tp2"))]
+)
+def test_estimate_of_latent_attention_is_close_to_the_peak(
+    megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, name: str
+):
+    sizes = {name: script.SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    model = tmp_path_factory.mktemp("latent") / "model"
+    write_tiny_checkpoint(model, "deepseek_v3", max_position_embeddings=4096, **sizes, **LATENT)
+    case = script.CASES[name]
+    expected = script.estimate_of(case, "cpu", model)
+    ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
+    peak = max(rank.peak for rank in ranks)
+    assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
+    assert not any("MLA" in remark for remark in expected.remarks)
+
+
+@first_stack_required
+@pytest.mark.nightly
+@pytest.mark.parametrize("settings", HEADS)
+def test_estimate_counts_a_prediction_head(
+    megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, settings: str
+):
+    sizes = {name: script.SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    folder = tmp_path_factory.mktemp("head")
+    source = write_tiny_checkpoint(
+        folder / "source", "deepseek_v3", max_position_embeddings=4096, num_hidden_layers=3, **sizes, **LATENT
+    )
+    model = add_prediction_head(source, folder / "model")
+    expected, peaks = {}, {}
+    for mtp in ("keep", "train"):
+        case = script.CASES[HEADS[settings]]
+        case = dataclasses.replace(case, settings=case.settings | {"mtp": mtp})
+        expected[mtp] = script.estimate_of(case, "cpu", model).tensors
+        ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
+        peaks[mtp] = max(rank.peak for rank in ranks)
+    assert script.LOWEST <= expected["train"] / peaks["train"] - 1 <= script.HIGHEST, (expected, peaks)
+    extra = (expected["train"] - expected["keep"]) / (peaks["train"] - peaks["keep"])
+    assert script.LOWEST <= extra - 1 <= script.HIGHEST, (expected, peaks)
+
+
+@pytest.mark.nightly
+def test_every_case_of_every_engine(tmp_path: Path):
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    completed = subprocess.run(
+        [sys.executable, str(SCRIPT), "--json", str(tmp_path / "found.json")],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr[-3000:]
+    results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert {"dense", "fsdp moe", "single lora", "pp2"} <= results.keys()

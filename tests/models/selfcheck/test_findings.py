@@ -1,0 +1,238 @@
+"""Results of the check with the real packages: settings that Megatron-Core ignores are named, others cause no difference.
+
+All models of a test are built in one process, as in the check's worker.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascend.app import self_check_worker
+from megascend.models import Architecture, registry
+from megascend.models.selfcheck import process, suspects
+from megascend.models.selfcheck.process import BOUND, Trial, TrialResult
+from megascend.models.selfcheck.slicing import LENGTHS
+from megascend.models.selfcheck.trial_inputs import MIN_MARGIN
+from megascend.testing import run_distributed, tiny_config
+from megascend.testing.self_checks import slice_of
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+}
+PROVEN = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+def moe(model_type: str, **settings: Any) -> dict[str, Any]:
+    """Return the configuration of a small model of an architecture with DeepSeek's experts."""
+    base = {name: value for name, value in tiny_config("qwen3").items() if name != "architectures"}
+    experts = {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    return base | {"model_type": model_type, "num_hidden_layers": 4} | experts | settings
+
+
+def deepseek_v2(**settings: Any) -> dict[str, Any]:
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    return moe("deepseek_v2", **latent, num_key_value_heads=4, head_dim=8, norm_topk_prob=False, **settings)
+
+
+def long_positions(**settings: Any) -> dict[str, Any]:
+    return tiny_config("llama", max_position_embeddings=16384) | settings
+
+
+IGNORED = {
+    "norm_topk_prob: false": (moe("glm4_moe", norm_topk_prob=False, partial_rotary_factor=0.5), ["norm_topk_prob"])
+}
+"""A model of a family whose declaration refuses the setting, declared anew without that."""
+HONOURED = {
+    "partial_rotary_factor in Llama": tiny_config("llama", partial_rotary_factor=0.5),
+    "dots1": moe("dots1", norm_topk_prob=True),
+    "glm4_moe": moe("glm4_moe", norm_topk_prob=True, partial_rotary_factor=0.5),
+    "deepseek_v2 without groups": deepseek_v2(topk_method="greedy"),
+    **{
+        f"{act} in {arch}": tiny_config(arch, hidden_act=act)
+        for arch in PROVEN
+        for act in ("gelu", "gelu_pytorch_tanh")
+    },
+    "relu in qwen3": tiny_config("qwen3", hidden_act="relu"),
+    "relu2 in llama": tiny_config("llama", hidden_act="relu2"),
+    "128 experts": tiny_config("qwen3_moe", num_experts=128, num_experts_per_tok=8),
+    "norm_topk_prob: false in qwen3_moe": tiny_config("qwen3_moe", norm_topk_prob=False),
+    "experts of 120 bytes": tiny_config("qwen3_moe", moe_intermediate_size=30),
+    "gpt_oss at its limit": tiny_config("gpt_oss"),
+    **{f"{arch} with an image": tiny_config(arch) for arch in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")},
+}
+
+
+@pytest.mark.usefixtures("megatron_imported")
+def test_ignored_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._from_outside, "glm4_moe", Architecture(("glm4_moe",)))
+    ignored = IGNORED
+    slices = {name: slice_of(config) for name, (config, _) in ignored.items()}
+    first = process.run([Trial(part.config, part.lengths) for part in slices.values()]).findings
+    plans = {
+        name: suspects.plan(part.config, suspects.known_suspects(part.config, result.full))
+        for (name, part), result in zip(slices.items(), first, strict=True)
+    }
+    trials = [Trial(config, slices[name].lengths) for name, plan in plans.items() for config in plan.configs]
+    agrees = iter(finding.agrees for finding in process.run(trials, deadline_s=1200).findings)
+    for (name, (_, expected)), result in zip(ignored.items(), first, strict=True):
+        assert not result.problem, name
+        assert result.largest > 100 * BOUND, (name, result.largest)
+        plan = plans[name]
+        guilty = suspects.culprits(plan, [next(agrees) for _ in plan.configs])
+        assert [suspect.name for suspect in guilty] == expected, name
+
+
+def test_check_of_linear_attention_calls_no_kernels_of_gpus(tmp_path, monkeypatch) -> None:
+    package = tmp_path / "fla" / "ops" / "gated_delta_rule"
+    package.mkdir(parents=True)
+    (tmp_path / "fla" / "__init__.py").touch()
+    (package.parent / "__init__.py").touch()
+    call = 'def {}(*args, **options):\n    raise RuntimeError("0 active drivers ([]). There should only be one.")\n'
+    functions = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+    (package / "__init__.py").write_text("".join(map(call.format, functions)), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)  # of this process: that of the worker is made from it
+    (result,) = process.run([Trial(tiny_config("qwen3_5_text"), (3, 8))]).findings
+    assert result.problem == ""
+    assert result.agrees
+
+
+@pytest.mark.usefixtures("megatron_imported")
+def test_unbuildable_models_do_not_agree_and_honoured_settings_do() -> None:
+    """Run in one process: a model that cannot be built must not affect the models after it."""
+    unknown, odd = (
+        tiny_config("qwen3") | {"model_type": "phi3"},
+        tiny_config("qwen3", rope_scaling={"rope_type": "spiral"}),
+    )
+    parts = [slice_of(config) for config in HONOURED.values()]
+    # Longrope with no sample beyond its switch, as the error's advice recommends.
+    parts.append(slice_of(long_positions(rope_scaling=LONGROPE, original_max_position_embeddings=4096), longest=4096))
+    trials = [Trial(config, (3, 8)) for config in (unknown, odd)] + [Trial(part.config, part.lengths) for part in parts]
+    results = process.run(trials).findings
+    assert "mcore-bridge" in results[0].megatron_problem
+    assert "spiral" in results[1].problem
+    assert not results[0].agrees
+    assert_agree([*HONOURED, "short longrope"], results[2:])
+
+
+WRONG = {
+    "gpt_oss": ({"swiglu_limit": 12.0}, {"swiglu_limit": 7.0}),
+    "olmoe": ({"clip_qkv": 8.0}, {"clip_qkv": None}),
+}
+"""By architecture, settings of its model, and those that a stack computes in their place."""
+
+
+@pytest.mark.usefixtures("megatron_imported")
+@pytest.mark.parametrize("arch", WRONG)
+def test_stack_with_another_limit_differs(arch: str, tmp_path: Path) -> None:
+    settings, wrong = WRONG[arch]
+    part = slice_of(tiny_config(arch, **settings))
+    trial = {"config": part.config, "lengths": part.lengths, "seed": 1}
+    (reference,) = run_distributed(lambda: self_check_worker.reference(trial, tmp_path / "model"), 1, init=False)
+    assert list(reference["models"]) == ["plain", "at limits"]
+    for name in reference["models"]:
+        (tmp_path / "model" / name / "config.json").write_text(json.dumps(part.config | wrong))
+    (values,) = run_distributed(lambda: self_check_worker.compare(reference, tmp_path / "model"), 1, init=False)
+    assert not TrialResult(**values).problem
+    assert TrialResult(**values).largest > 100 * BOUND
+
+
+# --- random shapes ---
+
+
+def random_shape(number: int) -> dict[str, Any]:
+    """Draw a configuration of a proven architecture, with all settings in which such models differ."""
+    draw = random.Random(number)
+    arch = PROVEN[number % len(PROVEN)]
+    groups = draw.choice([1, 2, 3, 4])
+    heads = groups * draw.choice([1, 2, 4])
+    head_dim = draw.choice([8, 16, 24, 32, 64])
+    explicit_head_dim = arch in ("qwen3", "qwen3_moe") and draw.random() < 0.5
+    settings: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": head_dim,
+        "hidden_size": draw.choice([32, 48, 96, 160]) if explicit_head_dim else heads * head_dim,
+        "num_hidden_layers": draw.randint(1, 5),
+        "intermediate_size": draw.choice([40, 96, 264]),
+        "vocab_size": draw.choice([97, 128, 331]),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "rms_norm_eps": draw.choice([1e-6, 1e-5]),
+        "hidden_act": draw.choice(["silu", "silu", "gelu", "gelu_pytorch_tanh", "relu"]),
+        "rope_theta": draw.choice([1e4, 5e5, 1e6]),
+        "max_position_embeddings": 4096,
+    }
+    if arch == "qwen2":
+        del settings["head_dim"]
+    scaling: dict[str, Any] | None = draw.choice(
+        [
+            None,
+            {"rope_type": "linear", "factor": 4.0},
+            {"rope_type": "dynamic", "factor": 2.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+        ]
+    )
+    if scaling is not None:
+        settings["rope_scaling"] = scaling
+    if arch == "qwen3_moe":
+        settings |= {
+            "num_experts": draw.choice([4, 8, 16, 60]),
+            "num_experts_per_tok": draw.choice([2, 3, 4]),
+            "moe_intermediate_size": draw.choice([16, 48]),
+            "norm_topk_prob": draw.random() < 0.5,
+        }
+    return tiny_config(arch, **settings)
+
+
+@pytest.mark.usefixtures("megatron_imported")
+@pytest.mark.parametrize(
+    "numbers",
+    [pytest.param(range(len(PROVEN)), id="one each"), pytest.param(range(50), id="fifty", marks=pytest.mark.nightly)],
+)
+def test_random_shapes_of_proven_architectures_agree(numbers) -> None:
+    """Check the full models and their slices."""
+    configs = [random_shape(number) for number in numbers]
+    trials = [Trial(config, LENGTHS, seed=number) for number, config in zip(numbers, configs, strict=True)]
+    trials += [Trial(part.config, part.lengths) for part in map(slice_of, configs)]
+    report = process.run(trials, deadline_s=1200)
+    assert_agree([f"{kind} {n}" for kind in ("whole", "slice") for n in numbers], report.findings)
+    margins = [result.margin for result in report.findings if result.margin is not None]
+    largest = max(result.largest for result in report.findings)
+    print(
+        f"{len(trials)} models in {report.seconds:.0f} s: largest difference {largest:.1e}, least margin {min(margins):.1e}"
+    )
+    assert min(margins) >= MIN_MARGIN
+
+
+def assert_agree(names: Sequence[str], findings: Sequence[TrialResult]) -> None:
+    wrong = {
+        name: result.problem or result.largest
+        for name, result in zip(names, findings, strict=True)
+        if result.problem or result.largest > BOUND / 2  # room for other processors
+    }
+    assert not wrong
