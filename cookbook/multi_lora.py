@@ -151,7 +151,7 @@ def problem_in(table: dict[str, dict[str, float]]) -> str | None:
 def main() -> None:
     arguments = parse_arguments()
     megascend.bootstrap()
-    from megascend.lora.queue import AdapterQueue
+    from megascend.training.lora.queue import AdapterQueue
 
     if arguments.data:
         longest = min(arguments.max_length or arguments.micro_batch_tokens, arguments.micro_batch_tokens)

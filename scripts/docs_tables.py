@@ -24,7 +24,6 @@ from pydantic import BaseModel
 
 from megascend.app.rl.records import RlRecord
 from megascend.app.train import StepRecord
-from megascend.batch.losses import LOSS_METRICS
 from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.commented import description, type_text
 from megascend.config.rl import RlConfig
@@ -40,7 +39,8 @@ from megascend.runtime.bootstrap.providers import names
 from megascend.runtime.bootstrap.versions import PACKAGES, STACKS
 from megascend.testing.parity import Case, family_matrix, matrix
 from megascend.testing.tiny_models import tiny_config
-from megascend.tracking.metrics import Metric, declared_metrics
+from megascend.training.batch.losses import LOSS_METRICS
+from megascend.training.batch.metrics import Metric, declared_metrics
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
 

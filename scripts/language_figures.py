@@ -2,7 +2,7 @@
 """Count habits of language that CONTRIBUTING.md asks to avoid: names, docstrings and comments.
 
     python scripts/language_figures.py                     src, cookbook, scripts and tests
-    python scripts/language_figures.py --list src/megascend/lora     every place behind the counts
+    python scripts/language_figures.py --list src/megascend/training/lora     every place behind the counts
     python scripts/language_figures.py --added main        fail if what was added since a revision has such names or docstrings
 
 Uses the standard library alone. A name counts where it is bound: an assignment, a parameter, an attribute, a function or a class.

@@ -249,7 +249,7 @@ def train(case: Case, platform: str, model: Path, reset_peak: Any) -> None:
     import torch
 
     from megascend.app.run_backend import ADAPTER, make_backend
-    from megascend.batch.sample import Sample
+    from megascend.training.batch.sample import Sample
 
     config = config_of(case, platform, model)
     with make_backend(config) as backend:

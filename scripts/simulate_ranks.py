@@ -25,12 +25,6 @@ from torch.distributed import HashStore
 from torch.distributed.checkpoint.planner import SavePlan
 
 from megascend.app.run_backend import bootstrap
-from megascend.batch.agreement import RankReport, reconcile
-from megascend.batch.results import TokenCounts
-from megascend.checkpoint.manifest import CheckpointManifest, entry
-from megascend.checkpoint.manifest import parse as parse_manifest
-from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, slices_of_run
-from megascend.checkpoint.torch_io import SliceSavePlanner
 from megascend.config import Parallel, TrainerConfig
 from megascend.runtime.diagnostics import survey
 from megascend.runtime.diagnostics.collective_sequence import CollectiveCounts
@@ -39,6 +33,12 @@ from megascend.runtime.distributed import frames
 from megascend.runtime.distributed.process_groups import LAZY_CONNECTIONS_ABOVE, gloo_sockets, object_group_sockets
 from megascend.runtime.distributed.rendezvous import Arrivals
 from megascend.runtime.topology.topology import Topology, participants, plan, rank_lists, route
+from megascend.training.batch.agreement import RankReport, reconcile
+from megascend.training.batch.results import TokenCounts
+from megascend.training.checkpoint.manifest import CheckpointManifest, entry
+from megascend.training.checkpoint.manifest import parse as parse_manifest
+from megascend.training.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, slices_of_run
+from megascend.training.checkpoint.torch_io import SliceSavePlanner
 from weightwire.liveness import Identity
 from weightwire.manifest import TensorSpec
 from weightwire.plan import Region

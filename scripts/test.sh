@@ -15,7 +15,7 @@
 # Without either, both run; with pytest arguments, main. docs/testing.md says what runs when. Stacks 0.19 and 0.18 need Python 3.12;
 # the simulator's own tests run there at night only.
 #
-# MEGASCEND_OTHER_STACK_PYTHON  an interpreter with another stack, with which checkpoints are exchanged (tests/checkpoint/test_across_stacks.py);
+# MEGASCEND_OTHER_STACK_PYTHON  an interpreter with another stack, with which checkpoints are exchanged (tests/training/checkpoint/test_across_stacks.py);
 #                           default: on other stacks that of .venv-0.16, if there is one
 # MEGASCEND_PYTHON          use this interpreter, which has everything installed, instead of a virtual environment
 # MEGASCEND_TEST_WORKERS    pytest processes side by side, files of tests divided over them (default: one a core, at most 7)
@@ -132,7 +132,7 @@ fi
 
 if [ "$suite" = quick ] && [ "$#" = 0 ]; then
   # Packages of pure functions, whose tests start hardly any process.
-  set -- tests/config tests/batch tests/data tests/models/checkpoint_files tests/runtime/io tests/runtime/topology tests/test_rooms.py
+  set -- tests/config tests/training/batch tests/data tests/models/checkpoint_files tests/runtime/io tests/runtime/topology tests/test_rooms.py
 fi
 
 failed=()

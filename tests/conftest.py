@@ -22,7 +22,7 @@ from megascend.runtime.platforms.cpu_products import avoid_broken_amx
 
 ASCEND = ["npu", "simnpu"]
 REAL_VLLM = ["real_vllm"]
-ACROSS_STACKS = ["checkpoint/test_across_stacks.py"]
+ACROSS_STACKS = ["training/checkpoint/test_across_stacks.py"]
 collect_ignore = (
     ([] if os.environ.get("SIMNPU") else ASCEND)
     + ([] if os.environ.get("MEGASCEND_VLLM_PYTHON") else REAL_VLLM)
@@ -122,8 +122,8 @@ def megatron_imported() -> Runtime:
 SPREAD = (
     "tests/runtime/bootstrap/test_import_order.py",
     "tests/runtime/bootstrap/test_runtime.py",
-    "tests/checkpoint/test_save_and_load.py",
-    "tests/lora/test_parity_with_peft.py",
+    "tests/training/checkpoint/test_save_and_load.py",
+    "tests/training/lora/test_parity_with_peft.py",
     "tests/npu/test_parity.py",
     "tests/parity/test_matrix.py",
     "tests/test_cookbook.py",
@@ -139,7 +139,7 @@ FIRST = (
     "tests/reliability/test_resume.py",
     "tests/engines/single/test_single.py",
     "tests/engines/megatron/test_export.py",
-    "tests/checkpoint/test_resharding.py",
+    "tests/training/checkpoint/test_resharding.py",
     "tests/models/selfcheck/test_findings.py",
     "tests/cli/test_cli_resume.py",
     "tests/test_bad_input.py",

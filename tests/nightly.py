@@ -42,29 +42,29 @@ NIGHTLY = {
         "user_settings_win_and_are_not_reported": "the environment changes only as reported",
         "transformers_and_peft_can_precede_the_bootstrap[transformers, peft, torch.distributed]": "test_import_order.py",
     },
-    "checkpoint/test_asynchronous.py": {
+    "training/checkpoint/test_asynchronous.py": {
         "exception_in_the_block_does_not_wait_forever[one rank]": "on all ranks",
-        "checkpoint_with_hf_contains_the_exported_model": "checkpoint/test_corruption.py: every damage, kind hf",
+        "checkpoint_with_hf_contains_the_exported_model": "training/checkpoint/test_corruption.py: every damage, kind hf",
     },
-    "checkpoint/test_corruption.py": {
+    "training/checkpoint/test_corruption.py": {
         "checkpoint_of_a_model_with_other_parameters_is_refused[False]": "True",
         "every_damaged_file_is_refused_and_changes_nothing[full]": "the same files and a model in kind hf",
         "previous_checkpoint_is_loaded_and_logged[full]": "kind adapters, which has more files",
     },
-    "checkpoint/test_killed_while_saving.py": {
+    "training/checkpoint/test_killed_while_saving.py": {
         "rank_stopped_while_writing_is_reported_in_time[for it]": "reliability/test_hang_and_death.py",
         "rank_stopped_while_writing_is_reported_in_time[in the next save]": "for it",
         "every_kill_point_of_an_overwrite_leaves_a_checkpoint[exchange]": "no exchange; every point of a series",
     },
-    "checkpoint/test_save_and_load.py": {
+    "training/checkpoint/test_save_and_load.py": {
         "same_layout_resumes_bit_for_bit[single-True]": "reliability/test_resume.py: single",
         "checkpoint_before_the_first_step_resumes_bit_for_bit[False]": "True",
-        "other_layout_resumes_from_the_same_numbers": "checkpoint/test_resharding.py",
+        "other_layout_resumes_from_the_same_numbers": "training/checkpoint/test_resharding.py",
         "main_parameters_are_saved[bf16]": "fp16; upstream's reader in bf16",
         "same_layout_resumes_bit_for_bit[EP2-False]": "EP2-True, DP2-False",
         "same_layout_resumes_bit_for_bit[PP2-True]": "PP2 x VPP2",
     },
-    "checkpoint/test_upstream_reader.py": {
+    "training/checkpoint/test_upstream_reader.py": {
         "asynchronous_checkpoint_has_the_state_of_the_save_call[plain-bf16]": "distributed",
     },
     "cli/test_cli_doctor.py": {
@@ -211,17 +211,17 @@ NIGHTLY = {
     "integrations/test_megatron_start.py": {
         "the_page_runs_as_it_is_written": "runtime/bootstrap/test_training_device.py",
     },
-    "lora/test_adapter_failures.py": {
+    "training/lora/test_adapter_failures.py": {
         "tenants_are_isolated_with_shared_experts[EP2]": "ETP2",
         "failures_of_one_tenant_do_not_change_another[DP2]": "TP2 + SP",
         "failures_of_one_tenant_do_not_change_another[single]": "TP2 + SP",
     },
-    "lora/test_adapter_io.py": {
+    "training/lora/test_adapter_io.py": {
         "files_of_one_layout_are_those_of_every_other[dense-layouts0]": "odd shapes",
         "two_tenants_resume_bit_for_bit[DP2-fp16]": "DP2 in fp32; TP2 + SP in fp16",
         "two_tenants_resume_bit_for_bit[TP2 + SP-fp32]": "DP2 in fp32; TP2 + SP in fp16",
     },
-    "lora/test_backend_adapters.py": {
+    "training/lora/test_backend_adapters.py": {
         "a_fresh_adapter_changes_nothing_and_the_reference_never_changes[qwen3-": "qwen3_moe",
         "dropout_does_not_depend_on_the_layout[DP2]": "CP2; TP2 + SP",
         "dropout_does_not_depend_on_the_layout[PP2]": "CP2; TP2 + SP",
@@ -233,11 +233,11 @@ NIGHTLY = {
         "targets_on_some_pipeline_stages_only[limits4-targets4]": "targets2, limits0",
         "tenants_on_one_data_parallel_rank_only[qwen3]": "qwen3_moe",
     },
-    "lora/test_isolation.py": {
+    "training/lora/test_isolation.py": {
         "mixed_training_equals_separate_training[CP2-4]": "embedding and head on TP2 + SP, experts on EP2, PP2",
         "mixed_training_equals_separate_training[TP2 + SP-4]": "embedding and head on TP2 + SP",
     },
-    "lora/test_parity_with_peft.py": {
+    "training/lora/test_parity_with_peft.py": {
         "trajectory_equals_peft[CP2 packed]": "embedding and head, CP2 packed",
         "trajectory_equals_peft[MoE TP2 + SP (ETP2)]": "MoE TP2 x EP2, ETP2",
         "trajectory_equals_peft[MoE TP2 x EP2 + SP]": "MoE TP2 x EP2, ETP2; npu/test_lora.py",
@@ -246,10 +246,10 @@ NIGHTLY = {
         "trajectory_equals_peft[TP2 x PP2]": "TP2 + SP, padded; PP2 x VPP2",
         "trajectory_equals_peft[embedding and head, PP2]": "embedding and head: TP2, DP2, CP2",
     },
-    "lora/test_quantised_base.py": {
+    "training/lora/test_quantised_base.py": {
         "trajectory_equals_peft_on_dequantised_weights[TP2 x PP2, nf4]": "EP2, fp8",
     },
-    "lora/test_target_maps.py": {
+    "training/lora/test_target_maps.py": {
         "adapters_of_a_real_model_follow_the_registered_map": "engines/megatron/test_registered_architecture.py: its adapters",
     },
     "models/memory/test_measured_peaks.py": {
@@ -325,7 +325,7 @@ NIGHTLY = {
         "sequences_are_padded_to_twice_the_context_parallel_size[all_gather]": "ring",
     },
     "reference/te/test_names.py": {
-        "lora_of_peft_on_the_layers": "lora/test_parity_with_peft.py",
+        "lora_of_peft_on_the_layers": "training/lora/test_parity_with_peft.py",
     },
     "reference/te/test_reference_install.py": {
         "a_real_transformer_engine_with_cuda_is_not_replaced": "where it is installed: tests/gpu",
@@ -466,7 +466,7 @@ NIGHTLY = {
     },
     "test_readme.py": {
         "single_process_program_runs": "engines/single/test_single.py",
-        "lora_program_runs": "lora/test_backend_adapters.py, lora/test_peft_format.py",
+        "lora_program_runs": "training/lora/test_backend_adapters.py, lora/test_peft_format.py",
     },
     "test_sessions_page.py": {
         "pretraining_session_continues_a_text": "cli/test_cli_init.py: the same task to its end; test_snippets.py",

@@ -22,14 +22,14 @@ DIFFERENCES = {
         "missing_undeclared_module_is_named": "triton, which Megatron-Core imports from 0.17 on",
         "this_environment_is_a_row_of_the_table": "versions of packages",
     },
-    "checkpoint/test_across_stacks.py": {
+    "training/checkpoint/test_across_stacks.py": {
         "run_saved_on_one_stack_continues_on_another[from the other-MoE EP2]": "weights and optimizer state in checkpoints",
         "run_saved_on_one_stack_continues_on_another[to the other-bf16]": "weights and optimizer state in checkpoints",
     },
     "engines/megatron/test_grouped_experts.py": {
         "trajectory_equals_hugging_face[recomputed activation]": "outputs that recomputation replaces, without a compiler",
     },
-    "lora/test_parity_with_peft.py": {
+    "training/lora/test_parity_with_peft.py": {
         "trajectory_equals_peft[TP2 + SP]": "layers on which adapters act",
     },
     "models/test_families.py": {

@@ -83,7 +83,9 @@ def test_console_script_imports_plugins_beside_the_run_file(plugin: str, tmp_pat
     assert "model" in completed.stderr
     assert "plugins" not in completed.stderr
     program = "import sys; sys.path.remove('');\nfrom megascend.config import load_config\n"
-    program += "from megascend.config.plugins import import_plugins\nfrom megascend.batch.losses import resolve\n"
+    program += (
+        "from megascend.config.plugins import import_plugins\nfrom megascend.training.batch.losses import resolve\n"
+    )
     program += "names = load_config('runs/run.yaml').plugins\nfor _ in range(2): import_plugins(names)\n"
     completed = run(sys.executable, "-c", program + "print(resolve('half').name)", cwd=tmp_path)
     assert completed.stdout.count("plug-in") == 1, completed.stdout + completed.stderr

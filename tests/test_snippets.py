@@ -162,7 +162,7 @@ def check_tracker_logs(namespace: dict[str, Any]) -> None:
 
 
 def check_loss_is_known(namespace: dict[str, Any]) -> None:
-    from megascend.batch.losses import resolve
+    from megascend.training.batch.losses import resolve
 
     assert resolve("focal").function is namespace["focal"]
 
@@ -188,7 +188,7 @@ def check_architecture_is_that_of_the_package(namespace: dict[str, Any]) -> None
 
 
 def check_targets_are_known(namespace: dict[str, Any]) -> None:
-    from megascend.lora import target_maps
+    from megascend.training.lora import target_maps
 
     assert target_maps._by_model_type["my_model_type"] is namespace["layer_targets"]
 
@@ -230,7 +230,7 @@ FOLDER: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None
         *(1, with_packages_from_outside),
         check_architecture_is_that_of_the_package,
     ),
-    ("docs/contributing.md", "from megascend.lora.target_maps"): (1, nothing, check_targets_are_known),
+    ("docs/contributing.md", "from megascend.training.lora.target_maps"): (1, nothing, check_targets_are_known),
 }
 """Programs to run: the number of ranks, a setup that builds the namespace, and a check of the result."""
 

@@ -577,8 +577,8 @@ def test_loss_of_a_prediction_head(
         import torch.distributed as dist
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-        from megascend.batch.micro_batch import build
-        from megascend.batch.packing import plan_micro_batches
+        from megascend.training.batch.micro_batch import build
+        from megascend.training.batch.packing import plan_micro_batches
 
         with head_backend(case, checkpoint) as backend:
             trained_loss = backend.forward_backward(samples).metrics["mtp_loss"]

@@ -30,16 +30,16 @@ _PUBLIC = {
     "register_engine": "megascend.backends",
     "engine_context": "megascend.engines.context",
     "EngineSpec": "megascend.engines.context",
-    "ForwardBackwardResult": "megascend.batch.results",
-    "ForwardResult": "megascend.batch.results",
-    "StepResult": "megascend.batch.results",
-    "Sample": "megascend.batch.sample",
-    "SampleImages": "megascend.batch.images",
-    "Candidates": "megascend.batch.candidates",
-    "Loss": "megascend.batch.loss",
-    "LossFunction": "megascend.batch.loss",
-    "LossInputs": "megascend.batch.loss",
-    "register_loss": "megascend.batch.losses",
+    "ForwardBackwardResult": "megascend.training.batch.results",
+    "ForwardResult": "megascend.training.batch.results",
+    "StepResult": "megascend.training.batch.results",
+    "Sample": "megascend.training.batch.sample",
+    "SampleImages": "megascend.training.batch.images",
+    "Candidates": "megascend.training.batch.candidates",
+    "Loss": "megascend.training.batch.loss",
+    "LossFunction": "megascend.training.batch.loss",
+    "LossInputs": "megascend.training.batch.loss",
+    "register_loss": "megascend.training.batch.losses",
     "Parallel": "megascend.config",
     "Adam": "megascend.config",
     "Schedule": "megascend.config",
@@ -49,11 +49,11 @@ _PUBLIC = {
     "Classification": "megascend.config",
     "CudaGraphs": "megascend.config",
     "Fsdp": "megascend.config",
-    "AdapterLoss": "megascend.batch.results",
-    "AdapterQueue": "megascend.lora.queue",
-    "AdapterFuture": "megascend.lora.queue",
+    "AdapterLoss": "megascend.training.batch.results",
+    "AdapterQueue": "megascend.training.lora.queue",
+    "AdapterFuture": "megascend.training.lora.queue",
     "Lora": "megascend.config",
-    "register_lora_targets": "megascend.lora.target_maps",
+    "register_lora_targets": "megascend.training.lora.target_maps",
     "Architecture": "megascend.models",
     "register_architecture": "megascend.models",
     "Adapters": "megascend.config",
@@ -76,12 +76,6 @@ __all__ = [*_PUBLIC, "__version__"]
 if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.backends import FsdpBackend, MegatronBackend, SingleBackend, make_backend, register_engine
-    from megascend.batch.candidates import Candidates
-    from megascend.batch.images import SampleImages
-    from megascend.batch.loss import Loss, LossFunction, LossInputs
-    from megascend.batch.losses import register_loss
-    from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
-    from megascend.batch.sample import Sample
     from megascend.config import (
         Adam,
         Adapters,
@@ -100,13 +94,19 @@ if TYPE_CHECKING:
     )
     from megascend.engines.context import EngineSpec, engine_context
     from megascend.errors import *  # noqa: F403
-    from megascend.lora.queue import AdapterFuture, AdapterQueue
-    from megascend.lora.target_maps import register_lora_targets
     from megascend.models import Architecture, register_architecture
     from megascend.runtime.bootstrap import PatchProvider, Runtime, bootstrap, register_provider
     from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
     from megascend.sampling.sampler import Sampler
     from megascend.tracking import TrackedRun, Tracker, register_tracker
+    from megascend.training.batch.candidates import Candidates
+    from megascend.training.batch.images import SampleImages
+    from megascend.training.batch.loss import Loss, LossFunction, LossInputs
+    from megascend.training.batch.losses import register_loss
+    from megascend.training.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
+    from megascend.training.batch.sample import Sample
+    from megascend.training.lora.queue import AdapterFuture, AdapterQueue
+    from megascend.training.lora.target_maps import register_lora_targets
     from megascend.weightsync import WeightSync
 
 

@@ -13,18 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from typing_extensions import Self
 
-from megascend.batch.loss import Loss, LossFunction
-from megascend.batch.losses import resolve
-from megascend.batch.packing import shard
-from megascend.batch.results import ForwardBackwardResult, ForwardResult, StepResult
-from megascend.batch.sample import Sample
-from megascend.checkpoint import manifest
-from megascend.checkpoint.saver import PendingSave, Saver
 from megascend.config import Adam, Lora
 from megascend.engines import checkpoints
 from megascend.engines.base import Engine, Trainable
 from megascend.errors import ConfigError, MegascendError, OutOfDeviceMemoryError
-from megascend.lora.adapter_set import AdapterSet
 from megascend.models.checkpoint_files.files import write_chat_template, write_ends
 from megascend.models.selfcheck.verdict import Verdict
 from megascend.runtime.distributed.groups import LEAVE_S
@@ -33,6 +25,14 @@ from megascend.runtime.distributed.process_groups import ProcessGroups
 from megascend.runtime.topology.topology import Receivers, Topology
 from megascend.step.checks import check_mtp_loss, check_samples, require_head
 from megascend.step.step import Step
+from megascend.training.batch.loss import Loss, LossFunction
+from megascend.training.batch.losses import resolve
+from megascend.training.batch.packing import shard
+from megascend.training.batch.results import ForwardBackwardResult, ForwardResult, StepResult
+from megascend.training.batch.sample import Sample
+from megascend.training.checkpoint import manifest
+from megascend.training.checkpoint.saver import PendingSave, Saver
+from megascend.training.lora.adapter_set import AdapterSet
 
 if TYPE_CHECKING:
     from megascend.runtime.platforms.base import Platform
@@ -352,7 +352,7 @@ class Backend:
 
         Args:
             samples: this data parallel rank's samples, with ``teacher_states``.
-            loss: :func:`megascend.batch.losses.teacher_loss`.
+            loss: :func:`megascend.training.batch.losses.teacher_loss`.
             adapter: as for :meth:`forward`.
         """
         with self._freeing_memory_on_oom():
@@ -666,7 +666,7 @@ class Backend:
         if not isinstance(trainable, AdapterSet):
             if trainable.frozen:
                 raise ConfigError(
-                    f"adapters of engine {self.engine.kind!r} are not a megascend.lora.adapter_set.AdapterSet"
+                    f"adapters of engine {self.engine.kind!r} are not a megascend.training.lora.adapter_set.AdapterSet"
                 )
             raise ConfigError(
                 "this backend trains the model itself; to train adapters, construct "

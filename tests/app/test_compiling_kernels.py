@@ -21,10 +21,10 @@ from megascend.app import prefetch
 from megascend.app.prefetch import compiling_kernels, job_of
 from megascend.app.preflight import RunPlan, check_run
 from megascend.config import RunConfig
-from megascend.kernels import compile_ahead
-from megascend.kernels.compile_ahead import Attention, Job, capability
 from megascend.runtime.distributed.launch import Launch
 from megascend.testing.tiny_models import write_tiny_checkpoint
+from megascend.training.kernels import compile_ahead
+from megascend.training.kernels.compile_ahead import Attention, Job, capability
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ from megascend import Parallel, Sample
 from megascend.app.dry_run import StepPlan, plan_steps
 from megascend.app.objectives import PreferenceObjective, TokenObjective
 from megascend.app.run_samples import RunSamples
-from megascend.batch.losses import resolve
-from megascend.batch.micro_batch import SequenceLayout
 from megascend.config import RunConfig
 from megascend.data.findings import Findings
 from megascend.data.store import SampleStore, all_samples, write_store
 from megascend.runtime.topology.topology import plan
+from megascend.training.batch.losses import resolve
+from megascend.training.batch.micro_batch import SequenceLayout
 
 LENGTHS = (40, 10, 30, 20)
 

@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from megascend.app import preflight
 from megascend.app.preflight import check_run, disk_warning, required_disk_bytes
-from megascend.batch.packing import plan_micro_batches, round_up
 from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, DataError
 from megascend.models.checkpoint_files.tokenizer import load_tokenizer
 from megascend.runtime.io.paths import format_bytes
 from megascend.testing import write_tiny_checkpoint
+from megascend.training.batch.packing import plan_micro_batches, round_up
 
 CHECKPOINT, FP32, BF16 = 14, 4, 2
 """Bytes of a parameter."""

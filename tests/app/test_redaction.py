@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from megascend import errors
 from megascend.app.resume import differences
 from megascend.app.train import train
-from megascend.checkpoint import manifest
 from megascend.cli.main import app
 from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.config import RunConfig
@@ -24,6 +23,7 @@ from megascend.errors import HIDDEN, ConfigError, ControllerLostError, Megascend
 from megascend.runtime.bootstrap.runtime import Runtime
 from megascend.testing import run_distributed
 from megascend.tracking import TrackedRun
+from megascend.training.checkpoint import manifest
 
 SECRETS = ("hunter1", "hunter2", "hunter3", "hunter4")
 OPTIONS = {

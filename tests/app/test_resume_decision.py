@@ -26,12 +26,12 @@ from megascend.app.resume import (
     with_template_date,
 )
 from megascend.app.run_directory import JOURNAL, RESULTS, RUN_FILES, run_files
-from megascend.checkpoint import manifest
-from megascend.checkpoint.retention import Retention
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Lora, RunConfig
 from megascend.errors import CheckpointError, ConfigError
 from megascend.runtime.distributed.launch import Launch
+from megascend.training.checkpoint import manifest
+from megascend.training.checkpoint.retention import Retention
 
 RESTART = Launch(attempt=1)
 LATE_RANK = Launch(rank=1, world_size=2, attempt=1)

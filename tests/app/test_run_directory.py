@@ -199,7 +199,7 @@ def test_run_that_fails_before_its_first_step_changes_nothing(
         raise ZeroDivisionError
 
     def not_finite(backend: Any) -> Any:
-        from megascend.batch.results import StepResult
+        from megascend.training.batch.results import StepResult
 
         calls.append(backend)
         return StepResult(float("nan"), 0.0, skipped=True, skipped_in_a_row=len(calls))

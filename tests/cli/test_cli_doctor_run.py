@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from megascend.checkpoint import manifest
-from megascend.checkpoint.manifest import CheckpointManifest
 from megascend.cli.run_report import RunReport, attempts_of, blame, read_run, saves_of
 from megascend.cli.run_text import (
     command_to_go_on,
@@ -26,6 +24,8 @@ from megascend.cli.run_text import (
 )
 from megascend.errors import ConfigError
 from megascend.testing import faults
+from megascend.training.checkpoint import manifest
+from megascend.training.checkpoint.manifest import CheckpointManifest
 
 COMMAND = ["/usr/bin/python3", "/usr/bin/megascend", "train", "run.yaml", "--nproc", "2", "--overwrite"]
 PEER_LOST = (

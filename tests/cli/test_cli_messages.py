@@ -16,7 +16,7 @@ assert logging.getLogger("megascend").handlers == [] and logging.getLogger().han
 from megascend.cli.messages import show_messages
 show_messages()
 show_messages()
-logger = logging.getLogger("megascend.checkpoint.saver")
+logger = logging.getLogger("megascend.training.checkpoint.saver")
 logger.info("not shown")
 logger.warning("the disk is full")
 logger.warning("rank 2: forward has taken 9 s")

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from megascend.cli.export import find_adapter, head_of, read_settings, stored_head
 from megascend.config import Classification, Lora
 from megascend.errors import CheckpointError
-from megascend.lora.adapter_io import STATE, SavedAdapter, write
-from megascend.lora.factors import Factors, head_factors
-from megascend.lora.target_modules import HEAD
+from megascend.training.lora.adapter_io import STATE, SavedAdapter, write
+from megascend.training.lora.factors import Factors, head_factors
+from megascend.training.lora.target_modules import HEAD
 
 QUERY = "model.layers.0.self_attn.q_proj"
 REGRESSION = {"problem_type": "regression"}

@@ -11,7 +11,6 @@ from peft import LoraConfig
 from transformers import TrainingArguments
 
 from megascend.app.rl.set_up import check_objective
-from megascend.batch.losses import BUILT_IN
 from megascend.config import RunConfig, load_config
 from megascend.config.plugins import POLICY_LOSSES, PROVIDERS
 from megascend.config.rl import Objective, RlConfig, load_rl_config
@@ -20,6 +19,7 @@ from megascend.config.serve import ServeConfig, load_serve_config
 from megascend.config.synonyms import SYNONYMS, VALUES
 from megascend.errors import ConfigError
 from megascend.runtime.bootstrap import providers
+from megascend.training.batch.losses import BUILT_IN
 
 RUN_FILE = "model: m\noutput: o\ndata: {path: d.jsonl}\n"
 RL_FILE = "model: m\noutput: o\nrollout: {prompts: p.jsonl, reward: 'operator:eq'}\n"

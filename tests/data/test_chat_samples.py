@@ -6,12 +6,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import IM_END, SPECIAL_TOKENS, byte_characters, byte_tokenizer
 from megascend.data.document import Document
 from megascend.data.findings import Findings
 from megascend.data.samples import Encoder, SampleLimits, build_samples, lies_within_a_token, token_weights
 from megascend.errors import DataError
+from megascend.training.batch.sample import Sample
 
 # Like Qwen3's: the last turn gets an empty thinking block that earlier ones do not have.
 THINKING = (

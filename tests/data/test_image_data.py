@@ -18,7 +18,6 @@ import pytest
 import torch
 from PIL import Image
 
-from megascend.batch.images import SampleImages, decode_together
 from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.config import Data, DataImages
 from megascend.config.data import DataSource
@@ -31,6 +30,7 @@ from megascend.data.samples import Encoder, SampleLimits, build_samples
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
 from megascend.models.families.qwen3_vl import IMAGES
+from megascend.training.batch.images import SampleImages, decode_together
 
 PAD = 261
 LIMITS = SampleLimits(400, vocab_size=320)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megascend.batch.sample import Sample
 from megascend.data.findings import Findings
 from megascend.data.order import Batches, SourceTurns
 from megascend.data.store import JoinedStores, SampleStore, all_samples, hold_out, write_store
 from megascend.errors import DataError
+from megascend.training.batch.sample import Sample
 
 WEIGHTS = [[1.0], [1, 1], [0.7, 0.2, 0.1], [3, 1], [100, 1, 1, 1, 7], [0.3, 0.3, 0.4], [1, 2, 3, 4, 5, 6, 7], [999, 1]]
 

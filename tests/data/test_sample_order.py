@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from megascend.batch.sample import Sample
 from megascend.data.order import Batches, batches, fingerprint_of
 from megascend.errors import DataError
+from megascend.training.batch.sample import Sample
 
 
 def test_every_epoch_holds_every_sample_once() -> None:

@@ -12,7 +12,6 @@ import torch
 
 from megascend.app.measurement import Measurement
 from megascend.app.run_samples import RunSamples, ambiguous_texts, padding_remark
-from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Lora, RunConfig, Schedule
 from megascend.config.training import learning_rate
@@ -22,6 +21,7 @@ from megascend.data.samples import SampleLimits
 from megascend.data.store import SampleStore, all_samples, hold_out, write_store
 from megascend.errors import ConfigError, DataError
 from megascend.runtime.distributed import objects
+from megascend.training.batch.sample import Sample
 
 RUN = {"model": "m", "output": "o", "data": {"path": "d", "global_batch_size": 4}}
 

@@ -17,7 +17,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, RunConfig
 from megascend.data import files
@@ -26,6 +25,7 @@ from megascend.data.findings import Findings
 from megascend.data.samples import Encoder, SampleLimits, build_samples
 from megascend.data.streaming import PrefetchedBatches, SourceFiles, StreamedBatches
 from megascend.errors import ConfigError, DataError
+from megascend.training.batch.sample import Sample
 
 LIMIT = 20
 ROWS = [{"prompt": f"question {n}\n", "completion": f'"{n}",\r\nfrom {"a" * (n % 5)}'} for n in range(23)]

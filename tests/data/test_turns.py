@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.data.columns import parse_record
 from megascend.data.findings import Findings
 from megascend.data.samples import Encoder, SampleLimits
 from megascend.errors import DataError
+from megascend.training.batch.sample import Sample
 
 
 @dataclass

@@ -47,7 +47,7 @@ def test_run_compiles_nothing_after_compile_ahead(tmp_path, monkeypatch, setting
         **settings,
     }
     job = job_of(check_run(RunConfig.model_validate(config), 1, overwrite=False))
-    run("megascend.kernels.compile_ahead", job.to_text())
+    run("megascend.training.kernels.compile_ahead", job.to_text())
     assert Path(job.done_file).is_file()
     precompiled = compiled(tmp_path / "triton")
     assert (
@@ -64,7 +64,7 @@ def test_run_compiles_nothing_after_compile_ahead(tmp_path, monkeypatch, setting
 def test_compile_ahead_creates_no_context(tmp_path):
     """Check that no context exists: on a device in exclusive mode it would block the run."""
     program = (
-        "import ctypes, sys\nfrom megascend.kernels import compile_ahead as ahead\n"
+        "import ctypes, sys\nfrom megascend.training.kernels import compile_ahead as ahead\n"
         "job = ahead.Job('bfloat16', 0, (True,), ahead.Attention(2, 2, 16, 16, True, True), 64, 512, '')\n"
         "assert ahead.compile_all(job, ahead.capability(0)) == 6\n"
         "import torch\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megascend.kernels.token_rows import Combine, Permutation, Spread, chunk_order, gather_sum, token_rows
-from megascend.lora.grouped import Segments, accumulate, kernel_of, product
+from megascend.training.kernels.token_rows import Combine, Permutation, Spread, chunk_order, gather_sum, token_rows
+from megascend.training.lora.grouped import Segments, accumulate, kernel_of, product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 

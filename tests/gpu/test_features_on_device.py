@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from megascend import Adapters, Parallel
 from megascend.engines.blockwise_adamw import QUANTISED, BlockwiseAdamW
-from megascend.lora.quantised_weights import QuantisedWeights
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     STEPS,
@@ -25,6 +24,7 @@ from megascend.testing.parity import (
     run_case,
     token_lists,
 )
+from megascend.training.lora.quantised_weights import QuantisedWeights
 from support import scalar_runs
 from support.lora_parity import adapter_differences, case_adapter, peft_reference, train_one
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dequantised_checkpoint(checkpoint: Path, method: Any, dtype: torch.dtype = torch.float32) -> Path:
-    """Return a copy whose layers' matrices the CPU has quantised and dequantised (tests/lora compares that with NumPy).
+    """Return a copy whose layers' matrices the CPU has quantised and dequantised (tests/training/lora compares that with NumPy).
 
     ``dtype``: of the weights that are quantised, as a run of that precision has them.
     """

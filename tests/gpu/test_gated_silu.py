@@ -25,7 +25,7 @@ def test_installed_kernels_match_float64(dtype: torch.dtype, shape: tuple[int, .
     megascend.bootstrap("cuda").load_megatron()
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
-    from megascend.kernels import gated_silu
+    from megascend.training.kernels import gated_silu
 
     gated_silu.install()
     gated_silu.install()

@@ -19,7 +19,7 @@ def reference(x, weight, grad, eps):
 @pytest.mark.parametrize("layout", ["contiguous", "inside the fused projection", "transposed"])
 def test_values_and_gradients(dtype, layout):
     megascend.bootstrap("cuda")
-    from megascend.kernels.head_norm import head_norm
+    from megascend.training.kernels.head_norm import head_norm
 
     generator = torch.Generator("cuda").manual_seed(0)
     mixed = torch.randn(37, 3, 8, 4 * 128, device="cuda", generator=generator).to(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megascend.lora.grouped import Segments, accumulate, kernel_for, product
+from megascend.training.lora.grouped import Segments, accumulate, kernel_for, product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 

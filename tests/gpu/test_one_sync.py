@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import megascend
-from megascend.kernels.host_copy import HostCopy
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from megascend.training.kernels.host_copy import HostCopy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 

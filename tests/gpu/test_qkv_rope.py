@@ -68,7 +68,7 @@ def test_values_and_gradients(
     dtype: torch.dtype, packed: bool, norms: bool, groups: int, heads: int, width: int, rotary: int
 ) -> None:
     megascend.bootstrap("cuda")
-    from megascend.kernels.qkv_rope import qkv_rope
+    from megascend.training.kernels.qkv_rope import qkv_rope
 
     generator = torch.Generator("cuda").manual_seed(0)
     lengths = LENGTHS if packed else ()
@@ -104,7 +104,7 @@ def test_rotation_equals_transformer_engine(packed: bool) -> None:
     megascend.bootstrap("cuda")
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-    from megascend.kernels.qkv_rope import qkv_rope
+    from megascend.training.kernels.qkv_rope import qkv_rope
 
     lengths, width = (100_000, 31_072), 64
     tokens = sum(lengths)
@@ -170,8 +170,8 @@ def test_fused_kernel_is_faster_than_its_parts() -> None:
     megascend.bootstrap("cuda").load_megatron()
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-    from megascend.kernels.head_norm import head_norm
-    from megascend.kernels.qkv_rope import qkv_rope
+    from megascend.training.kernels.head_norm import head_norm
+    from megascend.training.kernels.qkv_rope import qkv_rope
 
     groups, heads, width = 8, 2, 128
     mixed = torch.randn(4096, 4, groups * (heads + 2) * width, device="cuda", dtype=torch.bfloat16, requires_grad=True)

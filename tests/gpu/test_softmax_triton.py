@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megascend.kernels.linear_logprobs import linear_cross_entropy, linear_logprobs
-from megascend.kernels.softmax import VocabShard, _gradient_, _shard_statistics
+from megascend.training.kernels.linear_logprobs import linear_cross_entropy, linear_logprobs
+from megascend.training.kernels.softmax import VocabShard, _gradient_, _shard_statistics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("columns", [7, 8192, 20001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_equal_the_plain_implementation(dtype, columns):
-    from megascend.kernels import softmax_triton
+    from megascend.training.kernels import softmax_triton
 
     generator = torch.Generator("cuda").manual_seed(1)
     logits = (3 * torch.randn(33, columns, device="cuda", generator=generator)).to(dtype)

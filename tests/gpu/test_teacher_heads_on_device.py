@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megascend.kernels.linear_divergence import TeacherDivergence, linear_divergence
-from megascend.kernels.linear_logprobs import linear_logprobs
-from megascend.kernels.softmax import VocabShard
+from megascend.training.kernels.linear_divergence import TeacherDivergence, linear_divergence
+from megascend.training.kernels.linear_logprobs import linear_logprobs
+from megascend.training.kernels.softmax import VocabShard
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 

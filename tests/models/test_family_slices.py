@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megascend.checkpoint.hf_slices import held_weights
-from megascend.checkpoint.slices import index_of
 from megascend.config import Parallel
 from megascend.errors import CheckpointError
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend, case_checkpoint, family_matrix
+from megascend.training.checkpoint.hf_slices import held_weights
+from megascend.training.checkpoint.slices import index_of
 from support.covering import first_stack_only, stack_marks
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")

@@ -61,8 +61,8 @@ def on_megatron(folder: Path, acts_in_training: bool) -> dict[str, Any]:
     from field_references import TOKENS
 
     from megascend.backends import MegatronBackend
-    from megascend.batch.sample import Sample
     from megascend.config import Batching
+    from megascend.training.batch.sample import Sample
 
     sample = Sample.causal(TOKENS, prompt_length=1)
     try:

@@ -12,12 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megascend.batch.images import SampleImages
-from megascend.batch.sample import Sample
-from megascend.checkpoint.hf_slices import read as read_slices
 from megascend.config import Adapters, Parallel, Recompute
 from megascend.errors import CheckpointError, ConfigError, DataError, DistributedTestError
-from megascend.lora import peft_format
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
@@ -29,6 +25,10 @@ from megascend.testing.parity import (
     token_lists,
     train_case,
 )
+from megascend.training.batch.images import SampleImages
+from megascend.training.batch.sample import Sample
+from megascend.training.checkpoint.hf_slices import read as read_slices
+from megascend.training.lora import peft_format
 from support.covering import FIRST_STACK, first_stack_only
 from support.forked_programs import run_forked
 from support.image_programs import run_program

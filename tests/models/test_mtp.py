@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megascend.batch.loss import Loss
-from megascend.batch.losses import cross_entropy
-from megascend.batch.sample import Sample
-from megascend.checkpoint import hf_slices
 from megascend.config import Adapters, Batching, CudaGraphs, Moe, Parallel, Recompute
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.memory.parameters import stages
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_checkpoint, first_of_equals
+from megascend.training.batch.loss import Loss
+from megascend.training.batch.losses import cross_entropy
+from megascend.training.batch.sample import Sample
+from megascend.training.checkpoint import hf_slices
 from support.covering import first_stack_required
 from support.forked_programs import run_forked
 from support.prediction_head import (

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megascend.batch.sample import Sample
 from megascend.config import Adapters, Lora, Parallel, Recompute
 from megascend.errors import ConfigError
-from megascend.lora import peft_format
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend, case_checkpoint, first_of_equals
+from megascend.training.batch.sample import Sample
+from megascend.training.lora import peft_format
 from support.covering import FIRST_STACK, first_stack_only
 from support.image_programs import run_program
 from support.images import TOKEN, TOWER, image_fields, image_samples, image_tokens, tower_adapter

@@ -105,7 +105,7 @@ def test_compilation_is_refused_by_name():
 ATTENTION = """
 import torch
 import torch_npu
-from megascend.kernels.npu import causal_attention
+from megascend.training.kernels.npu import causal_attention
 
 def plain(q, k, v, packed, window, scaling):
     parts = [whole.split(packed, 2) if packed else [whole] for whole in (q, k, v)]

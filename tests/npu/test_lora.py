@@ -49,7 +49,7 @@ CASES = [
 def test_bf16_products_use_the_grouped_kernel():
     import torch
 
-    from megascend.lora.grouped import Segments, accumulate, product
+    from megascend.training.lora.grouped import Segments, accumulate, product
     from simnpu import call_log
 
     generator = torch.Generator().manual_seed(0)

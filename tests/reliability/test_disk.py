@@ -16,14 +16,14 @@ import torch.distributed as dist
 import yaml
 
 from megascend import Adam, Adapters, Batching, CheckpointError, Lora
-from megascend.checkpoint import manifest
-from megascend.checkpoint.retention import Retention
 from megascend.config import RunConfig
 from megascend.errors import PlatformError
 from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.testing import faults, run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from megascend.training.checkpoint import manifest
+from megascend.training.checkpoint.retention import Retention
 from support.forked_programs import run_command
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")

@@ -143,7 +143,7 @@ def test_modules_are_frozen_for_garbage_collection_during_the_run(models, tmp_pa
 def tenants(checkpoint, folder, results):
     """Train two adapters on mixed batches from the newest checkpoint in ``folder``, and save them in ``results``."""
     from megascend.backends import MegatronBackend
-    from megascend.checkpoint.retention import Retention
+    from megascend.training.checkpoint.retention import Retention
 
     retention = Retention(folder)
     with MegatronBackend(

@@ -11,10 +11,10 @@ import torch
 from cached_responses import VARIED, assert_cached_equal, engine_results, megatron_results
 
 from megascend import Adapters, Batching, Parallel
-from megascend.batch.images import SampleImages
 from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
+from megascend.training.batch.images import SampleImages
 from support.covering import FIRST_STACK
 from support.generated import GREEDY, assert_equal, generated
 from support.images import END, GRIDS, MERGE, TOKEN, image_tokens, pixels, tower_adapter

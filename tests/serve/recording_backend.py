@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from starlette.testclient import TestClient
 
-from megascend.batch.results import AdapterLoss, StepResult
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult
@@ -23,6 +22,7 @@ from megascend.serve.scheduler.runner import run_commands
 from megascend.serve.served_model import ServedModel
 from megascend.serve.service import Service
 from megascend.serve.store.recovery import keep_state
+from megascend.training.batch.results import AdapterLoss, StepResult
 
 KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob")}
 VOCABULARY = 100

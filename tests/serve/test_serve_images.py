@@ -16,8 +16,6 @@ from PIL import Image
 from recording_backend import Served, served
 from serve_ranks import KEYS, service, write_json
 
-from megascend.batch.image_sources import ImageSources
-from megascend.batch.images import SampleImages
 from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.config.serve import RequestImages, ServeConfig
 from megascend.data.images import ImageProcessor
@@ -33,6 +31,8 @@ from megascend.serve.checkpoints import CheckpointPath
 from megascend.serve.samplers.messages import prompt_of, sample_request_of
 from megascend.serve.samples import loss_of, samples_of
 from megascend.testing.reference import run_reference
+from megascend.training.batch.image_sources import ImageSources
+from megascend.training.batch.images import SampleImages
 from support.forked_programs import environment, run_forked
 
 FOLDER = Path(__file__).parent

@@ -13,10 +13,8 @@ import pytest
 import torch
 from recording_backend import RecordingBackend
 
-from megascend.batch.sample import Sample
 from megascend.config import Adam, Lora
 from megascend.errors import ConfigError, OutOfDeviceMemoryError
-from megascend.lora.queue import CALLS_AT_ONCE, AdapterQueue
 from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
 from megascend.serve.scheduler import inbox as inbox_module
 from megascend.serve.scheduler.commands import (
@@ -32,6 +30,8 @@ from megascend.serve.scheduler.commands import (
 )
 from megascend.serve.scheduler.inbox import Inbox
 from megascend.serve.scheduler.runner import CANCELLED, SLICE_TOKENS, Cancelled, CommandRunner
+from megascend.training.batch.sample import Sample
+from megascend.training.lora.queue import CALLS_AT_ONCE, AdapterQueue
 
 
 class SlowSampler:

@@ -27,7 +27,7 @@ def run_short_of_memory() -> None:
     if os.environ["RANK"] != str(int(os.environ["WORLD_SIZE"]) - 1):
         return
     from megascend.engines.megatron.engine import MegatronEngine
-    from megascend.lora.adapter import Adapter
+    from megascend.training.lora.adapter import Adapter
 
     make_room, run, stepped = Adapter.make_room, MegatronEngine.run, set()
 

@@ -596,7 +596,7 @@ def closure(package: str) -> dict[str, str]:
 
 def test_neither_requests_nor_checkpoints_run_code() -> None:
     modules = closure("serve")
-    assert {"lora/peft_format.py", "lora/adapter_set.py", "sampling/sampler.py"} <= set(
+    assert {"training/lora/peft_format.py", "training/lora/adapter_set.py", "sampling/sampler.py"} <= set(
         modules
     )  # what reads checkpoints
     calls = [

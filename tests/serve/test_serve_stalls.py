@@ -18,13 +18,13 @@ from tinker.proto import tinker_public_pb2 as messages
 
 import megascend
 from megascend.config import Adam, Adapters, Lora
-from megascend.lora.queue import AdapterQueue
 from megascend.serve.api.wire import Datum, dense
 from megascend.serve.checkpoints import Checkpoints
 from megascend.serve.samples import RequestSamples, TrainResult, loss_of
 from megascend.serve.scheduler.commands import Command, Create, Forward, ForwardBackward, OptimizerStep, Outcome
 from megascend.serve.scheduler.runner import MAX_SAMPLES, CommandRunner
 from megascend.testing import write_tiny_checkpoint
+from megascend.training.lora.queue import AdapterQueue
 
 LOOP_S = 0.25
 """CPU seconds of one callback of the event loop; a request of 4,096 x 64 columns took 22 there."""

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megascend import Candidates, Loss, LossInputs, Sample
-from megascend.batch.losses import BUILT_IN
 from megascend.config import Parallel
 from megascend.errors import DataError
 from megascend.testing import run_distributed
 from megascend.testing.parity import PROMPT, TINY_VOCABULARY, Case, case_backend, case_checkpoint, token_lists
+from megascend.training.batch.losses import BUILT_IN
 from support.covering import first_stack_only
 from support.forked_programs import run_forked, run_launched
 from support.gradients import Gradients, differences, reduced_gradients

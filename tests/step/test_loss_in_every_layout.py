@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megascend import Adam, Adapters, Batching, Lora, Loss, Parallel, Sample
-from megascend.batch.losses import BUILT_IN
-from megascend.batch.policy_losses import gspo
 from megascend.errors import ConfigError, DataError, LossFunctionError
 from megascend.testing import run_distributed
 from megascend.testing.parity import PROMPT, case_checkpoint, causal_samples, hf_reference, token_lists
+from megascend.training.batch.losses import BUILT_IN
+from megascend.training.batch.policy_losses import gspo
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 LAYOUTS = {

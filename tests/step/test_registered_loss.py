@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megascend import Adam, Batching, Loss, register_loss
-from megascend.batch.losses import resolve
 from megascend.errors import ConfigError, OutOfStepError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from megascend.training.batch.losses import resolve
 
 OUTSIDE = """
     import torch
@@ -77,7 +77,7 @@ def test_loss_names_are_unique_and_unknown_names_raise(monkeypatch):
     def nll(logprobs, inputs):
         return -logprobs
 
-    monkeypatch.setattr("megascend.batch.losses._by_name", {"dpo": resolve("dpo"), "ppo": resolve("ppo")})
+    monkeypatch.setattr("megascend.training.batch.losses._by_name", {"dpo": resolve("dpo"), "ppo": resolve("ppo")})
     loss = register_loss(Loss("mine", nll))
     assert resolve("mine") is loss
     assert register_loss(Loss("mine", nll)) == loss, "again, as when a module is imported twice"

@@ -261,7 +261,7 @@ def test_gradient_beyond_float32_of_one_token_is_skipped_by_all_and_reported_onc
         records: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())
-        logging.getLogger("megascend.batch.results").addHandler(handler)
+        logging.getLogger("megascend.training.batch.results").addHandler(handler)
         backend = make_backend(checkpoint, lr=1e-2)
         tokens = token_lists()
         fields = policy_fields(tokens)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.lora import peft_format
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend, case_checkpoint, causal_samples, hf_reference, token_lists
+from megascend.training.lora import peft_format
 from support.lora_parity import adapter_backend, case_adapter, peft_gradients
 
 RELATIVE = 1e-4
@@ -66,7 +66,7 @@ def step_gradients(backend: Any, accumulate: Callable[[], Any]) -> Gradients:
 
 def reduced_adapter_gradients(case: Case, checkpoint: Path, adapter: Path, out: Path) -> Gradients:
     """Return what an adapter's optimizer is about to step with, on one rank of ``case``; ``NAME.a`` and ``NAME.b``."""
-    from megascend.lora import optimizer
+    from megascend.training.lora import optimizer
 
     with adapter_backend(case, checkpoint) as backend:
         backend.load_adapter("tenant", adapter, optimizer=False)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megascend.batch.sample import Sample
 from megascend.changes import patched
 from megascend.config import Adam, Lora, Schedule
+from megascend.training.batch.sample import Sample
 
 if TYPE_CHECKING:
     from megascend.backend import Backend

@@ -1,7 +1,7 @@
 """Detection, on a CPU, of places where the host would wait for a device.
 
 A program that never reads a device value runs ahead of the device. On a GPU ``torch.cuda.set_sync_debug_mode`` reports reads;
-on a CPU nothing waits. So some tensors are treated as device tensors: results of :func:`~megascend.kernels.host_copy.to_device`
+on a CPU nothing waits. So some tensors are treated as device tensors: results of :func:`~megascend.training.kernels.host_copy.to_device`
 or ``Tensor.to(device)``, tensors created with ``device=`` a torch.device, and all tensors computed from them.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from megascend.kernels import host_copy
+from megascend.training.kernels import host_copy
 
 READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero", "_unique2"))
 """Operators whose result, or the size of it, the host reads."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from megascend.batch.images import SampleImages
-from megascend.batch.sample import Sample
 from megascend.config import Adapters, Lora
 from megascend.testing import run_distributed
 from megascend.testing.artifact_cache import make_once
 from megascend.testing.parity import PROMPT, Case, case_backend, hf_reference, token_lists
+from megascend.training.batch.images import SampleImages
+from megascend.training.batch.sample import Sample
 from support.lora_parity import write_adapter
 
 START, END, TOKEN = 312, 313, 314

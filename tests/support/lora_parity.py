@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megascend.config import Adam, Adapters, Lora, Parallel
 from megascend.errors import DistributedTestError
-from megascend.lora.peft_format import CONFIG
-from megascend.lora.peft_tensors import WEIGHTS, to_factors
 from megascend.testing.artifact_cache import make_once
 from megascend.testing.parity import (
     LR,
@@ -32,14 +30,16 @@ from megascend.testing.parity import (
     reference,
     token_lists,
 )
+from megascend.training.lora.peft_format import CONFIG
+from megascend.training.lora.peft_tensors import WEIGHTS, to_factors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megascend.backend import Backend
     from megascend.backends import MegatronBackend
-    from megascend.batch.sample import Sample
-    from megascend.lora.factors import Factors
+    from megascend.training.batch.sample import Sample
+    from megascend.training.lora.factors import Factors
 
 RANK, ALPHA, SEED = 8, 12.0, 7
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")
@@ -230,7 +230,7 @@ def train_one(
     backend: Backend, adapter: Path, steps: int, out: Path, prepared: list[Sample] | None = None
 ) -> PeftTrajectory:
     """Train ``adapter`` on one rank and save it to ``out``. ``prepared``: samples in place of :func:`token_lists`."""
-    from megascend.lora import peft_format
+    from megascend.training.lora import peft_format
 
     backend.load_adapter("tenant", adapter, optimizer=False)
     global_batch = causal_samples(token_lists()) if prepared is None else prepared
@@ -274,7 +274,7 @@ def train_mixed(backend: Backend, adapters: Sequence[Path], steps: int, out: Pat
 
     Adapters stay in the backend as ``tenant-0`` and so on. Gradients are read from Adam's first moments after the first step.
     """
-    from megascend.lora import peft_format
+    from megascend.training.lora import peft_format
 
     names = [f"tenant-{number}" for number in range(len(adapters))]
     batch: list[Sample] = []
@@ -305,8 +305,8 @@ def train_mixed(backend: Backend, adapters: Sequence[Path], steps: int, out: Pat
 
 def first_gradients(saved: Path) -> dict[str, Factors]:
     """Return the clipped gradients of an adapter that was saved after its first step with the default beta of 0.9."""
-    from megascend.lora import adapter_io
-    from megascend.lora.factors import Factors
+    from megascend.training.lora import adapter_io
+    from megascend.training.lora.factors import Factors
 
     moments = adapter_io.read(saved, optimizer=True).moments
     if moments is None:
@@ -384,7 +384,7 @@ def tenant_samples(tenant: int, step: int) -> list[Sample]:
     """Build three samples of one tenant for one step, of lengths that differ between tenants and steps."""
     import torch
 
-    from megascend.batch.sample import Sample
+    from megascend.training.batch.sample import Sample
 
     generator = torch.Generator().manual_seed(1000 * tenant + step)
     lengths = [int(torch.randint(8, 32, (1,), generator=generator)) for _ in range(3)]

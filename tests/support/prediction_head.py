@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from megascend.batch.sample import Sample
 from megascend.testing import write_tiny_checkpoint
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, Case, case_backend, reference, token_lists
+from megascend.training.batch.sample import Sample
 
 REFERENCE = Path(__file__).with_name("mtp_reference.py")
 STEPS, WEIGHT = 3, 0.3

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megascend.kernels import host_copy
+from megascend.training.kernels import host_copy
 from support.host_waits import HostWaits
 
 CPU = torch.device("cpu")

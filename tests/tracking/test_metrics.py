@@ -12,9 +12,9 @@ from megascend.app.rl.records import PANELS as RL_PANELS
 from megascend.app.rl.records import RlRecord
 from megascend.app.run_log import MetricsRecord
 from megascend.app.train import StepRecord
-from megascend.batch.loss import LossInputs
-from megascend.batch.losses import BUILT_IN, LOSS_METRICS
-from megascend.tracking.metrics import declared_metrics
+from megascend.training.batch.loss import LossInputs
+from megascend.training.batch.losses import BUILT_IN, LOSS_METRICS
+from megascend.training.batch.metrics import declared_metrics
 
 
 @pytest.mark.parametrize("record", [StepRecord, RlRecord])

@@ -17,11 +17,11 @@ from weightwire.engine_calls import LoopThread
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 POOLS = {
-    "megascend/batch/images.py",
+    "megascend/training/batch/images.py",
     "megascend/cli/launch.py",
     "megascend/models/checkpoint_files/safetensors_writer.py",
     "megascend/integrations/verl_checkpoint_engine.py",
-    "megascend/kernels/compile_ahead.py",
+    "megascend/training/kernels/compile_ahead.py",
 }
 """Files with executors; each takes the result of every future."""
 

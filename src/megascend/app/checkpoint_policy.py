@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.app.run_directory import CHECKPOINTS
-from megascend.checkpoint.retention import Retention
 from megascend.config import TrainerConfig
 from megascend.errors import CheckpointError, redacted
+from megascend.training.checkpoint.retention import Retention
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
     from megascend.backend import Backend
-    from megascend.checkpoint.saver import PendingSave
+    from megascend.training.checkpoint.saver import PendingSave
 
 logger = logging.getLogger(__name__)
 

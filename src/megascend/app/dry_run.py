@@ -19,8 +19,6 @@ from megascend.app.teacher_model import teacher_sizes
 from megascend.app.token_budget import AUTO, largest_fitting, largest_useful
 from megascend.app.train import SupervisedTraining
 from megascend.app.training import RunContext, Training
-from megascend.batch.micro_batch import SequenceLayout
-from megascend.batch.packing import plan_micro_batches, shard
 from megascend.config import RunConfig
 from megascend.config.rl import LOCAL, RlConfig
 from megascend.data.preview import SamplePiece, SampleStatistics, SourceStatistics, pieces
@@ -34,6 +32,8 @@ from megascend.runtime.bootstrap.runtime import Runtime
 from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.io.paths import free_bytes
 from megascend.runtime.topology.topology import Topology
+from megascend.training.batch.micro_batch import SequenceLayout
+from megascend.training.batch.packing import plan_micro_batches, shard
 
 EXAMPLES = 3
 """Samples that are shown, or pairs of them."""
@@ -140,8 +140,8 @@ def prepare(
         The context, and the completed settings.
     """
     from megascend.backends import check_backend
-    from megascend.lora.registry import check_targets
-    from megascend.lora.target_modules import matches
+    from megascend.training.lora.registry import check_targets
+    from megascend.training.lora.target_modules import matches
 
     config, launch = plan.config, Launch.from_environment()
     plan = plan_with_plugins(training, config, launch, plan.world_size, overwrite, plan)

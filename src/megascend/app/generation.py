@@ -7,7 +7,6 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend.batch.images import SampleImages
 from megascend.config import Data, Generation, Prompt
 from megascend.config.documents import load_json
 from megascend.data.chat import ChatTemplate
@@ -17,6 +16,7 @@ from megascend.data.samples import SampleLimits, opening_tokens
 from megascend.errors import ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams
 from megascend.sampling.sampler import Sampler
+from megascend.training.batch.images import SampleImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

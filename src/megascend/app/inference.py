@@ -179,7 +179,7 @@ def bootstrap_model(settings: InferenceSettings) -> None:
 def loaded_model(settings: InferenceSettings) -> Iterator[ResponseModel]:
     """Load a model and its adapters on this rank, as one of all; unload it at the end."""
     from megascend import backends
-    from megascend.lora import peft_format
+    from megascend.training.lora import peft_format
 
     bootstrap_model(settings)
     parallel = Parallel(tensor=settings.tensor)

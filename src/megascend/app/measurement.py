@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megascend.batch.loss import Loss, LossInputs, split_output
-from megascend.batch.losses import predictions
-from megascend.batch.micro_batch import label_tensor
-from megascend.batch.sample import Sample
 from megascend.config.data import ProblemType
+from megascend.training.batch.loss import Loss, LossInputs, split_output
+from megascend.training.batch.losses import predictions
+from megascend.training.batch.micro_batch import label_tensor
+from megascend.training.batch.sample import Sample
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
 
 LOSS = "loss"
-"""Name of a loss among its metrics, as :class:`megascend.batch.loss_call.LossEvaluation` has it."""
+"""Name of a loss among its metrics, as :class:`megascend.training.batch.loss_call.LossEvaluation` has it."""
 
 
 @dataclass(frozen=True)

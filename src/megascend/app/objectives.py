@@ -14,13 +14,13 @@ import torch
 
 from megascend.app.measurement import Measurement, MetricSums, label_outcomes, loss_values, weighted_sum
 from megascend.app.teacher_model import TeacherModel
-from megascend.batch.loss import MARGIN, Loss, LossUnit
-from megascend.batch.losses import BUILT_IN, resolve
-from megascend.batch.sample import Sample
 from megascend.config import Distillation, RunConfig
 from megascend.config.data import ProblemType
 from megascend.config.plugins import load_object
 from megascend.errors import ConfigError, DataError
+from megascend.training.batch.loss import MARGIN, Loss, LossUnit
+from megascend.training.batch.losses import BUILT_IN, resolve
+from megascend.training.batch.sample import Sample
 
 if TYPE_CHECKING:
     from megascend.backend import Backend

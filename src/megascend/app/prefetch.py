@@ -18,11 +18,11 @@ from typing import Any
 
 from megascend.app.preflight import RunPlan
 from megascend.errors import MegascendError
-from megascend.kernels.compile_ahead import Job, compiler_environment, is_driver_installed
 from megascend.models.checkpoint_files.files import read_config
 from megascend.models.selfcheck import process
 from megascend.runtime.bootstrap.engines import needs
 from megascend.runtime.distributed.launch import Launch, child_environment
+from megascend.training.kernels.compile_ahead import Job, compiler_environment, is_driver_installed
 from weightwire.background import BackgroundThread
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def compiling_kernels(plan: RunPlan, launch: Launch) -> Iterator[None]:
                 # A file, not a pipe: its output is read only at the end, and a full pipe would block the process.
                 errors = stack.enter_context(tempfile.TemporaryFile())
                 compiler = subprocess.Popen(
-                    [sys.executable, "-m", "megascend.kernels.compile_ahead", job.to_text()],
+                    [sys.executable, "-m", "megascend.training.kernels.compile_ahead", job.to_text()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=errors,

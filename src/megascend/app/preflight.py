@@ -32,9 +32,9 @@ from megascend.surroundings import is_installed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megascend.batch.micro_batch import SequenceLayout
     from megascend.config.serve import ServeConfig
     from megascend.data.samples import SampleLimits
+    from megascend.training.batch.micro_batch import SequenceLayout
 
 AnyConfig = TypeVar("AnyConfig", bound=TrainerConfig)
 
@@ -68,7 +68,7 @@ class RunPlan(Generic[AnyConfig]):
     @cached_property
     def layout(self) -> SequenceLayout:
         """Return the layout of sequences on a rank (the first of context parallel ones). Imports torch."""
-        from megascend.batch.micro_batch import SequenceLayout
+        from megascend.training.batch.micro_batch import SequenceLayout
 
         config, topology = self.config, self.topology
         return SequenceLayout(

@@ -26,13 +26,13 @@ from megascend.app.run_directory import (
     run_files,
     write_config,
 )
-from megascend.checkpoint import manifest
-from megascend.checkpoint.retention import Retention
 from megascend.config import TrainerConfig
 from megascend.errors import CheckpointError, ConfigError, redacted
 from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.io.paths import unwritable_reason
 from megascend.tracking.built_in import flattened
+from megascend.training.checkpoint import manifest
+from megascend.training.checkpoint.retention import Retention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

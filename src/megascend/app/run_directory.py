@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.app.event_log import ERRORS, EVENTS, read_lines
-from megascend.checkpoint.retention import LATEST, LEFT_OVER, NAME, Retention
 from megascend.config import TrainerConfig
 from megascend.errors import ConfigError, redacted
 from megascend.runtime.io.atomic import NOT_RENAMED, entries, replacing
 from megascend.runtime.io.paths import is_kept, make_directory, remove
 from megascend.runtime.io.shared import hold
 from megascend.surroundings import process_lives
+from megascend.training.checkpoint.retention import LATEST, LEFT_OVER, NAME, Retention
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog

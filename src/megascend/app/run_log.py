@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from megascend.app.event_log import finite
 from megascend.app.run_directory import METRICS
 from megascend.runtime.io.paths import make_directory
-from megascend.tracking.metrics import Metric
+from megascend.training.batch.metrics import Metric
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

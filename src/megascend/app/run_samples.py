@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megascend.batch.micro_batch import SequenceLayout
-from megascend.batch.sample import Sample
 from megascend.config import RunConfig
 from megascend.config.data import DataSource
 from megascend.data.findings import Findings, joined
@@ -46,6 +44,8 @@ from megascend.data.store import (
 from megascend.data.streaming import PrefetchedBatches, SourceFiles, StreamedBatches
 from megascend.errors import ConfigError, DataError
 from megascend.runtime.io.paths import format_bytes, real
+from megascend.training.batch.micro_batch import SequenceLayout
+from megascend.training.batch.sample import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

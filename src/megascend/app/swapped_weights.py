@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megascend.checkpoint.hf_slices import HfSlices, held_weights
-from megascend.checkpoint.slices import TensorSlices
-from megascend.checkpoint.staging import Staging
 from megascend.config import Mtp
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models.checkpoint_files.architectures import transformers_config
@@ -20,6 +17,9 @@ from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
 from megascend.models.checkpoint_files.quantised import read_tensor
 from megascend.reference.reductions import out_of_range
 from megascend.runtime.distributed.objects import raise_on_all_ranks
+from megascend.training.checkpoint.hf_slices import HfSlices, held_weights
+from megascend.training.checkpoint.slices import TensorSlices
+from megascend.training.checkpoint.staging import Staging
 
 if TYPE_CHECKING:
     from megascend.backend import Backend

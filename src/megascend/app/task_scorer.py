@@ -15,20 +15,20 @@ import torch
 from tqdm import tqdm
 
 from megascend.app.generation import stop_tokens
-from megascend.batch.sample import Sample
 from megascend.data.chat import ChatTemplate
 from megascend.errors import ConfigError, EvaluationError, MegascendError
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.sampling.sampler import Sampler
 from megascend.step.step import LOGIT_ROWS, Step
+from megascend.training.batch.sample import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megascend.backend import Backend
-    from megascend.batch.micro_batch import MicroBatch
     from megascend.config import ValidationTasks
     from megascend.engines.base import Output
+    from megascend.training.batch.micro_batch import MicroBatch
 
 SEQUENCES = 1024
 """Sequences that are sent to all ranks and scored at a time."""

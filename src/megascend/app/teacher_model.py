@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 
 from megascend.app.swapped_weights import SwappedWeights, difference_of_models
-from megascend.batch.loss import Loss
-from megascend.batch.losses import teacher_loss
 from megascend.config import RunConfig, TrainerConfig
 from megascend.config.rl import TRAINER, RlConfig
 from megascend.errors import ConfigError
-from megascend.kernels.linear_divergence import DivergenceKind, TeacherDivergence
 from megascend.models.checkpoint_files.files import read_config
 from megascend.models.checkpoint_files.info import ModelInfo, ModelShape, inspect_checkpoint
 from megascend.models.memory.sizes import ModelSizes, TeacherSizes
 from megascend.step.policy import policy_output
 from megascend.step.step import Step
+from megascend.training.batch.loss import Loss
+from megascend.training.batch.losses import teacher_loss
+from megascend.training.kernels.linear_divergence import DivergenceKind, TeacherDivergence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megascend.backend import Backend
-    from megascend.batch.micro_batch import MicroBatch
-    from megascend.batch.sample import Sample
     from megascend.data.samples import SampleLimits
     from megascend.engines.base import Engine, Output
+    from megascend.training.batch.micro_batch import MicroBatch
+    from megascend.training.batch.sample import Sample
 
 
 @dataclass(frozen=True)

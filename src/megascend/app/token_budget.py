@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megascend.batch.micro_batch import SequenceLayout
-from megascend.batch.sample import Sample
 from megascend.config import RunConfig
 from megascend.data.store import SampleSubset
 from megascend.engines.checkpoints import random_state, set_random_state
 from megascend.errors import ConfigError
 from megascend.planning.search import MEMORY_SHARE
+from megascend.training.batch.micro_batch import SequenceLayout
+from megascend.training.batch.sample import Sample
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog

@@ -24,7 +24,7 @@ from megascend.config.data import PREFERENCE_LOSSES, Validation
 from megascend.errors import EvaluationError
 from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.io.paths import make_directory
-from megascend.tracking.metrics import Metric
+from megascend.training.batch.metrics import Metric
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from megascend.app.task_scorer import TaskScorer, TaskScores
     from megascend.app.token_budget import TokenBudget
     from megascend.backend import Backend
-    from megascend.batch.sample import Sample
     from megascend.data.order import Batches
     from megascend.data.streaming import PrefetchedBatches
+    from megascend.training.batch.sample import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -374,7 +374,7 @@ class SupervisedTraining(Training[RunConfig]):
 
     def step(self, number: int, batch: Sequence[Sample]) -> StepRecord:
         """Train on a batch, and validate where that is due."""
-        from megascend.batch.images import decode_together
+        from megascend.training.batch.images import decode_together
 
         run, objective, counts = self._run, self.objective, self.counts
         backend = run.backend

@@ -110,8 +110,8 @@ def find_adapter(path: Path) -> Path:
 
 def read_settings(adapter: Path) -> tuple[Lora, int]:
     """Return the adapter's rank and targets, and the labels of its scalar head, 0 without; reject anything beyond plain LoRA."""
-    from megascend.lora import peft_format
-    from megascend.lora.target_modules import HEAD
+    from megascend.training.lora import peft_format
+    from megascend.training.lora.target_modules import HEAD
 
     lora, factors = peft_format.read(adapter)
     return lora, len(factors[HEAD].b) if HEAD in factors else 0
@@ -123,8 +123,8 @@ def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | 
     from megascend.config import Classification
     from megascend.config.data import default_labels
     from megascend.errors import CheckpointError
-    from megascend.lora.adapter_io import read_head
     from megascend.models.checkpoint_files.files import read_config
+    from megascend.training.lora.adapter_io import read_head
 
     recorded = read_head(adapter)
     if recorded is not None:

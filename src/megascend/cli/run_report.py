@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from megascend.app.event_log import ERRORS, EVENTS, read_lines
 from megascend.app.run_directory import CHECKPOINTS, METRICS
-from megascend.checkpoint import manifest
-from megascend.checkpoint.retention import NAME, Retention
 from megascend.errors import CheckpointError, ConfigError
+from megascend.training.checkpoint import manifest
+from megascend.training.checkpoint.retention import NAME, Retention
 
 Outcome = Literal["finished", "stopped", "interrupted", "error", "lost", "no end"]
 SECONDARY = ("PeerLostError", "CollectiveTimeoutError", "ProcessGroupError", "DistBackendError")

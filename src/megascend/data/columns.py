@@ -40,7 +40,7 @@ from megascend.data.messages import (
 from megascend.errors import DataError
 
 if TYPE_CHECKING:
-    from megascend.batch.candidates import Candidates
+    from megascend.training.batch.candidates import Candidates
 
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "chosen": (("chosen", "rejected"), ("prompt", "margin")),
@@ -187,7 +187,7 @@ def _candidates(values: Mapping[str, Any], weights: list[float], source: str) ->
         if weight and not row:
             raise DataError(f"{source}: 'top_ids'[{index}] is empty, and the token there is learned")
     # Imported here: reading a run file needs no torch.
-    from megascend.batch.candidates import Candidates
+    from megascend.training.batch.candidates import Candidates
 
     try:
         return Candidates.from_rows(*columns)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megascend.batch.candidates import Candidates
+    from megascend.training.batch.candidates import Candidates
 
 Message = dict[str, Any]
 Messages = tuple[Message, ...]

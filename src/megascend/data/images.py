@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from megascend.batch.image_sources import ImageIdentity, ImageSource, ImageSources
 from megascend.config import DataImages
 from megascend.config.data import ImageLimits
 from megascend.data.document import Document, Message, Messages
 from megascend.errors import DataError, MissingDependencyError
 from megascend.models import ImageLayout, architecture_of
 from megascend.models.checkpoint_files.files import read_config
+from megascend.training.batch.image_sources import ImageIdentity, ImageSource, ImageSources
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from megascend.batch.images import SampleImages
+    from megascend.training.batch.images import SampleImages
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 """Pillow's names of the formats that are decoded."""
@@ -337,7 +337,7 @@ class ImageProcessor:
         """Return the patches of a sample's images, from their files."""
         import torch
 
-        from megascend.batch.images import SampleImages  # here: it needs torch
+        from megascend.training.batch.images import SampleImages  # here: it needs torch
 
         # One by one: decoded images are far larger than their patches.
         outputs = [
@@ -362,7 +362,7 @@ class ImageProcessor:
 
     def deferred(self, sources: ImageSources) -> SampleImages:
         """Return the images of a sample, decoded when they are first used."""
-        from megascend.batch.images import DeferredImages  # here: it needs torch
+        from megascend.training.batch.images import DeferredImages  # here: it needs torch
 
         return DeferredImages(lambda: self.load(sources), sources.grids, self.layout.patch_width)
 

@@ -13,7 +13,7 @@ import xxhash
 from megascend.errors import DataError
 
 if TYPE_CHECKING:
-    from megascend.batch.sample import Sample
+    from megascend.training.batch.sample import Sample
 
 T = TypeVar("T")
 

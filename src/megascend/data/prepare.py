@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from megascend.batch.sample import Sample
 from megascend.config import Data
 from megascend.config.data import DataSource
 from megascend.data.chat import check_template, writes_date
@@ -33,6 +32,7 @@ from megascend.runtime.io.hashing import digest
 from megascend.runtime.io.paths import cache_folder, cache_limit
 from megascend.runtime.io.shared import cached, locked, prune
 from megascend.runtime.io.shared import replace as replace_path
+from megascend.training.batch.sample import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

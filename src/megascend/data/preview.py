@@ -8,8 +8,8 @@ from itertools import groupby
 
 import numpy as np
 
-from megascend.batch.sample import Sample
 from megascend.data.store import SampleSubset
+from megascend.training.batch.sample import Sample
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from megascend.batch.candidates import Candidates
-from megascend.batch.image_sources import ImageSources
-from megascend.batch.loss import MARGIN
-from megascend.batch.packing import round_up
-from megascend.batch.sample import Sample
 from megascend.data.chat import ChatTemplate
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
@@ -25,6 +20,11 @@ from megascend.data.images import PLACEHOLDER, EncodedImages, ImageProcessor, fo
 from megascend.data.labels import LabelSet
 from megascend.data.rendering import Span
 from megascend.errors import DataError
+from megascend.training.batch.candidates import Candidates
+from megascend.training.batch.image_sources import ImageSources
+from megascend.training.batch.loss import MARGIN
+from megascend.training.batch.packing import round_up
+from megascend.training.batch.sample import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

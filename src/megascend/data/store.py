@@ -16,15 +16,15 @@ import numpy as np
 import torch
 import xxhash
 
-from megascend.batch.candidates import Candidates
-from megascend.batch.image_sources import ImageSource, ImageSources
-from megascend.batch.images import DeferredImages, SampleImages
-from megascend.batch.loss import MARGIN
-from megascend.batch.sample import Sample
 from megascend.data.findings import Findings
 from megascend.data.images import ImageProcessor, encoded, file_state, image_digest
 from megascend.data.order import add_to_fingerprint
 from megascend.errors import DataError
+from megascend.training.batch.candidates import Candidates
+from megascend.training.batch.image_sources import ImageSource, ImageSources
+from megascend.training.batch.images import DeferredImages, SampleImages
+from megascend.training.batch.loss import MARGIN
+from megascend.training.batch.sample import Sample
 
 TOKENS, WEIGHTS, INDEX, ABOUT = "tokens.int32", "weights.float32", "index.int64", "about.json"
 IMAGES, IMAGE_INDEX = "images.bin", "images.int64"

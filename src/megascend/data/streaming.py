@@ -19,10 +19,6 @@ from typing import Any
 
 import xxhash
 
-from megascend.batch.image_sources import ImageSources
-from megascend.batch.images import DeferredImages
-from megascend.batch.loss import MARGIN
-from megascend.batch.sample import Sample
 from megascend.config.data import DataSource
 from megascend.data.columns import parse_record
 from megascend.data.document import Document
@@ -33,6 +29,10 @@ from megascend.data.order import SourceTurns
 from megascend.data.samples import Encoder
 from megascend.data.splits import Card, files_of
 from megascend.errors import DataError
+from megascend.training.batch.image_sources import ImageSources
+from megascend.training.batch.images import DeferredImages
+from megascend.training.batch.loss import MARGIN
+from megascend.training.batch.sample import Sample
 from weightwire.background import BackgroundThread
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megascend.batch.gradient_scaling import GradientScaling
-from megascend.batch.results import StepResult
-from megascend.checkpoint.hf_slices import HfSlices, held_weights
-from megascend.checkpoint.slices import TensorSlices
 from megascend.config import Adam, Precision, Schedule, VisionTower
 from megascend.config.training import learning_rate
 from megascend.engines.blockwise_adamw import QUANTISED, BlockwiseAdamW
@@ -24,6 +20,10 @@ from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.reference.reductions import global_norm
 from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.training.batch.gradient_scaling import GradientScaling
+from megascend.training.batch.results import StepResult
+from megascend.training.checkpoint.hf_slices import HfSlices, held_weights
+from megascend.training.checkpoint.slices import TensorSlices
 
 
 @dataclass(frozen=True)

@@ -19,24 +19,24 @@ import numpy
 import torch
 from torch import Tensor
 
-from megascend.batch.micro_batch import MicroBatch, SequenceLayout
-from megascend.batch.results import StepResult
-from megascend.batch.sample import Sample
-from megascend.checkpoint.hf_slices import HfSlices
-from megascend.checkpoint.slices import OPTIMIZER_PREFIX, TensorSlices
 from megascend.config import Adam, Precision
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.export import check_export, export
 from megascend.engines.heads import fresh_weights
 from megascend.engines.router_replay import RouterReplay
 from megascend.errors import ConfigError
-from megascend.kernels.linear_divergence import TeacherDivergence
-from megascend.lora.adapter_io import SavedAdapter, read_tensor
-from megascend.lora.registry import AdapterSettings
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.checkpoint_files.scalar_head import WEIGHT
 from megascend.models.selfcheck.verdict import Verdict
 from megascend.runtime.topology.topology import Receivers
+from megascend.training.batch.micro_batch import MicroBatch, SequenceLayout
+from megascend.training.batch.results import StepResult
+from megascend.training.batch.sample import Sample
+from megascend.training.checkpoint.hf_slices import HfSlices
+from megascend.training.checkpoint.slices import OPTIMIZER_PREFIX, TensorSlices
+from megascend.training.kernels.linear_divergence import TeacherDivergence
+from megascend.training.lora.adapter_io import SavedAdapter, read_tensor
+from megascend.training.lora.registry import AdapterSettings
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -15,15 +15,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megascend.checkpoint import hf_slices
-from megascend.checkpoint.hf_slices import HfSlices, Translation
-from megascend.checkpoint.manifest import CheckpointManifest
-from megascend.checkpoint.saver import CheckpointState
-from megascend.checkpoint.slices import TensorSlices
-from megascend.checkpoint.torch_io import ChunkReader, SliceLoadPlanner, stored_tensors
 from megascend.engines.base import Engine
 from megascend.errors import CheckpointError, ConfigError
 from megascend.runtime.distributed.objects import all_reduce_numbers, raise_on_all_ranks
+from megascend.training.checkpoint import hf_slices
+from megascend.training.checkpoint.hf_slices import HfSlices, Translation
+from megascend.training.checkpoint.manifest import CheckpointManifest
+from megascend.training.checkpoint.saver import CheckpointState
+from megascend.training.checkpoint.slices import TensorSlices
+from megascend.training.checkpoint.torch_io import ChunkReader, SliceLoadPlanner, stored_tensors
 
 PACKAGES = ("megascend", "torch", "megatron-core", "mcore-bridge", "transformers")
 AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "expert_tensor")

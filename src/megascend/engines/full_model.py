@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megascend.batch.micro_batch import MicroBatch
-from megascend.batch.results import StepResult
-from megascend.batch.sample import Sample
 from megascend.config import Adam
 from megascend.errors import ConfigError, DataError
+from megascend.training.batch.micro_batch import MicroBatch
+from megascend.training.batch.results import StepResult
+from megascend.training.batch.sample import Sample
 
 
 class ModelOptimizer(Protocol):

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from megascend.errors import CheckpointError, ConfigError
-from megascend.kernels.linear_divergence import TeacherDivergence, linear_divergence
-from megascend.kernels.linear_logprobs import (
+from megascend.models import architecture_named
+from megascend.models.checkpoint_files.info import ModelInfo
+from megascend.models.checkpoint_files.scalar_head import BIAS, WEIGHT, ScalarHead
+from megascend.models.families.qwen3_vl import undeclared
+from megascend.training.kernels.linear_divergence import TeacherDivergence, linear_divergence
+from megascend.training.kernels.linear_logprobs import (
     LowRank,
     VocabShard,
     gather_logits,
     linear_cross_entropy,
     linear_logprobs,
 )
-from megascend.models import architecture_named
-from megascend.models.checkpoint_files.info import ModelInfo
-from megascend.models.checkpoint_files.scalar_head import BIAS, WEIGHT, ScalarHead
-from megascend.models.families.qwen3_vl import undeclared
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from megascend.changes import patch, patched
 from megascend.engines.key_values import DecodeStep, Prefill
-from megascend.kernels.host_copy import to_device
 from megascend.models.families.nemotron import step_limits
 from megascend.reference import fla as reference_fla
 from megascend.reference.fla.convolution import causal_conv1d_fn, causal_conv1d_update
 from megascend.reference.fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from megascend.training.kernels.host_copy import to_device
 
 KIND = "linear_attention"
 """Entry of ``layer_types``."""

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
 from megascend.engines.router_replay import ExpertLayers, ReplayedPass, RouterReplay
 from megascend.errors import MegascendError
 from megascend.models import architecture_of
+from megascend.training.batch.micro_batch import MicroBatch
 
 BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:[^.]+\.)*experts$")
 """Name of the experts in a mixture-of-experts block of a layer."""

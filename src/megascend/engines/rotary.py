@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
-from megascend.kernels.host_copy import to_device
+from megascend.training.batch.micro_batch import MicroBatch
+from megascend.training.kernels.host_copy import to_device
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 

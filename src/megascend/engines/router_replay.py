@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megascend.batch.sample import Sample
 from megascend.errors import DataError
+from megascend.training.batch.sample import Sample
 
 NOTHING_TO_REPLAY = "this model has no experts whose choice can be replayed"
 

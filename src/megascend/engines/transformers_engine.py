@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.batch.images import joined, positions
 from megascend.engines import linear_attention
 from megascend.engines.adamw import MainAdamW, WeightMap
 from megascend.engines.base import Engine, refuse_quantised_base
@@ -20,6 +19,7 @@ from megascend.errors import ConfigError
 from megascend.models.selfcheck.check import require_agreement_in_process
 from megascend.models.selfcheck.in_process import Subject
 from megascend.models.selfcheck.trial_inputs import ImageTokens
+from megascend.training.batch.images import joined, positions
 
 
 class TransformersEngine(Engine):

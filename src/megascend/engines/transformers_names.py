@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megascend.checkpoint.hf_slices import HfSlice
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.exported import abbreviated
 from megascend.models.checkpoint_files.files import TensorHeader
+from megascend.training.checkpoint.hf_slices import HfSlice
 from weightwire.manifest import LAYER
 
 _NUMBERS = 2**32

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megascend.batch.micro_batch import MicroBatch
 from megascend.config import VisionTower
 from megascend.models import Images
+from megascend.training.batch.micro_batch import MicroBatch
 
 
 def arguments(batch: MicroBatch) -> dict[str, Tensor]:

@@ -98,7 +98,7 @@ class Architecture:
             the model.
         megatron_core: oldest Megatron-Core that has the model's layers, as ``0.19``; None: every one that is supported.
         lora_targets: ``module:function``, a map from one of Megatron's layers to its adapter targets
-            (:data:`megascend.lora.target_maps.TargetMap`). None: the map of plain decoders.
+            (:data:`megascend.training.lora.target_maps.TargetMap`). None: the map of plain decoders.
         model_class: transformers' class of the causal language model, as in ``architectures`` of ``config.json``.
         router: scoring function of the experts; None for a dense model, or if ``config.json`` states it.
         layer_kinds: entries of ``layer_types`` that the Megatron engine computes.

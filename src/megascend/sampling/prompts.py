@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megascend.backend import Backend
-from megascend.batch.micro_batch import MicroBatch
-from megascend.batch.sample import Sample
 from megascend.engines.base import Output
 from megascend.sampling.request import SampleRequest, TopLogprobs
 from megascend.step.step import LOGIT_ROWS, Step
+from megascend.training.batch.micro_batch import MicroBatch
+from megascend.training.batch.sample import Sample
 
 T = TypeVar("T")
 IndexedRequests = Sequence[tuple[int, SampleRequest]]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from operator import index
 from typing import Literal
 
-from megascend.batch.image_sources import ImageSources
-from megascend.batch.images import SampleImages
+from megascend.training.batch.image_sources import ImageSources
+from megascend.training.batch.images import SampleImages
 
 Stop = str | int | tuple[int, ...]
 """A text, a token id, or a sequence of token ids."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megascend.backend import Backend
-from megascend.batch import images
 from megascend.errors import EngineError
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.sampling.choice import choose, top_logprobs
@@ -22,6 +21,7 @@ from megascend.sampling.prompts import PromptScores, score_prompts
 from megascend.sampling.request import SampleRequest, SampleResult, Stop, TopLogprobs
 from megascend.sampling.rows import Decode, ResponseRow, batches, ends, rows_of, shares
 from megascend.step.step import Step
+from megascend.training.batch import images
 
 Cancelled = Callable[[], Collection[int]]
 """Returns the indices of cancelled requests."""

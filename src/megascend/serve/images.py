@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from megascend.batch.image_sources import ImageSource, ImageSources
 from megascend.config.serve import RequestImages
 from megascend.data.images import ImageProcessor, decode, encoded
 from megascend.errors import DataError
+from megascend.training.batch.image_sources import ImageSource, ImageSources
 
 FORMATS = {"png": ("PNG",), "jpeg": ("JPEG",)}
 """The protocol's names of formats, with Pillow's."""

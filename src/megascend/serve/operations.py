@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megascend.batch.loss import Loss
 from megascend.config import Adam
 from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.serve.api.bodies import CreateModel, LoadNewModel, LoadWeights, SaveWeights, parse_adam
@@ -21,6 +20,7 @@ from megascend.serve.scheduler.commands import Command, Create, Forward, Forward
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service, unload_name
 from megascend.serve.tenancy import Model, Session
+from megascend.training.batch.loss import Loss
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from megascend.app.measurement import loss_values
-from megascend.batch.loss import Loss
-from megascend.batch.losses import BUILT_IN
-from megascend.batch.policy_losses import POLICY
-from megascend.batch.results import AdapterLoss
-from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api.bodies import as_float
 from megascend.serve.api.wire import MAX_COLUMNS, Datum, ProvenanceSpan
 from megascend.serve.samplers.sequences import RecordedSequence
+from megascend.training.batch.loss import Loss
+from megascend.training.batch.losses import BUILT_IN
+from megascend.training.batch.policy_losses import POLICY
+from megascend.training.batch.results import AdapterLoss
+from megascend.training.batch.sample import Sample
 
 
 def with_recorded(datum: Datum, find: Callable[[str], RecordedSequence]) -> Datum:

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from megascend.batch import images
-from megascend.batch.loss import MARGIN, Loss
-from megascend.batch.losses import CLASSIFICATION
-from megascend.batch.sample import IGNORED, Sample
 from megascend.engines import router_replay
 from megascend.engines.base import Engine
 from megascend.errors import ConfigError, DataError
+from megascend.training.batch import images
+from megascend.training.batch.loss import MARGIN, Loss
+from megascend.training.batch.losses import CLASSIFICATION
+from megascend.training.batch.sample import IGNORED, Sample
 
 
 def check_samples(samples: Sequence[Sample], engine: Engine) -> None:

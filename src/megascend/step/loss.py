@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascend.batch.agreement import Agreement
-from megascend.batch.loss import Loss, LossInputs, LossUnit
-from megascend.batch.loss_call import LossNormalizer, weighted
-from megascend.batch.losses import cross_entropy
-from megascend.batch.micro_batch import MicroBatch, MtpTargets, last_tokens
-from megascend.batch.results import MTP_LOSS
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError
-from megascend.kernels.host_copy import to_device
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.step.policy import policy_output
+from megascend.training.batch.agreement import Agreement
+from megascend.training.batch.loss import Loss, LossInputs, LossUnit
+from megascend.training.batch.loss_call import LossNormalizer, weighted
+from megascend.training.batch.losses import cross_entropy
+from megascend.training.batch.micro_batch import MicroBatch, MtpTargets, last_tokens
+from megascend.training.batch.results import MTP_LOSS
+from megascend.training.kernels.host_copy import to_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megascend.batch.micro_batch import MicroBatch
 from megascend.engines.base import Output
-from megascend.kernels.linear_divergence import TeacherDivergence
+from megascend.training.batch.micro_batch import MicroBatch
+from megascend.training.kernels.linear_divergence import TeacherDivergence
 
 
 @dataclass(frozen=True)

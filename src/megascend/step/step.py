@@ -10,17 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascend.batch import agreement
-from megascend.batch.loss import Loss
-from megascend.batch.loss_call import LossNormalizer, raise_together
-from megascend.batch.losses import cross_entropy
-from megascend.batch.micro_batch import MicroBatch, build, last_tokens, pair_positions, unpack
-from megascend.batch.packing import plan_micro_batches, split_to
-from megascend.batch.results import MTP_LOSS, ForwardBackwardResult, ForwardResult
-from megascend.batch.sample import Sample
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError, LossFunctionError, MegascendError, OutOfDeviceMemoryError
-from megascend.kernels.host_copy import to_device
 from megascend.runtime.diagnostics.hang_monitor import HangMonitor
 from megascend.runtime.distributed.memory import catch_oom_on_all_ranks
 from megascend.runtime.distributed.objects import broadcast_object, gather_objects
@@ -34,6 +25,15 @@ from megascend.step.checks import (
 )
 from megascend.step.loss import MicroBatchLoss, normalizer_of
 from megascend.step.policy import policy_output
+from megascend.training.batch import agreement
+from megascend.training.batch.loss import Loss
+from megascend.training.batch.loss_call import LossNormalizer, raise_together
+from megascend.training.batch.losses import cross_entropy
+from megascend.training.batch.micro_batch import MicroBatch, build, last_tokens, pair_positions, unpack
+from megascend.training.batch.packing import plan_micro_batches, split_to
+from megascend.training.batch.results import MTP_LOSS, ForwardBackwardResult, ForwardResult
+from megascend.training.batch.sample import Sample
+from megascend.training.kernels.host_copy import to_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

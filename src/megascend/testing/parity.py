@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megascend.backends import MegatronBackend
-    from megascend.batch.sample import Sample
+    from megascend.training.batch.sample import Sample
 
 
 class CaseResult(Protocol):
@@ -300,7 +300,7 @@ def token_lists(vocabulary: int = TINY_VOCABULARY, lengths: tuple[int, ...] = LE
 
 def causal_samples(tokens: list[list[int]]) -> list[Sample]:
     """Return ``tokens`` as samples whose first PROMPT tokens are not trained."""
-    from megascend.batch.sample import Sample
+    from megascend.training.batch.sample import Sample
 
     return [Sample.causal(ids, prompt_length=PROMPT) for ids in tokens]
 

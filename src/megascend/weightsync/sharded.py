@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from megascend.checkpoint.hf_slices import held_weights
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.reference.reductions import out_of_range
 from megascend.runtime.distributed.objects import broadcast_object, collect_objects, from_rank_0
+from megascend.training.checkpoint.hf_slices import held_weights
 from megascend.weightsync.all_ranks import AllRanks, on_every_rank
 from megascend.weightsync.delivery import Delivery, PlanRecord, Ticket, Update
 from weightwire.errors import PlanError

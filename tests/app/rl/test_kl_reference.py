@@ -21,14 +21,14 @@ import megascend
 from megascend.app.rl.learn import step_samples
 from megascend.app.rl.reference import ESTIMATORS, KL_WEIGHTS, ReferenceModel, check_reference, with_kl
 from megascend.app.rl.set_up import check_objective
-from megascend.batch.loss import LossInputs
-from megascend.batch.losses import resolve
 from megascend.cli.dry_run_text import Style, report_rl
 from megascend.config.rl import Objective, ReferenceSettings, RlConfig
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import write_tiny_checkpoint
+from megascend.training.batch.loss import LossInputs
+from megascend.training.batch.losses import resolve
 from support.forked_programs import run_forked
 from support.rl_runs import SAMPLING_METRICS, TIMINGS, RecordedEngine, dry, in_a_fork, rollouts, rows, run
 from support.rl_runs import settings as loop_settings

@@ -26,13 +26,13 @@ from megascend.app.rl.teacher import Teacher, TeacherScores, TrainerTeacher, che
 from megascend.app.rl.train import train_rl
 from megascend.app.rl.trial import describe_teacher
 from megascend.app.teacher_model import TeacherModel
-from megascend.batch.candidates import Candidates
 from megascend.config.rl import Objective, RlConfig, TeacherSettings
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.rollout.engines.local import LocalEngine, ModelProcess
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend
+from megascend.training.batch.candidates import Candidates
 from support.rl_runs import RecordedEngine
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")

@@ -14,11 +14,16 @@ from megascend import Adam, Adapters, Lora, Schedule
 from megascend.engines.fsdp.adapters import FsdpAdapterLayers
 from megascend.engines.fsdp.transformers_api import COMPUTED_BY
 from megascend.errors import ConfigError
-from megascend.lora.adapter import Adapter
-from megascend.lora.registry import AdapterRegistry, AdapterSettings
-from megascend.lora.segments import TokenSegments, token_segments
-from megascend.lora.stacked_adapters import StackedAdapters
-from megascend.lora.transformers_targets import drawn_as, embedding_and_output, experts_without_gate, layer_targets
+from megascend.training.lora.adapter import Adapter
+from megascend.training.lora.registry import AdapterRegistry, AdapterSettings
+from megascend.training.lora.segments import TokenSegments, token_segments
+from megascend.training.lora.stacked_adapters import StackedAdapters
+from megascend.training.lora.transformers_targets import (
+    drawn_as,
+    embedding_and_output,
+    experts_without_gate,
+    layer_targets,
+)
 
 CPU = torch.device("cpu")
 EXPERTS, HIDDEN, MIDDLE, TOKENS, CHOSEN = 4, 6, 5, 12, 2

@@ -17,10 +17,10 @@ from legs import run_leg
 from test_fsdp import in_process
 
 from megascend import Adam, Adapters, Batching, Fsdp, Parallel
-from megascend.checkpoint import hf_slices, manifest
 from megascend.config import Precision
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, case_checkpoint, hf_reference, token_lists
+from megascend.training.checkpoint import hf_slices, manifest
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

@@ -14,10 +14,10 @@ import torch
 
 from megascend import Adam, Adapters, Batching, CudaGraphs, Lora, Parallel, Recompute, Sample
 from megascend.errors import PlatformError
-from megascend.kernels.qkv_rope_plain import plain_qkv_rope
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
+from megascend.training.kernels.qkv_rope_plain import plain_qkv_rope
 from support.graphed_steps import CaptureOnCpu, gradients_of
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")

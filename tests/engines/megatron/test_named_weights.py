@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megascend import Adam, Adapters, Batching, Lora, Parallel
-from megascend.checkpoint.hf_slices import held_weights
-from megascend.checkpoint.slices import index_of
 from megascend.errors import CheckpointError, CollectiveTimeoutError, ConfigError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from megascend.testing.reference import run_reference
+from megascend.training.checkpoint.hf_slices import held_weights
+from megascend.training.checkpoint.slices import index_of
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -126,7 +126,7 @@ def trained_adapter(checkpoint: Path, parallel: Parallel) -> Any:
 
 @pytest.mark.parametrize(("arch", "parallel"), [("qwen3", Parallel(tensor=2)), ("qwen2", Parallel(pipeline=2))])
 def test_merged_adapter_matches_peft(parity_folder, tmp_path, arch, parallel):
-    from megascend.lora.factors import merged
+    from megascend.training.lora.factors import merged
 
     checkpoint = case_checkpoint(parity_folder, arch)
 

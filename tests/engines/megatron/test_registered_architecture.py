@@ -111,7 +111,7 @@ def test_megascend_train_takes_it_by_its_plug_in(checkpoint: Path, tmp_path: Pat
         for name in [name for name in sys.modules if name.split(".")[0] == "parrot"]:
             del sys.modules[name]
         registry._from_outside.clear()
-        megascend.lora.target_maps._by_model_type.clear()
+        megascend.training.lora.target_maps._by_model_type.clear()
         result = train(run)
         return result.steps, result.export
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megascend import Adam, Batching, Moe, Parallel, Recompute
-from megascend.batch.packing import plan_micro_batches, shard, split_to
 from megascend.errors import ConfigError
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, PROMPT, case_checkpoint, causal_samples, hf_reference, token_lists
 from megascend.testing.reference import run_reference
+from megascend.training.batch.packing import plan_micro_batches, shard, split_to
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

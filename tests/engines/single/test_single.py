@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megascend import Adam, Adapters, Batching, Candidates, Lora, Moe, Recompute, Sample
-from megascend.batch.losses import BUILT_IN
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
@@ -25,6 +24,7 @@ from megascend.testing.parity import (
     token_lists,
     train_case,
 )
+from megascend.training.batch.losses import BUILT_IN
 from support.forked_programs import run_forked
 from support.lora_parity import adapter_differences, case_adapter, peft_reference
 

@@ -30,7 +30,7 @@ from verl.workers.utils.losses import sft_loss
 
 from megascend.errors import LossFunctionError
 from megascend.integrations.verl import losses
-from megascend.kernels import linear_logprobs
+from megascend.training.kernels import linear_logprobs
 from support.host_waits import HostWaits
 
 LENGTHS = (7, 12, 5, 9, 12, 8)
@@ -38,7 +38,7 @@ ON_CPU = (
     "reference/te/attention.py",
     "reference/te/attention_core.py",
     "reference/te/optimizers.py",
-    "kernels/linear_logprobs.py",
+    "training/kernels/linear_logprobs.py",
     "distributed/param_and_grad_buffer.py",  # Gloo's own copy
 )
 """What these read or copy, they do on a CPU alone."""

@@ -11,13 +11,13 @@ import pytest
 from shapes import QWEN3_1_7B, QWEN3_4B, SIX_LAYERS_OF_30B_A3B, info_of
 
 from megascend.config import Lora, Parallel, RunConfig
-from megascend.kernels import linear_logprobs
 from megascend.models.base import LinearAttention
 from megascend.models.memory import activations
 from megascend.models.memory.estimate import Estimate, estimate
 from megascend.models.memory.parameters import stages
 from megascend.models.memory.sizes import Kernels, LayerKey, ModelSizes, TeacherSizes, Workload
 from megascend.runtime.topology.topology import plan
+from megascend.training.kernels import linear_logprobs
 
 GIB = 2**30
 USUAL: dict[str, Any] = {"model": "m", "output": "o", "data": {"path": "d"}}
@@ -302,8 +302,8 @@ def test_quantised_base_weights_are_counted_with_their_scales(method: str, size:
 
 def test_constants_are_those_of_the_modules_that_import_torch():
     from megascend.engines import blockwise_adamw
-    from megascend.lora import quantised_weights
     from megascend.models.memory import parameters
+    from megascend.training.lora import quantised_weights
 
     assert (blockwise_adamw.BLOCK, blockwise_adamw.CHUNK) == (parameters.QUANTISED_BLOCK, parameters.QUANTISED_CHUNK)
     assert quantised_weights.CHUNK == parameters.DEQUANTISED_CHUNK

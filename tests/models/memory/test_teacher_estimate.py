@@ -19,7 +19,6 @@ from megascend.app.run_backend import ADAPTER, make_backend
 from megascend.app.teacher_model import TeacherModel, teacher_sizes
 from megascend.config import RunConfig
 from megascend.config.data import Distillation
-from megascend.kernels import linear_divergence
 from megascend.models.checkpoint_files.files import read_config
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.memory import activations
@@ -27,6 +26,7 @@ from megascend.models.memory.estimate import Estimate, estimate
 from megascend.models.memory.sizes import Workload
 from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed
+from megascend.training.kernels import linear_divergence
 from support.covering import first_stack_required
 from support.tensor_memory import TensorMemory
 

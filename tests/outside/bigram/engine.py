@@ -7,13 +7,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import megascend
-from megascend.batch.micro_batch import SequenceLayout
-from megascend.checkpoint.hf_slices import HfSlice
-from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
 from megascend.engines.adamw import ModelAdamW
 from megascend.engines.base import Engine
 from megascend.engines.full_model import FullModel
 from megascend.engines.heads import PlainOutput
+from megascend.training.batch.micro_batch import SequenceLayout
+from megascend.training.checkpoint.hf_slices import HfSlice
+from megascend.training.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megascend.lora.target_maps import linear, query_key_value
+from megascend.training.lora.target_maps import linear, query_key_value
 
 
 def layer_targets(layer, number, layout):

@@ -13,10 +13,10 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from megascend.checkpoint import manifest
-from megascend.checkpoint.torch_io import ChunkWriter
 from megascend.runtime.io import hashing
 from megascend.runtime.io.hashing import HashingWriter
+from megascend.training.checkpoint import manifest
+from megascend.training.checkpoint.torch_io import ChunkWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -11,19 +11,19 @@ import torch
 
 from megascend.app.rl.reference import KL_WEIGHTS, Divergence, ReferenceModel
 from megascend.app.rl.step_advantages import response_length, step_advantages
-from megascend.batch.candidates import allowed_rows
-from megascend.batch.loss import Loss
-from megascend.batch.losses import resolve
-from megascend.batch.sample import Sample
 from megascend.config.rl import Objective
 from megascend.errors import ConfigError
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.rollout.mismatch import Mismatch, measure, total, truncated_weights
+from megascend.training.batch.candidates import allowed_rows
+from megascend.training.batch.loss import Loss
+from megascend.training.batch.losses import resolve
+from megascend.training.batch.sample import Sample
 
 if TYPE_CHECKING:
     from megascend.app.rl.teacher import TeacherScores
     from megascend.backend import Backend
-    from megascend.batch.results import ForwardBackwardResult
+    from megascend.training.batch.results import ForwardBackwardResult
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megascend.app.plot import Panel
 from megascend.app.run_log import EMPTY, MetricsRecord
 from megascend.rollout.buffer import Counts
 from megascend.rollout.group import Trajectory, TrajectoryGroup
-from megascend.tracking.metrics import Metric
+from megascend.training.batch.metrics import Metric
 
 if TYPE_CHECKING:
     from megascend.app.rl.reference import Divergence

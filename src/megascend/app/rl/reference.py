@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from megascend.app.swapped_weights import SwappedWeights, difference_of_models
-from megascend.batch.loss import Loss, LossInputs
 from megascend.config.rl import BASE, ReferenceSettings, RlConfig
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.rollout.group import TrajectoryGroup
+from megascend.training.batch.loss import Loss, LossInputs
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
-    from megascend.batch.sample import Sample
+    from megascend.training.batch.sample import Sample
 
 logger = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from megascend.app.rl.rollouts import SLICE_S
 from megascend.app.teacher_model import TeacherModel, check_teacher_model, check_vocabulary
-from megascend.batch.candidates import Candidates, allowed_rows
-from megascend.batch.loss import Loss
-from megascend.batch.losses import BUILT_IN
-from megascend.batch.sample import Sample
 from megascend.config.rl import SGLANG, TRAINER, RlConfig, TeacherSettings
 from megascend.errors import EngineError, EngineLostError
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.rollout.group import Trajectory, TrajectoryGroup
+from megascend.training.batch.candidates import Candidates, allowed_rows
+from megascend.training.batch.loss import Loss
+from megascend.training.batch.losses import BUILT_IN
+from megascend.training.batch.sample import Sample
 from weightwire.engine import TopLogprobs
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import WireError

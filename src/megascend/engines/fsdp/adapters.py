@@ -20,13 +20,14 @@ from megascend.engines.fsdp.experts import SortedRows, frozen_experts
 from megascend.engines.fsdp.transformers_api import compute_experts_by, experts_products
 from megascend.engines.vision import tower
 from megascend.errors import ConfigError
-from megascend.lora.adapter_set import MixedAdapters
-from megascend.lora.applied_adapters import AppliedAdapters, start_graph
-from megascend.lora.layout import ShapeGroup
-from megascend.lora.registry import AdapterRegistry, check_limits
-from megascend.lora.segments import ExpertAdapterRows, by_expert_and_adapter
-from megascend.lora.target_modules import EMBEDDING, HEAD, RefusedTargets, TargetModule, check_untied, matches
-from megascend.lora.transformers_targets import (
+from megascend.models import Images
+from megascend.training.lora.adapter_set import MixedAdapters
+from megascend.training.lora.applied_adapters import AppliedAdapters, start_graph
+from megascend.training.lora.layout import ShapeGroup
+from megascend.training.lora.registry import AdapterRegistry, check_limits
+from megascend.training.lora.segments import ExpertAdapterRows, by_expert_and_adapter
+from megascend.training.lora.target_modules import EMBEDDING, HEAD, RefusedTargets, TargetModule, check_untied, matches
+from megascend.training.lora.transformers_targets import (
     divided_tower,
     drawn_as,
     embedding_and_output,
@@ -35,7 +36,6 @@ from megascend.lora.transformers_targets import (
     is_transposed,
     layer_targets,
 )
-from megascend.models import Images
 
 AdapterSlot = tuple[int, int, TargetModule]
 """Index of the shape group, index in it, target module."""

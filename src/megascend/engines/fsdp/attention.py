@@ -24,9 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from megascend.engines.fsdp import varlen
 from megascend.engines.key_values import DecodeStep, Prefill
 from megascend.errors import ConfigError, TopologyError
-from megascend.kernels import npu
-from megascend.kernels.host_copy import to_device
 from megascend.reference.attention_sinks import attention_with_sinks
+from megascend.training.kernels import npu
+from megascend.training.kernels.host_copy import to_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 
-from megascend.batch.micro_batch import MicroBatch, SequenceLayout
-from megascend.checkpoint.hf_slices import HfSlices
-from megascend.checkpoint.slices import TensorSlices
 from megascend.config import Recompute
 from megascend.engines import linear_attention, vision
 from megascend.engines.base import OnOutput, longest_sample, seed_generators
@@ -34,14 +31,17 @@ from megascend.engines.rotary import RotaryByLength
 from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject, refuse_megatron_settings
 from megascend.engines.transformers_names import check_rows, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
-from megascend.lora.factors import merged
-from megascend.lora.target_modules import RefusedTargets, TargetModule
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.checkpoint_files.scalar_head import ScalarHead
 from megascend.models.selfcheck import in_process
 from megascend.models.selfcheck.trial_inputs import ImageTokens
 from megascend.runtime.distributed.objects import raise_on_all_ranks
 from megascend.runtime.topology.topology import Receivers, Topology
+from megascend.training.batch.micro_batch import MicroBatch, SequenceLayout
+from megascend.training.checkpoint.hf_slices import HfSlices
+from megascend.training.checkpoint.slices import TensorSlices
+from megascend.training.lora.factors import merged
+from megascend.training.lora.target_modules import RefusedTargets, TargetModule
 
 
 class FsdpEngine(TransformersEngine):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megascend.engines.fsdp.experts import Experts, SpreadRows, permutation
 from megascend.errors import ConfigError
-from megascend.kernels.token_rows import Permutation
+from megascend.training.kernels.token_rows import Permutation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

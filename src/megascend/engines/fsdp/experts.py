@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.kernels.token_rows import Permutation
-from megascend.lora.grouped import SegmentedLinear, Segments
+from megascend.training.kernels.token_rows import Permutation
+from megascend.training.lora.grouped import SegmentedLinear, Segments
 
 Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """(fused experts, states [n, h], each token's experts [n, k], their weights [n, k]) -> [n, h]."""

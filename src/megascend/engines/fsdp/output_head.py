@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
 from megascend.engines import vision
 from megascend.engines.base import OnOutput, ScalarOutput
 from megascend.engines.heads import PlainOutput, output_layer, values_of
 from megascend.errors import ConfigError
-from megascend.lora.applied_adapters import AppliedAdapters
+from megascend.training.batch.micro_batch import MicroBatch
+from megascend.training.lora.applied_adapters import AppliedAdapters
 
 
 def more_than_product(model: Any) -> ConfigError:

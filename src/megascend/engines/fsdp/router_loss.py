@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascend.batch.micro_batch import MicroBatch
 from megascend.config import Moe
 from megascend.engines.load_balancing import Formula, gradients, scores
 from megascend.errors import ConfigError
 from megascend.runtime.distributed.objects import all_reduce_numbers
 from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.training.batch.micro_batch import MicroBatch
 
 FUNCTION = "load_balancing_loss_func"
 """Function in the module of every model for which transformers has such a loss; routers of these models use softmax."""

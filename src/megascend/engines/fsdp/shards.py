@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megascend.checkpoint.hf_slices import HfSlice
-from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, index_of, minus, overlap
 from megascend.config import Adam, Precision, Schedule
 from megascend.engines.adamw import MainAdamW, WeightMap
 from megascend.engines.fsdp import transformers_api
@@ -29,6 +27,8 @@ from megascend.models.checkpoint_files.files import TensorHeader
 from megascend.models.checkpoint_files.quantised import read_tensor
 from megascend.reference.reductions import names_with_nan, out_of_range, square_sum
 from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.training.checkpoint.hf_slices import HfSlice
+from megascend.training.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, index_of, minus, overlap
 
 
 @dataclass(frozen=True)

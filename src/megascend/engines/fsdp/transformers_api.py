@@ -32,11 +32,11 @@ from megascend.engines.heads import (
 )
 from megascend.engines.vision import attention_of
 from megascend.errors import CheckpointError, ConfigError, VersionError
-from megascend.kernels.npu import GroupedProduct
 from megascend.models import architecture_named
 from megascend.models.base import IndexedAttention
 from megascend.models.checkpoint_files.architectures import transformers_config
 from megascend.models.checkpoint_files.scalar_head import ScalarHead
+from megascend.training.kernels.npu import GroupedProduct
 
 OLDEST = "5.10"
 NAME = "megascend"

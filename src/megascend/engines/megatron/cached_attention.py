@@ -27,18 +27,18 @@ from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patched
 from megascend.engines import linear_attention
 from megascend.engines.key_values import DecodeStep, Prefill
 from megascend.engines.megatron.graph_support import ROPE_OF_LENGTH
 from megascend.runtime.topology.topology import Topology
+from megascend.training.batch.micro_batch import MicroBatch
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d", "chunk_gated_delta_rule"
 """Names of fla's functions in mcore-bridge's module."""
 
 if TYPE_CHECKING:
-    from megascend.lora.layers import AdapterLayers
+    from megascend.training.lora.layers import AdapterLayers
 
 
 def unsupported_reason(chunks: Sequence[Any], config: Any, topology: Topology, platform: str) -> str | None:
@@ -172,7 +172,7 @@ class CachedAttention:
 
     def _watch(self, up: Any, stack: contextlib.ExitStack, reason: str) -> None:
         """Take the latents that ``up`` multiplies in each call, normalised, of all tokens, until ``stack`` is closed."""
-        from megascend.lora.layers import split_output
+        from megascend.training.lora.layers import split_output
 
         # A norm that is fused into the layer shows its output on demand; adapters have asked for it already.
         hidden = getattr(up, "return_layernorm_output", True) is False

@@ -17,13 +17,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megascend.batch.micro_batch import MicroBatch
-from megascend.batch.step_shapes import StepShape, adapter_ends, boundaries
 from megascend.engines.megatron.output_head import OutputHead
-from megascend.kernels.host_copy import to_device
-from megascend.lora.grouped import Segments
-from megascend.lora.segments import TokenSegments, tokens_per_adapter
-from megascend.lora.stacked_adapters import StackedAdapters
+from megascend.training.batch.micro_batch import MicroBatch
+from megascend.training.batch.step_shapes import StepShape, adapter_ends, boundaries
+from megascend.training.kernels.host_copy import to_device
+from megascend.training.lora.grouped import Segments
+from megascend.training.lora.segments import TokenSegments, tokens_per_adapter
+from megascend.training.lora.stacked_adapters import StackedAdapters
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from megascend.engines.megatron import graph_support, grouped_experts, mtp, quan
 from megascend.engines.megatron.build import build_config, check_packing, check_rotary, check_window
 from megascend.engines.megatron.groups import fake_groups
 from megascend.errors import ConfigError
-from megascend.lora.registry import check_limits
-from megascend.lora.target_modules import matches, refused_tower_targets
 from megascend.models.checkpoint_files.info import ModelInfo, linear_layers
 from megascend.runtime.platforms.base import Platform
 from megascend.runtime.topology.topology import Topology
+from megascend.training.lora.registry import check_limits
+from megascend.training.lora.target_modules import matches, refused_tower_targets
 
 if TYPE_CHECKING:
     from megascend.runtime.bootstrap import Runtime

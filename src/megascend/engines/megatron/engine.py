@@ -17,10 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.changes import patch
-from megascend.checkpoint.hf_slices import HfSlice, HfSlices
-from megascend.checkpoint.slices import TensorSlices
 from megascend.config import CudaGraphs
 from megascend.engines.base import (
     Engine,
@@ -58,16 +55,19 @@ from megascend.engines.megatron.quantised_base import QuantisedBase
 from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
 from megascend.engines.weight_settings import SettingsByWeight
 from megascend.errors import CheckpointError, ConfigError
-from megascend.lora.factors import merged
 from megascend.models.selfcheck.check import log_warnings, require_agreement
 from megascend.models.selfcheck.verdict import Verdict
 from megascend.runtime.distributed.objects import gather_objects, raise_on_all_ranks
 from megascend.runtime.topology.topology import Receivers
+from megascend.training.batch.micro_batch import MicroBatch, SequenceLayout
+from megascend.training.checkpoint.hf_slices import HfSlice, HfSlices
+from megascend.training.checkpoint.slices import TensorSlices
+from megascend.training.lora.factors import merged
 
 if TYPE_CHECKING:
     from megascend.engines.megatron.graphed_steps import GraphedSteps
-    from megascend.lora.layers import AdapterManager
     from megascend.models.selfcheck.process import Worker
+    from megascend.training.lora.layers import AdapterManager
 
 LARGE_LAYER = 2**29
 """Parameters per layer above which an export gathers layers in host memory instead of on the device: 1 GiB in bf16, beside the
@@ -165,8 +165,8 @@ class MegatronEngine(Engine):
 
     def _add_adapters(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Freeze the model, and add the set of adapters that are trained in its place."""
-        from megascend.lora.layers import AdapterManager
-        from megascend.lora.transformers_targets import divided_tower, head_targets
+        from megascend.training.lora.layers import AdapterManager
+        from megascend.training.lora.transformers_targets import divided_tower, head_targets
 
         images = self.info.architecture.images
         towers = [tower for chunk in self.bare_chunks if (tower := vision.tower(chunk, images)) is not None]
@@ -271,7 +271,7 @@ class MegatronEngine(Engine):
 
     def _use_kernels(self) -> None:
         """Install megascend's CUDA kernels in the layers that they fit."""
-        from megascend.kernels import gated_silu, head_norm, qkv_rope, qkv_rope_plain
+        from megascend.training.kernels import gated_silu, head_norm, qkv_rope, qkv_rope_plain
 
         head_norm.install(self.bare_chunks)
         fused_qkv.install(self.decoders, qkv_rope_plain.VerifiedKernel(qkv_rope.qkv_rope))

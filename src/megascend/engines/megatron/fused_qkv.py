@@ -2,7 +2,7 @@
 
 Megatron splits the projection, applies QK-norm, and later the rotary embedding; each step reads and writes all of q, k and v, and
 autograd concatenates the gradients of the parts. Here attention is called without the rotary angles, and the method that
-computes q, k and v applies them together with the rest (:mod:`megascend.kernels.qkv_rope`).
+computes q, k and v applies them together with the rest (:mod:`megascend.training.kernels.qkv_rope`).
 
 :func:`unsupported_reason` decides once per module whether the kernel fits, :meth:`FusedQkv._rotation` again for each call. In all
 cases that are not known to be equivalent, Megatron's own code runs.
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megascend.changes import patch
 from megascend.errors import PlatformError
-from megascend.kernels.head_sizes import rotary_fits, width_fits
-from megascend.kernels.qkv_rope_plain import QkvRope
+from megascend.training.kernels.head_sizes import rotary_fits, width_fits
+from megascend.training.kernels.qkv_rope_plain import QkvRope
 
 REASON = "QK-norm, rotary embedding and the split of q, k and v in one kernel"
 UNKNOWN_ARGUMENTS = (

@@ -8,8 +8,8 @@ from typing import Any
 
 from megascend.config import Adam, Precision, Recompute
 from megascend.errors import ConfigError
-from megascend.lora.target_modules import is_embedding, is_output
 from megascend.runtime.topology.topology import Topology
+from megascend.training.lora.target_modules import is_embedding, is_output
 
 ROPE_OF_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding that depend on the sequence length, which padding to a captured shape changes."""

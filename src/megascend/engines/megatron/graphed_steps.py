@@ -1,6 +1,6 @@
 """Micro batches as replayed CUDA graphs, which need no host time per kernel.
 
-A micro batch is padded to one of a few shapes (:mod:`megascend.batch.step_shapes`). All that changes between calls is the content
+A micro batch is padded to one of a few shapes (:mod:`megascend.training.batch.step_shapes`). All that changes between calls is the content
 of static memory: tokens, segments, coefficients, parameters or factors of adapters, and gradients. The first micro batch of a
 shape runs eagerly on that memory; the second is captured, which executes nothing, and then replayed, as are all later ones. The
 loss, the normalisation and all reported numbers are computed outside the graph, on the original micro batch.
@@ -18,17 +18,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megascend.batch.micro_batch import MicroBatch
-from megascend.batch.step_shapes import StepKind, StepShape, step_shape
 from megascend.config import CudaGraphs
 from megascend.engines.base import OnOutput, Output
 from megascend.engines.megatron.captured_step import Capture, CapturedStep, StepCounts, StepFunctions, write
 from megascend.engines.megatron.output_head import OutputHead
-from megascend.kernels.linear_divergence import TeacherDivergence
-from megascend.lora.grouped import kernel_of
-from megascend.lora.layers import AdapterManager
-from megascend.lora.stacked_adapters import StackedAdapters
 from megascend.runtime.diagnostics.hang_monitor import HangMonitor
+from megascend.training.batch.micro_batch import MicroBatch
+from megascend.training.batch.step_shapes import StepKind, StepShape, step_shape
+from megascend.training.kernels.linear_divergence import TeacherDivergence
+from megascend.training.lora.grouped import kernel_of
+from megascend.training.lora.layers import AdapterManager
+from megascend.training.lora.stacked_adapters import StackedAdapters
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from megascend.changes import changed, patch
 from megascend.config import Moe, Precision
 from megascend.errors import ConfigError, PlatformError
-from megascend.kernels.token_rows import Combine, Permutation, Spread, TokenRows, chunk_order, token_rows
-from megascend.lora.grouped import SegmentedLinear, Segments, accumulate, kernel_of, product
+from megascend.training.kernels.token_rows import Combine, Permutation, Spread, TokenRows, chunk_order, token_rows
+from megascend.training.lora.grouped import SegmentedLinear, Segments, accumulate, kernel_of, product
 
 _logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
-from megascend.checkpoint.hf_slices import HfSlice, check_sizes
 from megascend.engines.megatron.state import Entry, tensors_of
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.exported import fused_part
 from megascend.models.checkpoint_files.files import TensorHeader
+from megascend.training.checkpoint.hf_slices import HfSlice, check_sizes
 
 _NUMBERS = 2**40
 """An element is index of the :class:`_Rows` * _NUMBERS + row number."""

@@ -4,7 +4,7 @@ At position i the head joins the model's hidden state with the embedding of toke
 predicts token i + 2 with the model's own output layer. Megatron-Core has the layer; its inputs, its targets and its loss are
 megascend's. Megatron-Core shifts them with ``roll_tensor``, on every rank and for every micro batch, and divides the loss of each
 micro batch by its own number of targets, so that the sum depends on how samples are divided. Here they are shifted within each
-sample before it is cut (:class:`megascend.batch.micro_batch.MtpTargets`), and the loss is normalised over the global batch
+sample before it is cut (:class:`megascend.training.batch.micro_batch.MtpTargets`), and the loss is normalised over the global batch
 (:mod:`megascend.step.loss`). Rotary positions stay those of the hidden states: attention depends on their differences only.
 """
 
@@ -20,12 +20,12 @@ from megatron.core import tensor_parallel
 from packaging.version import Version
 from torch import Tensor
 
-from megascend.batch.micro_batch import MtpTargets
 from megascend.changes import patch
 from megascend.engines.context import EngineSpec
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.files import TensorHeader, tensor_headers
 from megascend.models.checkpoint_files.info import ModelInfo, equal_tensors
+from megascend.training.batch.micro_batch import MtpTargets
 
 logger = logging.getLogger(__name__)
 

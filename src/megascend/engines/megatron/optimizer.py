@@ -14,8 +14,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
-from megascend.batch.gradient_scaling import INITIAL_LOSS_SCALE
-from megascend.batch.results import StepResult
 from megascend.changes import patch
 from megascend.config import Adam, Precision, Schedule
 from megascend.config.training import learning_rate
@@ -30,6 +28,8 @@ from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.runtime.bootstrap import current_runtime
 from megascend.runtime.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.training.batch.gradient_scaling import INITIAL_LOSS_SCALE
+from megascend.training.batch.results import StepResult
 
 BY_WEIGHT = "megascend_weight_settings"
 """Key of the :class:`WeightSettings` in a parameter group of Megatron's Adam."""

@@ -11,8 +11,14 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from torch import Tensor
 
 from megascend.changes import patch
-from megascend.kernels.linear_divergence import TeacherDivergence, linear_divergence
-from megascend.kernels.linear_logprobs import LowRank, VocabShard, gather_logits, linear_cross_entropy, linear_logprobs
+from megascend.training.kernels.linear_divergence import TeacherDivergence, linear_divergence
+from megascend.training.kernels.linear_logprobs import (
+    LowRank,
+    VocabShard,
+    gather_logits,
+    linear_cross_entropy,
+    linear_logprobs,
+)
 
 
 class OutputHead:
@@ -20,7 +26,7 @@ class OutputHead:
 
     The model's output layer remains a module of the model, for the hooks of Megatron's DDP and for checkpoints, but its forward
     only gathers the hidden states of sequence parallel ranks. Adapters of it append ``A x`` to them there
-    (:mod:`megascend.lora.applied_adapters`); the ``lora_delta`` that multiplies those columns by B is passed to every call.
+    (:mod:`megascend.training.lora.applied_adapters`); the ``lora_delta`` that multiplies those columns by B is passed to every call.
     """
 
     def __init__(self, model: Any, vocab_size: int, *, overlap_grad_reduce: bool) -> None:

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megascend.changes import changed, patched
 from megascend.config import BaseWeights
 from megascend.errors import ConfigError
-from megascend.lora.quantised_weights import BLOCKS, QuantisedLayer
 from megascend.runtime.topology.topology import Topology
+from megascend.training.lora.quantised_weights import BLOCKS, QuantisedLayer
 
 LAYERS = (
     "linear_qkv",

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
 from megascend.config import Moe
 from megascend.engines import load_balancing
 from megascend.errors import ConfigError
 from megascend.runtime.distributed.objects import all_reduce_numbers
 from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.training.batch.micro_batch import MicroBatch
 
 TO_BALANCE, CHOSEN = 0, 1
 """Indices of the two counts of :class:`_BalancedPass`:

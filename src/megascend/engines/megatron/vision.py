@@ -11,15 +11,15 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
-from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
 from megascend.config import Adapters, VisionTower
 from megascend.engines.vision import add_unused_features, features_of
 from megascend.engines.vision import arguments as image_arguments
 from megascend.errors import ConfigError
-from megascend.lora.target_modules import EMBEDDING, matches
 from megascend.models import Images
 from megascend.runtime.topology.topology import Topology
+from megascend.training.batch.micro_batch import MicroBatch
+from megascend.training.lora.target_modules import EMBEDDING, matches
 
 
 def check(config: Any, topology: Topology, adapters: Adapters | None, *, trains_head: bool) -> None:

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.batch.micro_batch import MicroBatch
-from megascend.batch.sample import Sample
 from megascend.changes import patched
 from megascend.config import Lora, VisionTower
 from megascend.engines.base import adapter_settings
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.vision import tower
-from megascend.lora.adapter_set import AdapterSet
-from megascend.lora.factors import Factors, head_factors, head_weight
-from megascend.lora.peft_tensors import is_expert_parameter
-from megascend.lora.registry import AdapterRegistry
-from megascend.lora.target_modules import HEAD, RefusedTargets, TargetModule
-from megascend.lora.transfer import scatter
-from megascend.lora.transformers_targets import divided_tower, head_targets, is_transposed, layer_targets
 from megascend.models import Images
+from megascend.training.batch.micro_batch import MicroBatch
+from megascend.training.batch.sample import Sample
+from megascend.training.lora.adapter_set import AdapterSet
+from megascend.training.lora.factors import Factors, head_factors, head_weight
+from megascend.training.lora.peft_tensors import is_expert_parameter
+from megascend.training.lora.registry import AdapterRegistry
+from megascend.training.lora.target_modules import HEAD, RefusedTargets, TargetModule
+from megascend.training.lora.transfer import scatter
+from megascend.training.lora.transformers_targets import divided_tower, head_targets, is_transposed, layer_targets
 
 ACTIVE = "active"
 """peft's name of the one adapter that the model has at a time."""

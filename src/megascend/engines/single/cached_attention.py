@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import changed
 from megascend.engines import linear_attention
 from megascend.engines.key_values import DecodeStep, Prefill, other_attention
 from megascend.errors import ConfigError
+from megascend.training.batch.micro_batch import MicroBatch
 
 REFUSED = ("softcap",)
 """Options of an attention function that the cached attention does not compute."""

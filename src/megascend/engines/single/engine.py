@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 
-from megascend.batch.micro_batch import MicroBatch, SequenceLayout
-from megascend.checkpoint.hf_slices import HfSlices
-from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
 from megascend.engines import linear_attention, vision
 from megascend.engines.adamw import ModelAdamW
 from megascend.engines.base import (
@@ -47,13 +44,16 @@ from megascend.engines.single.model import (
 from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject, refuse_megatron_settings
 from megascend.engines.transformers_names import check_rows, persistent_tensors, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
-from megascend.lora.factors import merged
-from megascend.lora.registry import check_limits
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.selfcheck import in_process
 from megascend.models.selfcheck.trial_inputs import ImageTokens
 from megascend.reference.reductions import out_of_range
 from megascend.runtime.topology.topology import Receivers
+from megascend.training.batch.micro_batch import MicroBatch, SequenceLayout
+from megascend.training.checkpoint.hf_slices import HfSlices
+from megascend.training.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
+from megascend.training.lora.factors import merged
+from megascend.training.lora.registry import check_limits
 
 
 class SingleEngine(TransformersEngine):

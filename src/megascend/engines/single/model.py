@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.batch.micro_batch import MicroBatch
 from megascend.config import Moe
 from megascend.engines.heads import check_tied, model_class, not_plain, tie_embeddings, without_bias
 from megascend.engines.transformers_names import as_stored, in_checkpoint, layer_of, persistent_tensors
@@ -25,6 +24,7 @@ from megascend.models.checkpoint_files.padding_rows import restore_padding_rows
 from megascend.models.checkpoint_files.quantised import read_tensor
 from megascend.models.checkpoint_files.scalar_head import BIAS
 from megascend.reference.reductions import out_of_range
+from megascend.training.batch.micro_batch import MicroBatch
 
 HEAD_BOUND = 1e-2
 """Largest difference of the plain product's logits from the model's, relative to their maximum: bf16 rounding."""

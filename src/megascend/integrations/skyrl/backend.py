@@ -68,7 +68,7 @@ class MegascendBackend(AbstractBackend):
         )
         # SkyRL's seed is any integer; the modulus makes it a non-negative one that fits into 64 bits.
         lora = Lora(rank=lora_config.rank, alpha=lora_config.alpha, targets=targets, seed=lora_config.seed % 2**62)
-        # Not the model id: SkyRL's is free text, and names of adapters are restricted (megascend.lora.registry).
+        # Not the model id: SkyRL's is free text, and names of adapters are restricted (megascend.training.lora.registry).
         adapter = f"m{self._created_count}"
         self._run_one(lambda number: Create(number, adapter, lora))
         self._created_count += 1

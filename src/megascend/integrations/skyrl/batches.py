@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from megascend.batch.loss import Loss
-from megascend.batch.sample import Sample
 from megascend.errors import DataError
 from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
 from megascend.serve.api.wire import Datum
 from megascend.serve.samples import loss_of, samples_of, values_of
+from megascend.training.batch.loss import Loss
+from megascend.training.batch.sample import Sample
 
 
 @dataclass(frozen=True)

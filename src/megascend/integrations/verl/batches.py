@@ -14,9 +14,9 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils
 
-from megascend.batch.sample import Sample
 from megascend.errors import DataError
-from megascend.kernels.host_copy import to_device
+from megascend.training.batch.sample import Sample
+from megascend.training.kernels.host_copy import to_device
 
 POSITION = "verl_position"
 """Extra field of every token: its position in its sequence, from 1; padding has 0. Exact in float32 below 2**24."""

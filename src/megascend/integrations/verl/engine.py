@@ -23,7 +23,6 @@ from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from megascend.backends import MegatronBackend
-from megascend.batch.sample import Sample
 from megascend.config import Adapters, Batching
 from megascend.engines.megatron.groups import require_none_alive
 from megascend.errors import ConfigError, ProcessGroupError
@@ -31,13 +30,14 @@ from megascend.integrations.verl import losses
 from megascend.integrations.verl.batches import Batch
 from megascend.integrations.verl.settings import translate
 from megascend.integrations.verl.settings_table import VENDOR
-from megascend.kernels.host_copy import to_device
 from megascend.models.checkpoint_files.files import tensor_headers
 from megascend.models.checkpoint_files.hub import snapshot
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.checkpoint_files.scalar_head import WEIGHT, HeadKind
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.runtime.topology.topology import plan
+from megascend.training.batch.sample import Sample
+from megascend.training.kernels.host_copy import to_device
 
 log = logging.getLogger(__name__)
 

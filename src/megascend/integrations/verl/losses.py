@@ -24,10 +24,10 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.py_functional import append_to_dict
 from verl.workers.utils.losses import sft_loss
 
-from megascend.batch.loss import Loss, LossInputs
 from megascend.errors import LossFunctionError
 from megascend.integrations.verl.batches import POSITION, Batch, nested
-from megascend.kernels.host_copy import HostCopy, to_device
+from megascend.training.batch.loss import Loss, LossInputs
+from megascend.training.kernels.host_copy import HostCopy, to_device
 
 VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 

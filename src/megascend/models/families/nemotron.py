@@ -35,7 +35,7 @@ class NemotronH(Architecture):
 
     megatron: str | None = "megascend.models.families.nemotron_megatron"
     megatron_core: str | None = "0.19"
-    lora_targets: str | None = "megascend.lora.target_maps:layer_targets_of_single_mixers"
+    lora_targets: str | None = "megascend.training.lora.target_maps:layer_targets_of_single_mixers"
     router: Literal["softmax", "sigmoid"] | None = "sigmoid"
     layer_kinds: tuple[str, ...] = tuple(SYMBOLS)
     renamed: tuple[tuple[str, str], ...] = (("backbone.", "model."),)

@@ -49,7 +49,7 @@ class QwenHybrid(Architecture):
     """Layers of linear attention by ``layer_types``, softmax attention with an output gate and partial rotary embeddings."""
 
     megatron: str | None = "megascend.models.families.qwen_hybrid_megatron"
-    lora_targets: str | None = "megascend.lora.target_maps:layer_targets_of_hybrids"
+    lora_targets: str | None = "megascend.training.lora.target_maps:layer_targets_of_hybrids"
     layer_kinds: tuple[str, ...] = (*ATTENTION_LAYERS, LINEAR)
     # Linear attention needs whole sequences: ranks exchange heads for them, by functions that older versions lack.
     context_core: str | None = "0.18"

@@ -364,12 +364,12 @@ def _adapted(kind: LayerKind, slices: int) -> float:
 
 
 CHUNK_BYTES = 5 * 2**28
-"""Bytes of a chunk of logits. A copy of the constant of :mod:`megascend.kernels.linear_logprobs`, which imports torch; a test
+"""Bytes of a chunk of logits. A copy of the constant of :mod:`megascend.training.kernels.linear_logprobs`, which imports torch; a test
 compares them."""
 
 
 DIVERGENCE_CHUNK_BYTES = 2**28
-"""As in :mod:`megascend.kernels.linear_divergence`, which needs torch."""
+"""As in :mod:`megascend.training.kernels.linear_divergence`, which needs torch."""
 
 
 def head_bytes(hidden: int, rows: int, tokens: float, kind: LayerKind, *, trained: bool) -> float:

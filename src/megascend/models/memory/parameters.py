@@ -296,7 +296,7 @@ def update_bytes(adam: Adam, matrix: float, *, fused: bool) -> int:
 
 BASE_BYTES = {"fp8": 1 + 4 / 128, "nf4": 0.5 + 4 / 64}
 """Bytes of a quantised base weight with its share of a scale, and DEQUANTISED_CHUNK, the values that are dequantised at a time in
-temporaries of fp32: copies of the constants of :mod:`megascend.lora.quantised_weights`, which imports torch."""
+temporaries of fp32: copies of the constants of :mod:`megascend.training.lora.quantised_weights`, which imports torch."""
 DEQUANTISED_CHUNK = 2**24
 
 
@@ -338,7 +338,7 @@ def _shard_size(shape: tuple[int, ...], parts: int) -> int:
 
 
 RANK_MULTIPLE = 8
-"""Multiple to which layers pad the ranks of factors. A copy of the constant of :mod:`megascend.lora.stacked_adapters`, which
+"""Multiple to which layers pad the ranks of factors. A copy of the constant of :mod:`megascend.training.lora.stacked_adapters`, which
 imports torch."""
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megascend.batch.images import SampleImages
 from megascend.models import architecture_of
+from megascend.training.batch.images import SampleImages
 
 MIN_MARGIN = 3e-5
 """Required margin between the last expert chosen and the first one not chosen, over the spread of the scores.

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.checkpoint.hf_slices import HfSlice
-from megascend.checkpoint.slices import index_of
 from megascend.engines.heads import model_class
 from megascend.engines.rotary import depends_on_length
 from megascend.engines.transformers_names import is_transposed, persistent_tensors, tensor_slices
@@ -27,6 +25,8 @@ from megascend.models.checkpoint_files.architectures import transformers_config
 from megascend.models.checkpoint_files.files import TensorHeader, tensor_headers
 from megascend.models.checkpoint_files.padding_rows import restore_padding_rows
 from megascend.rollout.engines.sampler import Row, make_rows, sample, sequence_logprobs
+from megascend.training.checkpoint.hf_slices import HfSlice
+from megascend.training.checkpoint.slices import index_of
 from weightwire.background import BackgroundThread
 from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs
 from weightwire.errors import ManifestError, UnsupportedCallError

@@ -350,8 +350,8 @@ def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
         return None
     import torch
 
-    from megascend.batch.sample import Sample
     from megascend.runtime.distributed.objects import raise_on_all_ranks
+    from megascend.training.batch.sample import Sample
 
     # A new adapter changes nothing. Requests to the base model use this one: see Servers.
     base = (settings.storage / ".base-adapter").absolute()

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from megascend.batch.loss import Loss
-from megascend.batch.sample import Sample
 from megascend.config import Adam, Lora
 from megascend.sampling.request import SampleRequest
 from megascend.serve.samples import RequestSamples
+from megascend.training.batch.loss import Loss
+from megascend.training.batch.sample import Sample
 
 
 # Compared by identity: samples have no equality, and two clients may send the same request.

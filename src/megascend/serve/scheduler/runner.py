@@ -19,15 +19,9 @@ import torch
 from torch import Tensor
 
 from megascend.backend import Backend
-from megascend.batch.image_sources import ImageSources
-from megascend.batch.images import SampleImages
-from megascend.batch.results import AdapterLoss
-from megascend.batch.sample import Sample
 from megascend.config import Lora
 from megascend.data.images import ImageProcessor
 from megascend.errors import ConfigError, DataError
-from megascend.lora.fairness import Ledger, Request, next_unit
-from megascend.lora.queue import CALLS_AT_ONCE, AdapterFuture, AdapterQueue, out_of_memory_error
 from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.serve.samples import RequestSamples, value_of
 from megascend.serve.scheduler.commands import (
@@ -45,6 +39,12 @@ from megascend.serve.scheduler.commands import (
     lengths_of,
 )
 from megascend.serve.scheduler.inbox import Inbox
+from megascend.training.batch.image_sources import ImageSources
+from megascend.training.batch.images import SampleImages
+from megascend.training.batch.results import AdapterLoss
+from megascend.training.batch.sample import Sample
+from megascend.training.lora.fairness import Ledger, Request, next_unit
+from megascend.training.lora.queue import CALLS_AT_ONCE, AdapterFuture, AdapterQueue, out_of_memory_error
 
 logger = logging.getLogger(__name__)
 
@@ -516,7 +516,7 @@ class SampleTurns:
         selected: list[Respond] = []
         room = max_responses
         while queues:
-            # As in training (lora/fairness.py), with tenants in place of adapters and requests in place of tokens. A limit of 0
+            # As in training (training/lora/fairness.py), with tenants in place of adapters and requests in place of tokens. A limit of 0
             # tokens lets no request join the leader: the limit here is of responses, counted below.
             heads = [Request(tenant, "forward", queue[0].number, 1, None) for tenant, queue in queues.items()]
             (first,) = unit = next_unit(heads, self._ledger, max_batch_tokens=0)

@@ -1,0 +1,107 @@
+"""Unsharded factors of adapted weights, as saved and loaded, and merging them into exported weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megascend.config import Lora
+from megascend.reference.reductions import to_dtype
+from megascend.training.lora.target_modules import HEAD, is_embedding
+
+
+@dataclass(frozen=True)
+class Factors:
+    """``lora_A`` and ``lora_B`` of one projection, on the CPU, in float32, not sharded.
+
+    Attributes:
+        a: [rank, in]; of experts [experts, rank, in]. An embedding's ``in`` is the vocabulary, an output layer's ``out``.
+        b: [out, rank]; of experts [experts, out, rank].
+    """
+
+    a: Tensor
+    b: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Rows of A."""
+        return self.a.shape[-2]
+
+    def delta(self, scaling: float) -> Tensor:
+        """Return ``scaling * B A``: [out, in]; of experts [experts, out, in]."""
+        return scaling * (self.b @ self.a)
+
+
+def head_factors(weight: Tensor, rank: int) -> Factors:
+    """Return a scalar head's weight [labels, h], or its gradient, as factors; see :data:`~megascend.training.lora.target_modules.HEAD`."""
+    a = weight.new_zeros(rank, weight.numel())
+    a[0] = weight.flatten()
+    return Factors(a, weight.new_zeros(len(weight), rank))
+
+
+def head_weight(factors: Factors) -> Tensor:
+    """Return the weight [labels, h] that :func:`head_factors` holds."""
+    return factors.a[0].view(len(factors.b), -1)
+
+
+EXPERT_WEIGHT = re.compile(
+    r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj|gate_up_proj)\.weight$"
+)
+
+
+def merged(
+    adapter: tuple[Lora, dict[str, Factors]] | None,
+    transposed: Collection[str] = (),
+    model_name: Callable[[str], str] = str,
+) -> Callable[[str, Tensor], Tensor] | None:
+    """Return a function that adds ``scaling * B A`` to every weight of a Hugging Face checkpoint that the adapter adapts.
+
+    A scalar head is replaced by the adapter's. Experts may be stored separately or fused; gate and up, too. The result has the
+    weight's dtype; a number beyond its range is a CheckpointError. None without an adapter, as on ranks that write nothing.
+
+    Args:
+        transposed: names of fused experts stored as [experts, in, out].
+        model_name: maps a name in the checkpoint to the one in transformers' model, which factors use.
+    """
+    if adapter is None:
+        return None
+    lora, factors = adapter
+
+    def merge(name: str, weight: Tensor) -> Tensor:
+        if name == f"{HEAD}.weight" and HEAD in factors:
+            return to_dtype(name, head_weight(factors[HEAD]).to(weight.device), weight.dtype)
+        delta = delta_for(model_name(name), lora, factors)
+        if delta is None:
+            return weight
+        if name in transposed:
+            delta = delta.mT
+        # In fp32: added to a 16-bit weight, most of a small delta would be lost.
+        return to_dtype(name, weight.float() + delta.to(weight.device), weight.dtype)
+
+    return merge
+
+
+def delta_for(name: str, lora: Lora, factors: dict[str, Factors]) -> Tensor | None:
+    """Return ``scaling * B A`` for the checkpoint's tensor ``name``; None if the adapter does not adapt it."""
+    module = name.removesuffix(".weight")
+    if module in factors:
+        delta = factors[module].delta(lora.scaling)
+        # An embedding's weight is [in, out].
+        return delta.mT if is_embedding(module) else delta
+    single = EXPERT_WEIGHT.match(name)
+    if single is None:
+        return None
+    number, part = int(single["number"]), single["part"]
+    fused = "down_proj" if part == "down_proj" else "gate_up_proj"
+    pair = factors.get(f"{single['experts']}.{fused}")
+    if pair is None:
+        return None
+    delta = lora.scaling * (pair.b[number] @ pair.a[number])
+    if part in ("down_proj", "gate_up_proj"):
+        return delta
+    gate, up = torch.chunk(delta, 2)
+    return gate if part == "gate_proj" else up

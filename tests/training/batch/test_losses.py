@@ -1,0 +1,319 @@
+"""The built-in losses against their formulas, in plain floats."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import tensor
+
+from megascend import Loss
+from megascend.errors import ConfigError, DataError
+from megascend.training.batch.loss import LossInputs, split_output
+from megascend.training.batch.losses import BUILT_IN, cross_entropy, dpo, resolve
+from megascend.training.batch.policy_losses import cispo, dro, gspo, importance_sampling, ppo, stable_reinforce
+
+LOGPROBS = [-1.0, -2.5, -0.25, -3.0]
+OLD = [-1.5, -2.0, -0.25, -2.0]
+ADVANTAGES = [1.0, -2.0, 0.5, -1.0]
+
+
+def inputs(count: int = 4, **changes) -> LossInputs:
+    settings = {
+        "targets": torch.zeros(count, dtype=torch.int64),
+        "weights": torch.ones(count),
+        "sample": torch.zeros(count, dtype=torch.int64),
+        "sample_count": 1,
+        "pairs": torch.zeros(0, 2, dtype=torch.int64),
+        "reduce_context": lambda values: values,
+        "old_logprobs": tensor(OLD),
+        "advantages": tensor(ADVANTAGES),
+    }
+    return LossInputs(**(settings | changes))
+
+
+def test_cross_entropy_is_the_negative_log_likelihood():
+    assert cross_entropy(tensor(LOGPROBS), inputs()).tolist() == [1.0, 2.5, 0.25, 3.0]
+
+
+def test_importance_sampling_weighs_advantages_by_the_ratio():
+    values, metrics = importance_sampling(tensor(LOGPROBS), inputs())
+    ratios = [math.exp(new - old) for new, old in zip(LOGPROBS, OLD, strict=True)]
+    assert values.tolist() == pytest.approx([-r * a for r, a in zip(ratios, ADVANTAGES, strict=True)])
+    assert metrics["ratio"].tolist() == pytest.approx(ratios)
+
+
+def test_ppo_takes_the_smaller_surrogate():
+    values, metrics = ppo(tensor(LOGPROBS), inputs())
+    expected, clipped = [], []
+    for new, old, advantage in zip(LOGPROBS, OLD, ADVANTAGES, strict=True):
+        ratio = math.exp(new - old)
+        limited = min(max(ratio, 0.8), 1.2)
+        expected.append(-min(ratio * advantage, limited * advantage))
+        clipped.append(float(limited * advantage < ratio * advantage))
+    assert values.tolist() == pytest.approx(expected)
+    assert metrics["clip_fraction"].tolist() == clipped == [1.0, 1.0, 0.0, 1.0]
+    assert metrics["kl"].tolist() == pytest.approx([math.exp(d) - 1 - d for d in (0.5, -0.5, 0.0, -1.0)])
+
+
+def test_ppo_is_flat_where_it_clips_and_only_there():
+    """Give no gradient to a ratio that moved too far in its advantage's direction, but to one that moved back."""
+    logprobs = tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
+    values, _ = ppo(logprobs, inputs(old_logprobs=torch.zeros(4), advantages=tensor([1.0, -1.0, 1.0, -1.0])))
+    values.sum().backward()
+    ratios = [math.exp(0.5), math.exp(0.5), math.exp(-0.5), math.exp(-0.5)]
+    assert logprobs.grad.tolist() == pytest.approx([0.0, ratios[1], -ratios[2], 0.0])
+
+
+def test_the_clip_range_of_ppo_can_be_set_per_side():
+    values, _ = ppo(tensor([1.0]), inputs(1, old_logprobs=tensor([0.0]), advantages=tensor([2.0])), clip_high=0.28)
+    assert values.item() == pytest.approx(-1.28 * 2)
+    loss = resolve(Loss("dapo", partial(ppo, clip_high=0.28), requires=("old_logprobs", "advantages")))
+    assert loss.function(tensor([1.0]), inputs(1, old_logprobs=tensor([0.0]), advantages=tensor([2.0])))[0] == values
+
+
+def test_settings_of_a_loss_go_by_name_and_make_equal_losses():
+    wide = BUILT_IN["ppo"].with_settings(clip_high=0.28)
+    arguments = inputs(1, old_logprobs=tensor([0.0]), advantages=tensor([2.0]))
+    assert wide(tensor([1.0]), arguments)[0].item() == pytest.approx(-1.28 * 2)
+    assert wide == BUILT_IN["ppo"].with_settings(clip_high=0.3).with_settings(clip_high=0.28) != BUILT_IN["ppo"]
+    assert wide.describe() == "loss='ppo', clip_high=0.28"
+    with pytest.raises(ConfigError, match="no setting 'beta'; it has: clip_low, clip_high"):
+        wide.with_settings(beta=1.0)
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages():
+    """Compare with -max(min(r A, clip(r) A), c A), whose gradient is 0 where the last one is the largest."""
+    logprobs = tensor([1.5, 0.5, -1.0, 1.5], requires_grad=True)
+    advantages = tensor([-1.0, -2.0, -1.0, 1.0])
+    values, metrics = ppo(logprobs, inputs(old_logprobs=torch.zeros(4), advantages=advantages), dual_clip=3.0)
+    values.sum().backward()
+    assert values.tolist() == pytest.approx([3.0, 2 * math.exp(0.5), 0.8, -1.2])
+    assert logprobs.grad.tolist() == pytest.approx([0.0, 2 * math.exp(0.5), 0.0, 0.0])
+    assert metrics["clip_fraction"].tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_divisor_replaces_the_sum_of_weights():
+    halved = replace(BUILT_IN["ppo"], divisor=8.0)
+    assert halved.describe() == "loss='ppo', divisor=8.0"
+    assert halved.effective_settings() == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    for options in ({"divisor": 0.0}, {"divisor": 2.0, "reduction": "sum"}):
+        with pytest.raises(ConfigError, match="divisor is a number above 0 for losses with reduction='mean'"):
+            replace(BUILT_IN["ppo"], **options)
+
+
+def test_the_gradient_of_cispo_is_the_policys_at_a_clipped_ratio():
+    logprobs = tensor(LOGPROBS, requires_grad=True)
+    values, metrics = cispo(logprobs, inputs(), clip_low=0.5, clip_high=0.1)
+    values.sum().backward()
+    ratios = [min(max(math.exp(new - old), 0.5), 1.1) for new, old in zip(LOGPROBS, OLD, strict=True)]
+    assert logprobs.grad.tolist() == pytest.approx([-r * a for r, a in zip(ratios, ADVANTAGES, strict=True)])
+    assert metrics["clip_fraction"].tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_gspo_has_one_ratio_a_sequence_of_its_tokens_with_a_weight():
+    arguments = inputs(weights=tensor([1.0, 0.0, 2.0, 1.0]), sample=tensor([0, 0, 0, 1]), sample_count=3)
+    values, metrics = gspo(tensor(LOGPROBS), arguments, clip_low=0.1, clip_high=0.2)
+    first, second = math.exp((0.5 + 0.0) / 2), math.exp(-1.0)
+    assert metrics["ratio"].tolist() == pytest.approx([first, first, first, second])
+    assert values.tolist() == pytest.approx([-1.2 * 1.0, first * 2.0, -1.2 * 0.5, 0.9])
+
+
+def test_dro_gradient_is_zero_at_its_optimum():
+    """Check that d/dlogp of -A logp + beta / 2 (logp - old)^2 is 0 at logp = old + A / beta."""
+    logprobs = tensor([1.0 / 0.05 - 1.5], requires_grad=True)
+    dro(logprobs, inputs(1, old_logprobs=tensor([-1.5]), advantages=tensor([1.0])))[0].sum().backward()
+    assert logprobs.grad.item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_stable_reinforce_is_the_policy_gradient_with_a_penalty_for_leaving_the_sampler():
+    """Compare, over all tokens the sampler may draw, with the gradient of E_pi[A] - c KL(pi || sampler) by autograd."""
+    logits = tensor([0.3, -1.0, 0.7, 0.1], requires_grad=True)
+    sampler = torch.log_softmax(tensor([-0.2, 0.4, 0.5, -1.0]), 0)
+    policy = torch.log_softmax(logits, 0)
+    advantages = tensor(ADVANTAGES)
+    objective = (policy.exp() * advantages).sum() - 0.3 * (policy.exp() * (policy - sampler)).sum()
+    expected = torch.autograd.grad(-objective, logits, retain_graph=True)[0]
+    arguments = inputs(old_logprobs=sampler, advantages=advantages)
+    values, metrics = stable_reinforce(policy, arguments, kl_coeff=0.3, max_ratio=100.0)
+    gradient = torch.autograd.grad((sampler.exp() * values).sum(), logits)[0]
+    assert gradient.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert (sampler.exp() * metrics["kl"]).sum().item() == pytest.approx(
+        (sampler.exp() * (sampler - policy)).sum().item()
+    )
+
+
+def test_stable_reinforce_bounds_the_weight_of_a_token():
+    values, metrics = stable_reinforce(tensor(LOGPROBS), inputs(), kl_coeff=0.1, max_ratio=1.5)
+    expected = [
+        -min(math.exp(new - old), 1.5) * (advantage - 0.1 * (new - old)) * new
+        for new, old, advantage in zip(LOGPROBS, OLD, ADVANTAGES, strict=True)
+    ]
+    assert values.tolist() == pytest.approx(expected)
+    assert metrics["clip_fraction"].tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5])
+def test_dpo_compares_the_weighted_sums_of_each_pair(beta):
+    logprobs = tensor([-1.0, -2.0, -3.0, -0.5, -0.25, -4.0])
+    reference = tensor([-1.5, -1.0, -2.0, -1.0, -0.5, -1.0])
+    weights = tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.5])
+    arguments = inputs(
+        6,
+        weights=weights,
+        ref_logprobs=reference,
+        sample=tensor([0, 0, 1, 1, 2, 3]),
+        sample_count=4,
+        pairs=tensor([[1, 0], [2, 3]]),  # samples 1 and 2 are the chosen ones
+    )
+    margins = [0.5, -1.0 + 0.5, 0.25, -1.5]
+    values, metrics = dpo(logprobs, arguments, beta=beta)
+    logits = [beta * (margins[1] - margins[0]), beta * (margins[2] - margins[3])]
+    assert values.tolist() == pytest.approx([-math.log(1 / (1 + math.exp(-x))) for x in logits])
+    assert metrics["accuracy"].tolist() == [0.0, 1.0]
+    assert metrics["reward_chosen"].tolist() == pytest.approx([beta * margins[1], beta * margins[2]])
+    assert metrics["reward_rejected"].tolist() == pytest.approx([beta * margins[0], beta * margins[3]])
+
+
+def test_dpo_of_the_reference_is_log_two():
+    arguments = inputs(
+        2, ref_logprobs=tensor([-1.0, -2.0]), sample=tensor([0, 1]), sample_count=2, pairs=tensor([[0, 1]])
+    )
+    assert dpo(tensor([-1.0, -2.0]), arguments)[0].item() == pytest.approx(math.log(2))
+
+
+def test_sums_per_sample_go_through_the_context_reduction():
+    observed = []
+
+    def reduce(values):
+        observed.append(values.tolist())
+        return values * 10
+
+    arguments = inputs(
+        3, weights=tensor([1.0, 2.0, 0.0]), sample=tensor([1, 0, 1]), sample_count=3, reduce_context=reduce
+    )
+    assert arguments.sum_per_sample(tensor([1.0, 3.0, 100.0])).tolist() == [60.0, 10.0, 0.0]
+    assert observed == [[6.0, 1.0, 0.0]]
+
+
+def test_a_loss_is_found_by_name_or_made_of_a_callable():
+    assert resolve("ppo") is BUILT_IN["ppo"]
+    assert resolve("dpo").per == "pair"
+
+    def nll(logprobs, inputs):
+        return -logprobs
+
+    class Callable:
+        def __call__(self, logprobs, inputs):
+            return -logprobs
+
+    for function, name in ((nll, "nll"), (Callable(), "Callable")):
+        loss = resolve(function)
+        assert (loss.name, loss.function, loss.per, loss.requires, loss.entropy) == (name, function, "token", (), False)
+    loss = Loss("x", nll, per="pair")
+    assert resolve(loss) is loss
+
+
+def test_invalid_loss_raises_config_error():
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown loss 'hinge'; known by name: cross_entropy, .*, ppo, cispo, gspo, dro, stable_reinforce, dpo",
+    ):
+        resolve("hinge")
+    with pytest.raises(ConfigError, match=r"a loss is a name, a megascend\.Loss or a callable, got int"):
+        resolve(3)
+
+
+def test_loss_output_is_split_into_values_and_metrics():
+    loss = BUILT_IN["ppo"]
+    values, metrics = split_output(loss, torch.ones(3), 3)
+    assert (values.tolist(), metrics) == ([1.0] * 3, {})
+    values, metrics = split_output(loss, (torch.ones(3), {"kl": torch.zeros(3)}), 3)
+    assert list(metrics) == ["kl"]
+
+
+@pytest.mark.parametrize(
+    ("output", "count", "words"),
+    [
+        (torch.tensor(1.0), 3, [r"'ppo' returned loss of shape \(\)", r"per='token' needs \(3,\)"]),
+        (torch.ones(4), 3, [r"loss of shape \(4,\)"]),
+        (1.0, 3, [r"returned loss as float; per='token' needs a tensor of shape \(3,\)"]),
+        (torch.ones(3, 1), 3, [r"loss of shape \(3, 1\)"]),
+        ((torch.ones(3), {"kl": torch.zeros(())}), 3, [r"returned kl of shape \(\)"]),
+    ],
+)
+def test_output_of_another_shape_is_refused(output, count, words):
+    for word in words:
+        with pytest.raises(DataError, match=word):
+            split_output(BUILT_IN["ppo"], output, count)
+
+
+# --- distillation ---
+
+TEACHER = [[0.6, 0.3, 0.05], [0.9, 0.0, 0.0], [0.2, 0.5, 0.0]]
+STUDENT = [[0.2, 0.3, 0.1], [0.5, 0.2, 0.1], [0.3, 0.3, 0.2]]
+IDS = [[4, 2, 7], [1, -1, -1], [0, 3, -1]]
+
+
+def divergences(beta: float) -> dict[str, list[float]]:
+    """Return each divergence over the used candidates and one outcome for all other tokens, in plain floats."""
+    values: dict[str, list[float]] = {"forward_kl": [], "reverse_kl": [], "jsd": []}
+    for teacher, student, ids in zip(TEACHER, STUDENT, IDS, strict=True):
+        q = [value for value, id in zip(teacher, ids, strict=True) if id >= 0]
+        p = [value for value, id in zip(student, ids, strict=True) if id >= 0]
+        q, p = [*q, 1 - sum(q)], [*p, 1 - sum(p)]
+        m = [beta * a + (1 - beta) * b for a, b in zip(q, p, strict=True)]
+
+        def kl(first: list[float], second: list[float]) -> float:
+            return sum(a * math.log(a / b) for a, b in zip(first, second, strict=True))
+
+        values["forward_kl"].append(kl(q, p))
+        values["reverse_kl"].append(kl(p, q))
+        values["jsd"].append(beta * kl(q, m) + (1 - beta) * kl(p, m))
+    return values
+
+
+def distillation_inputs(student: list[list[float]] = STUDENT) -> LossInputs:
+    used = tensor(IDS) >= 0
+    return inputs(
+        3,
+        candidate_ids=tensor(IDS),
+        teacher_logprobs=torch.where(used, tensor(TEACHER).log(), 0.0),
+        candidate_logprobs=torch.where(used, tensor(student).log(), 0.0).requires_grad_(),
+    )
+
+
+@pytest.mark.parametrize("beta", [0.2, 0.5])
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
+def test_distillation_measures_candidates_and_the_rest_as_one_outcome(name: str, beta: float) -> None:
+    loss = BUILT_IN[name].with_settings(beta=beta) if name == "jsd" else BUILT_IN[name]
+    values, metrics = loss(torch.zeros(3), distillation_inputs())
+    assert values.tolist() == pytest.approx(divergences(beta)[name], rel=1e-5)
+    assert metrics["teacher_mass"].tolist() == pytest.approx([0.95, 0.9, 0.7])
+    assert metrics["student_mass"].tolist() == pytest.approx([0.6, 0.5, 0.6])
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
+def test_distillation_is_0_for_the_teacher_and_has_finite_gradients(name: str) -> None:
+    arguments = distillation_inputs(TEACHER)
+    values, _ = BUILT_IN[name](torch.zeros(3), arguments)
+    assert values.tolist() == pytest.approx([0.0] * 3, abs=1e-7)
+    values.sum().backward()
+    assert arguments.candidate_logprobs.grad.isfinite().all()
+
+
+def test_distillation_of_a_distribution_without_a_rest_is_the_plain_divergence() -> None:
+    """1 minus a sum of 1 is rounding: the rest counts as equally small for both."""
+    teacher, student = torch.randn(2, 5, 9).log_softmax(-1).unbind(0)
+    ids = torch.arange(9).expand(5, -1)
+    arguments = inputs(5, candidate_ids=ids, teacher_logprobs=teacher, candidate_logprobs=student)
+    values, _ = BUILT_IN["forward_kl"](torch.zeros(5), arguments)
+    torch.testing.assert_close(values, (teacher.exp() * (teacher - student)).sum(1), atol=1e-5, rtol=1e-4)
+
+
+def test_jsd_refuses_its_limits() -> None:
+    with pytest.raises(ConfigError, match=r"beta=1 is not between 0 and 1; forward_kl and reverse_kl are its limits"):
+        BUILT_IN["jsd"].with_settings(beta=1.0)(torch.zeros(3), distillation_inputs())

@@ -1,0 +1,394 @@
+"""A process killed while saving leaves the previous checkpoint or the new one, and no obstacle for the next run."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from small_runs import exact_state, make_backend, small_model, train
+
+from megascend.app.event_log import EventLog
+from megascend.app.resume import load_first_good
+from megascend.errors import CheckpointError, DistributedTestError, MegascendError
+from megascend.runtime.io import atomic
+from megascend.testing import Lost, faults, run_distributed
+from megascend.training.checkpoint import manifest
+from megascend.training.checkpoint.retention import Retention
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+CALLS = ("fsync", "mkdir", "replace", "rename", "unlink", "rmdir")
+"""Calls that change the file system, except writes to files that are not visible yet."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(parity_folder):
+    return small_model(parity_folder)
+
+
+def is_complete(directory):
+    """Check that a directory is a complete checkpoint with intact files."""
+    try:
+        saved = manifest.read(directory)
+    except CheckpointError:
+        return False
+    return manifest.problems(directory, saved.files, saved.files) == []
+
+
+def before_every_call(action, exchange=True):
+    """Call ``action(name)`` before every call of :data:`CALLS` and every exchange of two directories."""
+    inside = threading.local()
+
+    def hooked(name, call):
+        def announced(*arguments, **options):
+            if not getattr(inside, "yes", False):
+                inside.yes = True
+                try:
+                    action(name)
+                finally:
+                    inside.yes = False
+            return call(*arguments, **options)
+
+        return announced
+
+    for name in CALLS:
+        setattr(os, name, hooked(name, getattr(os, name)))
+    atomic._exchange = hooked("exchange", atomic._exchange if exchange else lambda first, second: False)
+
+
+# --- every kill point, by copies of the directory ---
+
+
+def test_every_kill_point_of_a_series_leaves_a_loadable_checkpoint(checkpoint, tmp_path):
+    """Copy the directory before every change, as SIGKILL would have left it, and resume from every copy."""
+
+    def work():
+        retention, points, states = Retention(tmp_path / "retention", keep_last=2), [], {}
+        with make_backend(checkpoint) as backend:
+
+            def save(retention):
+                pending = backend.save(retention.path(backend.step_count), after=retention.committed)
+                pending.wait()
+
+            for _ in range(2):
+                train(backend)
+                save(retention)
+                states[backend.step_count] = exact_state(backend)
+            complete = [2]
+
+            def copy(name):
+                target = tmp_path / f"point-{len(points)}"
+                shutil.copytree(retention.directory, target)
+                points.append((target, complete[0], name))
+
+            before_every_call(lambda name: copy(name) if complete[0] else None)
+            for _ in range(2):
+                train(backend)
+                states[backend.step_count] = exact_state(backend)
+                save(retention)
+                complete[0] = backend.step_count
+            complete[0] = 0  # stop copying
+
+            for folder, last, name in points:
+                left = Retention(folder, keep_last=2)
+                # Every name in the directory is a complete checkpoint, and `latest` is one of them.
+                assert all(is_complete(left.path(step)) for step in left.steps()), (folder, name)
+                assert left.candidates()[0] == left.path(left.latest())
+                assert left.latest() in (last, last + 1)
+                assert set(left.steps()) >= {last - 1, last} or left.steps() == [last, last + 1]
+                # The next run resumes from it ...
+                backend.load(left.candidates()[0])
+                assert exact_state(backend) == states[left.latest()]
+                # ... saves and prunes, and no temporary file remains.
+                train(backend)
+                save(left)
+                step = backend.step_count
+                assert (left.latest(), left.steps()[0]) == (step, step - 1)
+                names = {path.name for path in folder.iterdir()}
+                assert names == {"latest", *(left.path(left_step).name for left_step in left.steps())}, name
+                shutil.rmtree(folder)
+        return [name for _, _, name in points]
+
+    (names,) = run_distributed(work, 1, init=False, timeout_s=180)
+    assert len(names) > 30
+    assert {"fsync", "mkdir", "replace", "unlink", "rmdir"} <= set(names)
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no exchange"])
+def test_every_kill_point_of_an_overwrite_leaves_a_checkpoint(checkpoint, tmp_path, exchange):
+    """Overwrite a checkpoint; without an atomic exchange of names it is briefly only present as ``.last.old``."""
+    if exchange and not can_exchange(tmp_path):
+        pytest.skip("this file system cannot exchange two names (renameat2)")
+
+    def work():
+        (tmp_path / "run").mkdir()
+        last, points, states = tmp_path / "run" / "last", [], {}
+        with make_backend(checkpoint) as backend:
+            train(backend)
+            states[1] = exact_state(backend)
+            backend.save(last, wait=True)
+            copying = [1]
+
+            def copy(name):
+                if copying[0]:
+                    target = tmp_path / f"point-{len(points)}"
+                    shutil.copytree(last.parent, target)
+                    points.append((target, copying[0], name))
+
+            before_every_call(copy, exchange)
+            train(backend)
+            states[2] = exact_state(backend)
+            backend.save(last, wait=True)
+            copying[0] = 0
+            old_only = 0
+            for folder, before, name in points:
+                readable = folder / "last"
+                if not readable.exists():
+                    assert not exchange
+                    assert name == "replace"
+                    assert manifest.read(folder / ".last.old").step == before
+                    with pytest.raises(CheckpointError, match=r"left the one before as .*\.last\.old: rename it"):
+                        backend.load(readable)
+                    readable, old_only = folder / ".last.old", old_only + 1
+                assert is_complete(readable), (folder, name)
+                backend.load(readable)
+                assert backend.step_count in (before, before + 1)
+                assert exact_state(backend) == states[backend.step_count]
+                backend.save(folder / "last", wait=True)
+                backend.save(folder / "last", wait=True)
+                assert [path.name for path in folder.iterdir()] == ["last"]
+                shutil.rmtree(folder)
+        return [name for _, _, name in points], old_only
+
+    ((names, old_only),) = run_distributed(work, 1, init=False, timeout_s=180)
+    assert len(names) > 12
+    assert ("exchange" in names, old_only) == (True, 0 if exchange else 1)
+
+
+def has_ended(pid):
+    """Check that no process, or only a zombie, has this id."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def can_exchange(folder):
+    first, second = folder / "one", folder / "other"
+    first.mkdir()
+    second.mkdir()
+    try:
+        return atomic._exchange(first, second)
+    finally:
+        first.rmdir()
+        second.rmdir()
+
+
+# --- real kills ---
+
+
+def run_on(checkpoint, output, until=10**6, dies=None, wait_for=None):
+    """Resume from the newest checkpoint and save every step; return (resumed step, final state or error message).
+
+    Args:
+        dies: (rank, n): that rank kills itself before its n-th call of :data:`CALLS`.
+    """
+    backend = make_backend(checkpoint, timeout_s=20)
+    retention = Retention(output / "checkpoints", keep_last=2)
+    candidates = tuple(retention.candidates())
+    if candidates:
+        load_first_good(backend, candidates, EventLog(output, backend.groups.launch))
+        assert retention.path(backend.step_count) == candidates[0]
+    resumed = backend.step_count
+    if dies is not None and backend.rank == dies[0]:
+        count = [0]
+
+        def kill(name):
+            count[0] += 1
+            if count[0] == dies[1]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        before_every_call(kill)
+    try:
+        while backend.step_count < until:
+            train(backend)
+            backend.save(retention.path(backend.step_count), after=retention.committed)
+            if wait_for is not None and backend.step_count == resumed + 2:  # the first is complete
+                wait_for.write_text("running")
+    except MegascendError as error:
+        return resumed, str(error)
+    state = exact_state(backend)
+    backend.close()
+    return resumed, state
+
+
+def killed(body, when=None):
+    """Run ``body`` in a fork until it kills itself or, with ``when``, until it is killed after ``when()``."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setpgid(0, 0)
+            faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)  # shows where a hang is
+            body()
+        finally:
+            os._exit(1)
+    try:
+        if when is not None:
+            when()
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    assert status == -signal.SIGKILL
+
+
+def reached(output):
+    """Return the step that the next run resumes from, 0 without a checkpoint; every visible checkpoint must be complete.
+
+    The newest step is not ``latest`` yet if the kill fell between the two renames.
+    """
+    retention = Retention(output / "checkpoints")
+    assert all(is_complete(path) for path in retention.candidates())
+    steps, latest = retention.steps(), retention.latest()
+    assert latest in steps[-2:] if latest is not None else len(steps) <= 1
+    return latest or max(steps, default=0)
+
+
+def finished_equally(checkpoint, tmp_path, world):
+    """Check that the repeatedly killed run ends in the state of an uninterrupted one."""
+    output = tmp_path / "run"
+    until = reached(output) + 3
+    ends = run_distributed(run_on, world, checkpoint, output, until, init=False, timeout_s=180)
+    expected_ends = run_distributed(run_on, world, checkpoint, tmp_path / "whole", until, init=False, timeout_s=180)
+    for (resumed_step, end), (fresh_start, expected) in zip(ends, expected_ends, strict=True):
+        assert (resumed_step, fresh_start) == (until - 3, 0)
+        assert end == expected
+    events = (output / "events.jsonl").read_text()
+    assert '"refused"' not in events
+    names = {path.name for path in (output / "checkpoints").iterdir()}
+    assert names == {"latest", f"step-{until:08d}", f"step-{until - 1:08d}"}
+
+
+@pytest.mark.nightly
+def test_one_process_killed_repeatedly_resumes_to_the_same_state(checkpoint, tmp_path):
+    output, calls = tmp_path / "run", [5, 9, 16, 20, 24, 28, 31, 34, 37, 40, 44, 49]
+    draw = random.Random(0)
+    steps = []
+    for number in calls:
+        killed(lambda number=number: run_on(checkpoint, output, dies=(0, number)))
+        steps.append(reached(output))
+    for _ in range(3):
+        marker = tmp_path / "running"
+        marker.unlink(missing_ok=True)
+
+        def when(marker=marker):
+            wait_until(marker.exists)
+            time.sleep(draw.uniform(0.0, 0.15))
+
+        killed(lambda marker=marker: run_on(checkpoint, output, wait_for=marker), when)
+        steps.append(reached(output))
+    assert steps == sorted(steps)
+    assert steps[-1] > 5
+    finished_equally(checkpoint, tmp_path, 1)
+
+
+def wait_until(condition, seconds=120):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("waits", ["for it", "in the next save"])
+def test_rank_stopped_while_writing_is_reported_in_time(checkpoint, tmp_path, waits):
+    """Report a stopped rank in time: its writer never returns, and connections to it stay open."""
+
+    def work():
+        backend = make_backend(checkpoint, timeout_s=5)
+        backend.save(tmp_path / "last", wait=True)
+        train(backend)
+        pending = backend.save(tmp_path / "last")
+        if waits == "for it":
+            pending.outcome()
+        else:
+            backend.save(tmp_path / "last")
+
+    fault = faults.Fault("stop", rank=1, phase="write", step=2)
+    # The next save begins with a collective; whether rank 1 has entered it when it stops is a race.
+    ended = (
+        "rank 0 exited with code 76"
+        if waits == "for it"
+        else r"rank 0 exited with code 76|PeerLostError: rank 0: .*save"
+    )
+    with faults.inject(fault), pytest.raises(DistributedTestError, match=ended) as caught:
+        run_distributed(work, 2, init=False, timeout_s=120, expect_lost={1})
+    if "exited with code 76" in str(caught.value):
+        assert "waiting for last of step 2" in str(caught.value)
+    assert "ank 1 is gone: its process is stopped" in str(caught.value)
+    assert manifest.read(tmp_path / "last").step == 0
+    assert is_complete(tmp_path / "last")
+
+
+TWO = [
+    ("calls", 0, 7),
+    ("calls", 1, 1),
+    ("calls", 0, 21),
+    ("calls", 1, 2),
+    ("write", 0),
+    ("write", 1),
+    ("save", 1),
+    ("save", 0),
+]
+
+
+@pytest.mark.nightly
+def test_one_of_two_ranks_killed_repeatedly_resumes_to_the_same_state(checkpoint, tmp_path):
+    """Kill one rank at different points; the other one raises an error instead of waiting forever."""
+    output, steps = tmp_path / "run", []
+    for kill_point, rank, *number in TWO:
+        if kill_point == "calls":
+            results = run_distributed(
+                run_on, 2, checkpoint, output, 10**6, (rank, *number), init=False, timeout_s=60, expect_lost={rank}
+            )
+        else:
+            step = None if kill_point == "write" else steps[-1] + 3  # during the second save, or the wait for the first
+            with faults.inject(faults.Fault("die", rank=rank, phase=kill_point, step=step)):
+                results = run_distributed(run_on, 2, checkpoint, output, init=False, timeout_s=180, expect_lost={rank})
+        assert results[rank] == Lost(-signal.SIGKILL)
+        _, message = results[1 - rank]
+        assert isinstance(message, str), (kill_point, rank, number)
+        steps.append(reached(output))
+    assert steps == sorted(steps)
+    finished_equally(checkpoint, tmp_path, 2)
+
+
+@pytest.mark.nightly
+def test_both_ranks_killed_at_random_times_resume_to_the_same_state(checkpoint, tmp_path):
+    output, draw = tmp_path / "run", random.Random(1)
+    for number in range(4):
+        pids = tmp_path / f"pids-{number}"
+        pids.mkdir()
+
+        def work(pids=pids):
+            (pids / str(os.getpid())).touch()
+            run_on(checkpoint, output, wait_for=pids / "running")
+
+        def when(pids=pids):
+            wait_until((pids / "running").exists)
+            time.sleep(draw.uniform(0.0, 0.2))
+
+        killed(lambda work=work: run_distributed(work, 2, init=False, timeout_s=180), when)
+        for pid in [path.name for path in pids.iterdir() if path.name.isdigit()]:
+            wait_until(lambda pid=pid: has_ended(int(pid)))
+        reached(output)
+    finished_equally(checkpoint, tmp_path, 2)
