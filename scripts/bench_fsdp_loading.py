@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 import megascend.engines.fsdp.engine  # noqa: F401  ranks find it imported
 from megascend.config import Fsdp
+from megascend.engines.common.transformers_names import tensor_slices
 from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.sharding import shard
 from megascend.engines.fsdp.shards import load, shards
-from megascend.engines.transformers_names import tensor_slices
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.testing import run_distributed
 

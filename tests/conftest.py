@@ -111,7 +111,7 @@ def megatron_imported() -> Runtime:
     """Import Megatron once, in this process; ranks are forked from it."""
     loaded = bootstrap("cpu", engine="megatron")
     loaded.load_megatron()
-    for module in ("megascend.backend", "megascend.engines.megatron.engine", "megascend.step.step"):
+    for module in ("megascend.backend", "megascend.engines.megatron.engine", "megascend.engines.step.step"):
         import_module(module)
     from megascend.testing.self_checks import warm_tiny_models
 

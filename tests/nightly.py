@@ -29,7 +29,7 @@ NIGHTLY = {
         "plain_megatron_program_reduces_non_contiguous_tensors": "reported modules and functions: test_runtime.py",
     },
     "runtime/bootstrap/test_import_order.py": {
-        "other_modules_can_precede_the_bootstrap[megascend.step.step]": "megascend.backend, which imports it",
+        "other_modules_can_precede_the_bootstrap[megascend.engines.step.step]": "megascend.backend, which imports it",
     },
     "runtime/bootstrap/test_import_structure.py": {
         "model_files_are_read_once_and_names_unchanged": "every test that imports megascend",
@@ -123,7 +123,7 @@ NIGHTLY = {
         "lost_rank_is_named_where_frames_are_relayed": "reliability/test_hang_and_death.py; relayed frames in the same file",
     },
     "engines/fsdp/test_fsdp.py": {
-        "policy_and_preference_losses_equal_hugging_faces": "step/test_loss_in_every_layout.py; engines/single/test_single.py",
+        "policy_and_preference_losses_equal_hugging_faces": "engines/step/test_loss_in_every_layout.py; engines/single/test_single.py",
     },
     "engines/fsdp/test_fsdp_adapters.py": {
         "dropout_is_drawn_alike_in_every_layout_and_on_the_megatron_engine": "fused layers draw one mask: test_adapter_layers.py",
@@ -387,11 +387,11 @@ NIGHTLY = {
     "serve/test_serve_vllm_failures.py": {
         "one_that_is_still_ill_when_its_time_is_over": "another server answers",
     },
-    "step/test_distillation.py": {
+    "engines/step/test_distillation.py": {
         "gradients_of_all_parameters_are_those_of_plain_float64[DP2]": "TP2 + SP; CP2; step/test_step.py: DP2",
         "engines_of_transformers_have_the_same_gradients[fsdp]": "single",
     },
-    "step/test_loss_in_every_layout.py": {
+    "engines/step/test_loss_in_every_layout.py": {
         "a_function_that_raises_on_one_rank_ends_the_step_on_all[CP2]": "TP2 + SP",
         "a_function_that_raises_on_one_rank_ends_the_step_on_all[DP2]": "TP2 + SP, CP2",
         "a_function_that_raises_on_one_rank_ends_the_step_on_all[PP2]": "TP2 + SP, CP2",
@@ -402,10 +402,10 @@ NIGHTLY = {
         "sums_policy_losses_and_log_probabilities_equal_hugging_faces[CP2]": "parity: CP2; TP2 + SP",
         "sums_policy_losses_and_log_probabilities_equal_hugging_faces[PP2]": "single; TP2 + SP",
     },
-    "step/test_router_replay.py": {
+    "engines/step/test_router_replay.py": {
         "engines_without_megatron_replay_too[qwen3_moe-fsdp]": "single",
     },
-    "step/test_step.py": {
+    "engines/step/test_step.py": {
         "policy_and_preference_losses_equal_the_papers_formulas[orpo-CP2]": "single; dpo-CP2",
         "policy_and_preference_losses_equal_the_papers_formulas[orpo-TP2 + SP]": "single; dpo-TP2 + SP",
         "policy_and_preference_losses_equal_the_papers_formulas[simpo-CP2]": "single; dpo-CP2",

@@ -54,7 +54,7 @@ DIFFERENCES = {
         "trajectory_equals_hugging_face[saved and loaded]": "checkpoints of the stack itself",
         "trajectory_equals_hugging_face[selective recompute]": "recomputed core attention",
     },
-    "step/test_router_replay.py": {
+    "engines/step/test_router_replay.py": {
         "gradients_are_those_of_transformers_with_the_same_experts[qwen3_moe, EP2]": "hook of routers",
     },
     "test_upstream_faults.py": {

@@ -132,7 +132,7 @@ if sys.argv[1].endswith("moe_ep.py"):
     import megascend.engines.megatron.engine
 else:
     import megascend.engines.fsdp.engine
-import megascend.step.step
+import megascend.engines.step.step
 
 def on_rank(*more):
     sys.argv, output = [*sys.argv[1:], *more], io.StringIO()

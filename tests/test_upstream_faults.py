@@ -422,7 +422,7 @@ def test_7_experts_use_the_variable_length_dispatcher(parity_folder, monkeypatch
 
 @(pytest.mark.nightly if STACK_0_16 else lambda test: test)
 def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(parity_folder, monkeypatch):
-    from megascend.step import step as module
+    from megascend.engines.step import step as module
 
     case = Case("CP2 packed", 2, Parallel(context=2))
     assert_equal(compare(case, parity_folder, steps=3), case)

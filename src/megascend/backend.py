@@ -14,8 +14,10 @@ import torch
 from typing_extensions import Self
 
 from megascend.config import Adam, Lora
-from megascend.engines import checkpoints
 from megascend.engines.base import Engine, Trainable
+from megascend.engines.common import checkpoints
+from megascend.engines.step.checks import check_mtp_loss, check_samples, require_head
+from megascend.engines.step.step import Step
 from megascend.errors import ConfigError, MegascendError, OutOfDeviceMemoryError
 from megascend.models.checkpoint_files.files import write_chat_template, write_ends
 from megascend.models.selfcheck.verdict import Verdict
@@ -23,8 +25,6 @@ from megascend.runtime.distributed.groups import LEAVE_S
 from megascend.runtime.distributed.objects import agree, all_reduce_numbers, from_rank_0, gather_objects
 from megascend.runtime.distributed.process_groups import ProcessGroups
 from megascend.runtime.topology.topology import Receivers, Topology
-from megascend.step.checks import check_mtp_loss, check_samples, require_head
-from megascend.step.step import Step
 from megascend.training.batch.loss import Loss, LossFunction
 from megascend.training.batch.losses import resolve
 from megascend.training.batch.packing import shard

@@ -134,7 +134,7 @@ def check_backend(
         if spec.adapters is not None:
             spec.optimizer.check_for_adapters()
         elif spec.optimizer.by_weight:
-            from megascend.engines.weight_settings import SettingsByWeight
+            from megascend.engines.common.weight_settings import SettingsByWeight
 
             SettingsByWeight(spec.optimizer, info, spec.vision_tower)
         return backend._check_model(spec, runtime, topology, info)

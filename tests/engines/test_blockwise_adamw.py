@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megascend.engines.blockwise_adamw import QUANTISED, BlockwiseAdamW, BlockwiseMoment, dynamic_codes
+from megascend.engines.common.blockwise_adamw import QUANTISED, BlockwiseAdamW, BlockwiseMoment, dynamic_codes
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megascend.config import Muon
-from megascend.engines import muon
-from megascend.engines.muon import Matrix, Tile, orthogonalised, plan, update_scale
+from megascend.engines.common import muon
+from megascend.engines.common.muon import Matrix, Tile, orthogonalised, plan, update_scale
 from megascend.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ import torch
 
 import megascend
 from megascend import Parallel
-from megascend.engines import offloaded_adam
-from megascend.engines.offloaded_adam import OffloadedAdam, host_blocks
+from megascend.engines.common import offloaded_adam
+from megascend.engines.common.offloaded_adam import OffloadedAdam, host_blocks
 from megascend.errors import ConfigError
 from megascend.reference.te.optimizers import FusedAdam
 from megascend.testing import run_distributed

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascend.engines.rotary import RotaryByLength, _borders
+from megascend.engines.common.rotary import RotaryByLength, _borders
 from support.host_waits import HostWaits
 
 ORIGINAL, LONG, SHORT, LONGER = 16, 30, 7, 40

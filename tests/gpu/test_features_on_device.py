@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megascend import Adapters, Parallel
-from megascend.engines.blockwise_adamw import QUANTISED, BlockwiseAdamW
+from megascend.engines.common.blockwise_adamw import QUANTISED, BlockwiseAdamW
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     STEPS,

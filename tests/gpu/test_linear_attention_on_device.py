@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascend.engines.key_values import DecodeStep, KeyValues, Prefill
-from megascend.engines.linear_attention import LayerState, decoding_functions
+from megascend.engines.common.key_values import DecodeStep, KeyValues, Prefill
+from megascend.engines.common.linear_attention import LayerState, decoding_functions
 from megascend.reference.fla import convolution, delta_rule
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")

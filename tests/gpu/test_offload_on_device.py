@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import megascend
-from megascend.engines import offloaded_adam
-from megascend.engines.offloaded_adam import SLOTS, OffloadedAdam
+from megascend.engines.common import offloaded_adam
+from megascend.engines.common.offloaded_adam import SLOTS, OffloadedAdam
 from megascend.testing.parity import case_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")

@@ -31,7 +31,7 @@ def main() -> None:
     if engine == "megatron":
         megascend.bootstrap("cpu").load_megatron()
     import_module(f"megascend.engines.{engine}.engine")
-    import_module("megascend.step.step")
+    import_module("megascend.engines.step.step")
     results = {}
     for name, arguments in jobs.items():
         try:

@@ -105,7 +105,7 @@ def npu() -> Runtime:
     if ON_ADAPTOR:
         # References inherit the path, and their peft would import the engine's stand-in, which needs the simulated device.
         sys.path.remove(package_folders()[0])
-    for module in ("megascend.backend", "megascend.engines.megatron.engine", "megascend.step.step"):
+    for module in ("megascend.backend", "megascend.engines.megatron.engine", "megascend.engines.step.step"):
         import_module(module)
     from megascend.testing.self_checks import warm_tiny_models
 

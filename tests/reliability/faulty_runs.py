@@ -97,7 +97,7 @@ def run(fault: faults.Fault, world: int, work: Callable[..., Caught], *arguments
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     import megascend.engines.fsdp.engine
-    import megascend.step.step
+    import megascend.engines.step.step
 
     jobs = torch.load(sys.argv[1], weights_only=False)
     torch.save([run(fault, world, globals()[name], *args) for fault, world, name, *args in jobs], sys.argv[2])

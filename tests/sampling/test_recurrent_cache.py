@@ -11,9 +11,9 @@ import torch
 from cached_responses import VARIED, assert_cached_equal, engine_results, make_backend, megatron_results, run_jobs
 
 from megascend import Adapters, Batching, Lora, Parallel
-from megascend.engines import linear_attention
-from megascend.engines.key_values import DecodeStep, KeyValues, Prefill
-from megascend.engines.linear_attention import LayerState
+from megascend.engines.common import linear_attention
+from megascend.engines.common.key_values import DecodeStep, KeyValues, Prefill
+from megascend.engines.common.linear_attention import LayerState
 from megascend.reference.fla.convolution import causal_conv1d
 from megascend.reference.fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from megascend.sampling.request import SampleRequest, SampleResult

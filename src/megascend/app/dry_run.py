@@ -155,7 +155,7 @@ def prepare(
     if config.lora is not None and targets:
         check_targets(ADAPTER, config.lora, [name for name in targets if matches(name, config.lora.targets)])
     if config.lora is None and (config.export or config.checkpoint.hf):
-        from megascend.engines.export import check_export_files
+        from megascend.engines.common.export import check_export_files
 
         check_export_files(
             config.model, config.output / "hf", TORCH_NAMES[config.precision], plan.info, replaces=overwrite

@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from megascend.app.generation import stop_tokens
 from megascend.data.chat import ChatTemplate
+from megascend.engines.step.step import LOGIT_ROWS, Step
 from megascend.errors import ConfigError, EvaluationError, MegascendError
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.sampling.sampler import Sampler
-from megascend.step.step import LOGIT_ROWS, Step
 from megascend.training.batch.sample import Sample
 
 if TYPE_CHECKING:

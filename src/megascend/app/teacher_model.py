@@ -14,12 +14,12 @@ from torch import Tensor
 from megascend.app.swapped_weights import SwappedWeights, difference_of_models
 from megascend.config import RunConfig, TrainerConfig
 from megascend.config.rl import TRAINER, RlConfig
+from megascend.engines.step.policy import policy_output
+from megascend.engines.step.step import Step
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.files import read_config
 from megascend.models.checkpoint_files.info import ModelInfo, ModelShape, inspect_checkpoint
 from megascend.models.memory.sizes import ModelSizes, TeacherSizes
-from megascend.step.policy import policy_output
-from megascend.step.step import Step
 from megascend.training.batch.loss import Loss
 from megascend.training.batch.losses import teacher_loss
 from megascend.training.kernels.linear_divergence import DivergenceKind, TeacherDivergence

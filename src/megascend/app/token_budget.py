@@ -12,7 +12,7 @@ import torch
 
 from megascend.config import RunConfig
 from megascend.data.store import SampleSubset
-from megascend.engines.checkpoints import random_state, set_random_state
+from megascend.engines.common.checkpoints import random_state, set_random_state
 from megascend.errors import ConfigError
 from megascend.planning.search import MEMORY_SHARE
 from megascend.training.batch.micro_batch import SequenceLayout

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from megascend.config import Adam, Precision
+from megascend.engines.common.export import check_export, export
+from megascend.engines.common.heads import fresh_weights
+from megascend.engines.common.router_replay import RouterReplay
 from megascend.engines.context import EngineContext, EngineSpec
-from megascend.engines.export import check_export, export
-from megascend.engines.heads import fresh_weights
-from megascend.engines.router_replay import RouterReplay
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.checkpoint_files.scalar_head import WEIGHT

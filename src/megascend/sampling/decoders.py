@@ -13,10 +13,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from megascend.engines.base import Engine, Output
-from megascend.engines.key_values import DecodeStep, KeyValues, Prefill
+from megascend.engines.common.key_values import DecodeStep, KeyValues, Prefill
+from megascend.engines.step.step import Step
 from megascend.sampling.request import SampleRequest
 from megascend.sampling.rows import ResponseRow
-from megascend.step.step import Step
 from megascend.training.batch.images import SampleImages, positions
 from megascend.training.batch.micro_batch import MicroBatch, next_tokens
 from megascend.training.batch.sample import Sample

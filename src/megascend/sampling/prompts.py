@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megascend.backend import Backend
 from megascend.engines.base import Output
+from megascend.engines.step.step import LOGIT_ROWS, Step
 from megascend.sampling.request import SampleRequest, TopLogprobs
-from megascend.step.step import LOGIT_ROWS, Step
 from megascend.training.batch.micro_batch import MicroBatch
 from megascend.training.batch.sample import Sample
 

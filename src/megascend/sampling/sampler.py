@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megascend.backend import Backend
+from megascend.engines.step.step import Step
 from megascend.errors import EngineError
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.sampling.choice import choose, top_logprobs
@@ -20,7 +21,6 @@ from megascend.sampling.decoders import CachedDecoder, Decoder, RecomputingDecod
 from megascend.sampling.prompts import PromptScores, score_prompts
 from megascend.sampling.request import SampleRequest, SampleResult, Stop, TopLogprobs
 from megascend.sampling.rows import Decode, ResponseRow, batches, ends, rows_of, shares
-from megascend.step.step import Step
 from megascend.training.batch import images
 
 Cancelled = Callable[[], Collection[int]]
@@ -63,7 +63,7 @@ class Sampler:
         decode: token ids to text, with special tokens, on every rank; without it requests whose ``stop`` has texts are refused.
         end_tokens: token ids that end every response: the model's end of sequence.
         cache_tokens: most tokens of a batch of responses, prompts included, each counted as long as the longest may become. A
-            longer request is refused. Memory of a token: see :mod:`megascend.engines.key_values`.
+            longer request is refused. Memory of a token: see :mod:`megascend.engines.common.key_values`.
         max_rows: most responses of a batch.
         cache: keep the keys and values of earlier tokens if the engine can.
         on_token: called on rank 0 for each token as soon as it is chosen; must not raise.

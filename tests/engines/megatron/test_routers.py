@@ -55,7 +55,7 @@ def trajectory(backend, samples, steps: int = STEPS) -> tuple[list[float], list[
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 def test_gradients_are_those_of_the_definitions(function):
     """Compare with the two losses written out in float64, differentiated by autograd down to the router's logits."""
-    from megascend.engines.load_balancing import gradients, scores
+    from megascend.engines.common.load_balancing import gradients, scores
 
     layers, tokens, experts, top_k = 3, 11, 5, 2
     logits = torch.randn(layers, tokens, experts, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -78,7 +78,7 @@ def test_gradients_are_those_of_the_definitions(function):
 
 
 def test_without_tokens_there_is_no_gradient():
-    from megascend.engines.load_balancing import gradients
+    from megascend.engines.common.load_balancing import gradients
 
     for formula in FORMULAS:
         assert not gradients(formula, torch.zeros(2, 4), 0, 2).any()

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from megascend.config import Classification
-from megascend.engines.heads import model_class
+from megascend.engines.common.heads import model_class
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models.checkpoint_files import scalar_head
 from megascend.models.checkpoint_files.architectures import ClassifierUnit, classifier_class

@@ -301,7 +301,7 @@ def test_quantised_base_weights_are_counted_with_their_scales(method: str, size:
 
 
 def test_constants_are_those_of_the_modules_that_import_torch():
-    from megascend.engines import blockwise_adamw
+    from megascend.engines.common import blockwise_adamw
     from megascend.models.memory import parameters
     from megascend.training.lora import quantised_weights
 

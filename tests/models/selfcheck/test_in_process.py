@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megascend.config import Parallel
+from megascend.engines.common.heads import plain_slice
 from megascend.engines.fsdp import attention
 from megascend.engines.fsdp.engine import FsdpSubject
-from megascend.engines.heads import plain_slice
 from megascend.engines.single.engine import SingleSubject
 from megascend.errors import ConfigError, PlatformError
 from megascend.models.checkpoint_files.scalar_head import ScalarHead

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import megascend
-from megascend.engines.adamw import ModelAdamW
 from megascend.engines.base import Engine
-from megascend.engines.full_model import FullModel
-from megascend.engines.heads import PlainOutput
+from megascend.engines.common.adamw import ModelAdamW
+from megascend.engines.common.full_model import FullModel
+from megascend.engines.common.heads import PlainOutput
 from megascend.training.batch.micro_batch import SequenceLayout
 from megascend.training.checkpoint.hf_slices import HfSlice
 from megascend.training.checkpoint.slices import OPTIMIZER_KEY, TensorSlices

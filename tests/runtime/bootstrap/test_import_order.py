@@ -104,7 +104,7 @@ def test_megatron_modules_require_the_bootstrap(module):
         pytest.param("megascend", marks=pytest.mark.nightly),
         "megascend.backend",
         "megascend.backends",
-        "megascend.step.step",
+        "megascend.engines.step.step",
         pytest.param("megascend.config", marks=pytest.mark.nightly),
         pytest.param("megascend.runtime.topology.topology", marks=pytest.mark.nightly),
     ],

@@ -40,7 +40,7 @@ def as_bytes(tensor):
 
 def exact_state(backend):
     """Return this rank's checkpoint state and live parameters as bytes."""
-    from megascend.engines.checkpoints import random_state
+    from megascend.engines.common.checkpoints import random_state
 
     engine, state = backend.engine, {}
     for name, entry in engine.state(include_replicas=False).items():

@@ -16,7 +16,7 @@ from megascend.app.rl.learn import objective_loss
 from megascend.config.rl import Objective, RlConfig
 from megascend.data.findings import Findings
 from megascend.data.samples import SampleLimits
-from megascend.engines.router_replay import NOTHING_TO_REPLAY
+from megascend.engines.common.router_replay import NOTHING_TO_REPLAY
 from megascend.errors import ConfigError, DataError
 from megascend.rollout import verifiers
 from megascend.rollout.buffer import RolloutBuffer

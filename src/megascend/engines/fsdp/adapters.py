@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megascend.config import Adapters, VisionTower
 from megascend.engines.base import adapter_settings
+from megascend.engines.common.vision import tower
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.experts import SortedRows, frozen_experts
 from megascend.engines.fsdp.transformers_api import compute_experts_by, experts_products
-from megascend.engines.vision import tower
 from megascend.errors import ConfigError
 from megascend.models import Images
 from megascend.training.lora.adapter_set import MixedAdapters

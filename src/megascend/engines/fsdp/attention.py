@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megascend.engines.common.key_values import DecodeStep, Prefill
 from megascend.engines.fsdp import varlen
-from megascend.engines.key_values import DecodeStep, Prefill
 from megascend.errors import ConfigError, TopologyError
 from megascend.reference.attention_sinks import attention_with_sinks
 from megascend.training.kernels import npu

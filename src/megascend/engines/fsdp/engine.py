@@ -11,8 +11,19 @@ from typing import Any
 import torch
 
 from megascend.config import Recompute
-from megascend.engines import linear_attention, vision
 from megascend.engines.base import OnOutput, longest_sample, seed_generators
+from megascend.engines.common import linear_attention, vision
+from megascend.engines.common.full_model import FullModel
+from megascend.engines.common.heads import fresh_weights, output_layer
+from megascend.engines.common.key_values import DecodeStep, Prefill, other_attention
+from megascend.engines.common.replayed_blocks import BlockReplay
+from megascend.engines.common.rotary import RotaryByLength
+from megascend.engines.common.transformers_engine import (
+    TransformersEngine,
+    TransformersSubject,
+    refuse_megatron_settings,
+)
+from megascend.engines.common.transformers_names import check_rows, tensor_slices
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
 from megascend.engines.fsdp.adapters import FsdpAdapters, adapter_targets
@@ -23,13 +34,6 @@ from megascend.engines.fsdp.output_head import LossHead, more_than_product
 from megascend.engines.fsdp.router_loss import RouterLoss, router_recorder
 from megascend.engines.fsdp.sharding import FsdpGroups, freeze, reshard, shard
 from megascend.engines.fsdp.token_mixing import check_layers, pass_borders
-from megascend.engines.full_model import FullModel
-from megascend.engines.heads import fresh_weights, output_layer
-from megascend.engines.key_values import DecodeStep, Prefill, other_attention
-from megascend.engines.replayed_blocks import BlockReplay
-from megascend.engines.rotary import RotaryByLength
-from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject, refuse_megatron_settings
-from megascend.engines.transformers_names import check_rows, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.checkpoint_files.scalar_head import ScalarHead

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megascend.engines.common.transformers_names import as_stored, in_checkpoint, layer_of
+from megascend.engines.common.weight_stream import ExportBarrier, stream_weights
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.shards import LocalShard, shards
-from megascend.engines.transformers_names import as_stored, in_checkpoint, layer_of
-from megascend.engines.weight_stream import ExportBarrier, stream_weights
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.files import TensorHeader
 from megascend.reference.reductions import to_dtype
@@ -36,7 +36,7 @@ def named_weights(
     """Yield (name in the checkpoint, unsharded tensor) of all persistent tensors, in the model's order, on receiving ranks.
 
     Collective, as :meth:`megascend.engines.base.Engine.named_weights`; see
-    :func:`megascend.engines.weight_stream.stream_weights`. Beside the model, every rank holds one gathered layer.
+    :func:`megascend.engines.common.weight_stream.stream_weights`. Beside the model, every rank holds one gathered layer.
 
     Args:
         headers: headers of the checkpoint's tensors; exported names, shapes and dtypes are compared with them.

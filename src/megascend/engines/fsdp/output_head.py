@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from megascend.changes import patch
-from megascend.engines import vision
 from megascend.engines.base import OnOutput, ScalarOutput
-from megascend.engines.heads import PlainOutput, output_layer, values_of
+from megascend.engines.common import vision
+from megascend.engines.common.heads import PlainOutput, output_layer, values_of
 from megascend.errors import ConfigError
 from megascend.training.batch.micro_batch import MicroBatch
 from megascend.training.lora.applied_adapters import AppliedAdapters

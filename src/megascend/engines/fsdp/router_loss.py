@@ -1,7 +1,7 @@
 """Load-balancing loss of a sharded model's routers over the samples' tokens, equal in every layout.
 
 transformers computes it for one forward pass on one rank. Here it is computed for a micro batch that several ranks may have parts
-of, by either formula of :mod:`megascend.engines.load_balancing`, and averaged over the micro batches of all ranks.
+of, by either formula of :mod:`megascend.engines.common.load_balancing`, and averaged over the micro batches of all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.config import Moe
-from megascend.engines.load_balancing import Formula, gradients, scores
+from megascend.engines.common.load_balancing import Formula, gradients, scores
 from megascend.errors import ConfigError
 from megascend.runtime.distributed.objects import all_reduce_numbers
 from megascend.runtime.distributed.process_groups import ProcessGroups

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megascend.config import Fsdp
+from megascend.engines.common.heads import output_layer
 from megascend.engines.fsdp.transformers_api import is_fused_experts, layers
-from megascend.engines.heads import output_layer
 from megascend.errors import TopologyError
 from megascend.runtime.distributed.engine_groups import EngineGroups, PlainGroups
 from megascend.runtime.topology.topology import Topology

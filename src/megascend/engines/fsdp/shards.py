@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megascend.config import Adam, Precision, Schedule
-from megascend.engines.adamw import MainAdamW, WeightMap
+from megascend.engines.common.adamw import MainAdamW, WeightMap
+from megascend.engines.common.transformers_names import is_transposed, persistent_tensors
 from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.expert_parallel import ExpertShare
-from megascend.engines.transformers_names import is_transposed, persistent_tensors
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.files import TensorHeader
 from megascend.models.checkpoint_files.quantised import read_tensor
@@ -157,7 +157,7 @@ def _read(
 
 
 class ShardAdamW(MainAdamW):
-    """AdamW over fp32 shards; see :class:`megascend.engines.full_model.ModelOptimizer`.
+    """AdamW over fp32 shards; see :class:`megascend.engines.common.full_model.ModelOptimizer`.
 
     Args:
         shards: shards of the trained parameters.

@@ -3,7 +3,7 @@
 Attention that transformers takes from its registry is computed by the engine, within each sample and over all ranks of a
 sequence. Every other module that mixes tokens (short convolutions, state-space and linear attention layers) runs over its input
 row: correct for one sample per row on one rank, since it is causal, and wrong for packed samples and for parts of samples. The
-exception is linear attention whose functions know samples' borders (:mod:`megascend.engines.linear_attention`), which
+exception is linear attention whose functions know samples' borders (:mod:`megascend.engines.common.linear_attention`), which
 :func:`pass_borders` passes to it. Modules are recognised by their classes and by the functions that their forward passes use, so
 that unlisted architectures are covered too.
 """
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from megascend.engines.fsdp.attention import KEYWORD, SampleLengths
-from megascend.engines.linear_attention import (
+from megascend.engines.common.linear_attention import (
     BORDERS_KEYWORD,
     PACKAGE,
     delta_rule_modules,
     forward_code,
     packing_problem,
 )
+from megascend.engines.fsdp.attention import KEYWORD, SampleLengths
 from megascend.errors import ConfigError
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"

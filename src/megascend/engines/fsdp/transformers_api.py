@@ -17,12 +17,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from megascend.changes import changed, patch
-from megascend.engines import linear_attention
-from megascend.engines.fsdp import attention, experts
-from megascend.engines.fsdp.expert_parallel import ExpertShare, compute_on_expert_ranks, keep_local_experts
-from megascend.engines.fsdp.experts import Experts
-from megascend.engines.fsdp.recomputation import saved_routing
-from megascend.engines.heads import (
+from megascend.engines.common import linear_attention
+from megascend.engines.common.heads import (
     check_tied,
     model_class,
     not_plain,
@@ -30,7 +26,11 @@ from megascend.engines.heads import (
     tie_embeddings,
     without_bias,
 )
-from megascend.engines.vision import attention_of
+from megascend.engines.common.vision import attention_of
+from megascend.engines.fsdp import attention, experts
+from megascend.engines.fsdp.expert_parallel import ExpertShare, compute_on_expert_ranks, keep_local_experts
+from megascend.engines.fsdp.experts import Experts
+from megascend.engines.fsdp.recomputation import saved_routing
 from megascend.errors import CheckpointError, ConfigError, VersionError
 from megascend.models import architecture_named
 from megascend.models.base import IndexedAttention

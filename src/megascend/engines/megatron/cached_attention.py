@@ -10,7 +10,7 @@ heads' keys share: kv_lora_rank + qk_rope_head_dim numbers a layer and token, on
 projection from the latent to keys is applied to the query, and that to values to the mean of the latents, so that the latents of
 earlier tokens are never expanded: softmax(q W_k c) (W_v c) = W_v softmax((q W_k) c) c.
 
-Linear attention (mcore-bridge's GatedDeltaNet) caches the states of :class:`megascend.engines.linear_attention.LayerState`, those
+Linear attention (mcore-bridge's GatedDeltaNet) caches the states of :class:`megascend.engines.common.linear_attention.LayerState`, those
 of a rank's heads. Its two functions of ``fla`` are replaced where its module looks them up.
 """
 
@@ -28,8 +28,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megascend.changes import patched
-from megascend.engines import linear_attention
-from megascend.engines.key_values import DecodeStep, Prefill
+from megascend.engines.common import linear_attention
+from megascend.engines.common.key_values import DecodeStep, Prefill
 from megascend.engines.megatron.graph_support import ROPE_OF_LENGTH
 from megascend.runtime.topology.topology import Topology
 from megascend.training.batch.micro_batch import MicroBatch

@@ -26,9 +26,10 @@ from megascend.engines.base import (
     adapter_settings,
     seed_generators,
 )
+from megascend.engines.common.full_model import FullModel
+from megascend.engines.common.heads import fresh_weights, token_values
+from megascend.engines.common.weight_settings import SettingsByWeight
 from megascend.engines.context import EngineContext, EngineSpec
-from megascend.engines.full_model import FullModel
-from megascend.engines.heads import fresh_weights, token_values
 from megascend.engines.megatron import (
     attention_dropout,
     attention_mask,
@@ -53,7 +54,6 @@ from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
 from megascend.engines.megatron.quantised_base import QuantisedBase
 from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
-from megascend.engines.weight_settings import SettingsByWeight
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models.selfcheck.check import log_warnings, require_agreement
 from megascend.models.selfcheck.verdict import Verdict

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megascend.engines.common.weight_stream import ExportBarrier, StreamStopped, stream_weights
 from megascend.engines.megatron.mtp import with_copies
-from megascend.engines.weight_stream import ExportBarrier, StreamStopped, stream_weights
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.exported import FusedPart, fused_part
 from megascend.models.checkpoint_files.files import TensorHeader
@@ -62,7 +62,7 @@ def named_weights(
 
     Collective: every rank iterates to the end; a rank that does not receive yields nothing, and its first ``next()`` lasts until
     the others are done. Before each layer, and at the end, all ranks join a barrier over Gloo; see
-    :func:`megascend.engines.weight_stream.stream_weights`. A rank that stops iterating without closing the stream causes a
+    :func:`megascend.engines.common.weight_stream.stream_weights`. A rank that stops iterating without closing the stream causes a
     CollectiveTimeoutError on the others.
 
     A tensor may share the model's memory and is valid until the next one: copy it to keep it. Beside the model, a receiver holds

@@ -18,11 +18,11 @@ from megascend.changes import patch
 from megascend.config import Adam, Precision, Schedule
 from megascend.config.training import learning_rate
 from megascend.engines.base import DTYPES
-from megascend.engines.blockwise_adamw import QUANTISED, BlockwiseAdamW
+from megascend.engines.common.blockwise_adamw import QUANTISED, BlockwiseAdamW
+from megascend.engines.common.muon import MuonOptimizer
+from megascend.engines.common.offloaded_adam import OffloadedAdam
+from megascend.engines.common.weight_settings import MainParameter, WeightSettings
 from megascend.engines.megatron.routers import Routers
-from megascend.engines.muon import MuonOptimizer
-from megascend.engines.offloaded_adam import OffloadedAdam
-from megascend.engines.weight_settings import MainParameter, WeightSettings
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.runtime.bootstrap import current_runtime

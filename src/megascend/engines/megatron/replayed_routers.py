@@ -12,8 +12,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megascend.changes import patch
+from megascend.engines.common.router_replay import ExpertLayers, ReplayedPass, RouterReplay
 from megascend.engines.megatron.routers import router_rows
-from megascend.engines.router_replay import ExpertLayers, ReplayedPass, RouterReplay
 from megascend.runtime.distributed.process_groups import ProcessGroups
 from megascend.training.batch.micro_batch import MicroBatch
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megascend.changes import patch
 from megascend.config import Moe
-from megascend.engines import load_balancing
+from megascend.engines.common import load_balancing
 from megascend.errors import ConfigError
 from megascend.runtime.distributed.objects import all_reduce_numbers
 from megascend.runtime.distributed.process_groups import ProcessGroups

@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from megascend.engines.common.weight_settings import MainParameter
 from megascend.engines.megatron.optimizer import MegatronOptimizer
-from megascend.engines.weight_settings import MainParameter
 from megascend.errors import CheckpointError
 from megascend.runtime.distributed.process_groups import ProcessGroups
 from megascend.training.checkpoint.hf_slices import HfSlices, held_weights

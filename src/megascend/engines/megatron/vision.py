@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megascend.changes import patch
 from megascend.config import Adapters, VisionTower
-from megascend.engines.vision import add_unused_features, features_of
-from megascend.engines.vision import arguments as image_arguments
+from megascend.engines.common.vision import add_unused_features, features_of
+from megascend.engines.common.vision import arguments as image_arguments
 from megascend.errors import ConfigError
 from megascend.models import Images
 from megascend.runtime.topology.topology import Topology

@@ -13,8 +13,8 @@ from torch import Tensor
 from megascend.changes import patched
 from megascend.config import Lora, VisionTower
 from megascend.engines.base import adapter_settings
+from megascend.engines.common.vision import tower
 from megascend.engines.context import EngineContext, EngineSpec
-from megascend.engines.vision import tower
 from megascend.models import Images
 from megascend.training.batch.micro_batch import MicroBatch
 from megascend.training.batch.sample import Sample

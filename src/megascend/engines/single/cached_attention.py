@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megascend.changes import changed
-from megascend.engines import linear_attention
-from megascend.engines.key_values import DecodeStep, Prefill, other_attention
+from megascend.engines.common import linear_attention
+from megascend.engines.common.key_values import DecodeStep, Prefill, other_attention
 from megascend.errors import ConfigError
 from megascend.training.batch.micro_batch import MicroBatch
 

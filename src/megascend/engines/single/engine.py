@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from megascend.engines import linear_attention, vision
-from megascend.engines.adamw import ModelAdamW
 from megascend.engines.base import (
     OnOutput,
     ScalarOutput,
     longest_sample,
     seed_generators,
 )
-from megascend.engines.context import EngineContext, EngineSpec
-from megascend.engines.full_model import FullModel
-from megascend.engines.heads import (
+from megascend.engines.common import linear_attention, vision
+from megascend.engines.common.adamw import ModelAdamW
+from megascend.engines.common.full_model import FullModel
+from megascend.engines.common.heads import (
     PlainOutput,
     fresh_weights,
     model_class,
@@ -27,8 +26,15 @@ from megascend.engines.heads import (
     values_of,
     without_bias,
 )
-from megascend.engines.replayed_blocks import BlockReplay
-from megascend.engines.rotary import RotaryByLength
+from megascend.engines.common.replayed_blocks import BlockReplay
+from megascend.engines.common.rotary import RotaryByLength
+from megascend.engines.common.transformers_engine import (
+    TransformersEngine,
+    TransformersSubject,
+    refuse_megatron_settings,
+)
+from megascend.engines.common.transformers_names import check_rows, persistent_tensors, tensor_slices
+from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.single import cached_attention
 from megascend.engines.single.adapters import PeftAdapters, adapter_targets
 from megascend.engines.single.model import (
@@ -41,8 +47,6 @@ from megascend.engines.single.model import (
     plain_head,
     router_loss,
 )
-from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject, refuse_megatron_settings
-from megascend.engines.transformers_names import check_rows, persistent_tensors, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.selfcheck import in_process

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megascend.config import Moe
-from megascend.engines.heads import check_tied, model_class, not_plain, tie_embeddings, without_bias
-from megascend.engines.transformers_names import as_stored, in_checkpoint, layer_of, persistent_tensors
+from megascend.engines.common.heads import check_tied, model_class, not_plain, tie_embeddings, without_bias
+from megascend.engines.common.transformers_names import as_stored, in_checkpoint, layer_of, persistent_tensors
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models.checkpoint_files.architectures import transformers_config
 from megascend.models.checkpoint_files.exported import abbreviated
@@ -205,7 +205,7 @@ def named_weights(
     """Yield (name in the checkpoint, tensor) of all persistent tensors, a layer at a time; tied weights once.
 
     Args:
-        stored: headers of the checkpoint's tensors; see :func:`megascend.engines.transformers_names.in_checkpoint`.
+        stored: headers of the checkpoint's tensors; see :func:`megascend.engines.common.transformers_names.in_checkpoint`.
         device: device of the tensors; default: the model's.
     """
     tensors = persistent_tensors(model)

@@ -260,14 +260,14 @@ ORTHOGONALISATION_COPIES = 6
 
 QUANTISED_BLOCK, QUANTISED_CHUNK = 256, 2**22
 """Values of 8-bit moments with a common fp32 scale, and that are dequantised at a time. Copies of the constants of
-:mod:`megascend.engines.blockwise_adamw`, which imports torch."""
+:mod:`megascend.engines.common.blockwise_adamw`, which imports torch."""
 QUANTISATION_COPIES = 6
 """fp32 and int32 copies of a chunk: both moments, the magnitudes, normalised values and codes of one, and AdamW's temporary."""
 
 
 OFFLOAD_CHUNK, OFFLOAD_SLOTS = 2**22, 3
 """Elements of main parameters and moments that are on the device at a time, and buffers for them. Copies of the constants of
-:mod:`megascend.engines.offloaded_adam`, which imports torch."""
+:mod:`megascend.engines.common.offloaded_adam`, which imports torch."""
 
 
 def state_bytes(adam: Adam, parameters: float, matrices: float) -> float:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.engines.heads import model_class
-from megascend.engines.rotary import depends_on_length
-from megascend.engines.transformers_names import is_transposed, persistent_tensors, tensor_slices
+from megascend.engines.common.heads import model_class
+from megascend.engines.common.rotary import depends_on_length
+from megascend.engines.common.transformers_names import is_transposed, persistent_tensors, tensor_slices
 from megascend.errors import CheckpointError, EngineError
 from megascend.models.checkpoint_files.architectures import transformers_config
 from megascend.models.checkpoint_files.files import TensorHeader, tensor_headers

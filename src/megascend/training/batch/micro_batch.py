@@ -125,7 +125,7 @@ class MicroBatch:
         dummy: exists only to match the collectives of ranks with more micro batches; all weights are 0.
         segments: per-token adapter segments for the layers (``megascend.training.lora``'s ``TokenSegments``), or None.
         routed_experts: int64 [n, layers, k], experts to replay, -1 where the router chooses; None: everywhere.
-        cached: use of the KV cache by its attention layers (``megascend.engines.key_values``), or None.
+        cached: use of the KV cache by its attention layers (``megascend.engines.common.key_values``), or None.
         mtp: inputs and targets of a head for multi-token prediction; None: the head does not run.
         images: images of the samples, or None.
         candidate_ids: int64 [n, K], a teacher's candidates, -1 at unused slots; None unless all samples have them.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megascend.changes import patch, patched
-from megascend.engines.key_values import DecodeStep, Prefill
+from megascend.engines.common.key_values import DecodeStep, Prefill
 from megascend.models.families.nemotron import step_limits
 from megascend.reference import fla as reference_fla
 from megascend.reference.fla.convolution import causal_conv1d_fn, causal_conv1d_update

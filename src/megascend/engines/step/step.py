@@ -11,11 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.engines.base import Engine, Output, ScalarOutput
-from megascend.errors import DataError, LossFunctionError, MegascendError, OutOfDeviceMemoryError
-from megascend.runtime.diagnostics.hang_monitor import HangMonitor
-from megascend.runtime.distributed.memory import catch_oom_on_all_ranks
-from megascend.runtime.distributed.objects import broadcast_object, gather_objects
-from megascend.step.checks import (
+from megascend.engines.step.checks import (
     check_fields,
     check_labels,
     check_pairs,
@@ -23,8 +19,12 @@ from megascend.step.checks import (
     check_samples,
     require_head,
 )
-from megascend.step.loss import MicroBatchLoss, normalizer_of
-from megascend.step.policy import policy_output
+from megascend.engines.step.loss import MicroBatchLoss, normalizer_of
+from megascend.engines.step.policy import policy_output
+from megascend.errors import DataError, LossFunctionError, MegascendError, OutOfDeviceMemoryError
+from megascend.runtime.diagnostics.hang_monitor import HangMonitor
+from megascend.runtime.distributed.memory import catch_oom_on_all_ranks
+from megascend.runtime.distributed.objects import broadcast_object, gather_objects
 from megascend.training.batch import agreement
 from megascend.training.batch.loss import Loss
 from megascend.training.batch.loss_call import LossNormalizer, raise_together

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megascend import config
 from megascend.config import Precision
-from megascend.engines.weight_settings import MainParameter, WeightSettings
+from megascend.engines.common.weight_settings import MainParameter, WeightSettings
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.hidden_matrices import ROUND_ELEMENTS, has_fused_halves
 from megascend.models.checkpoint_files.info import ModelInfo

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.engines import linear_attention
-from megascend.engines.adamw import MainAdamW, WeightMap
 from megascend.engines.base import Engine, refuse_quantised_base
+from megascend.engines.common import linear_attention
+from megascend.engines.common.adamw import MainAdamW, WeightMap
+from megascend.engines.common.heads import plain_slice
 from megascend.engines.context import EngineSpec
-from megascend.engines.heads import plain_slice
 from megascend.errors import ConfigError
 from megascend.models.selfcheck.check import require_agreement_in_process
 from megascend.models.selfcheck.in_process import Subject

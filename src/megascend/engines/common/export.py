@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megascend.engines.weight_stream import header_of
+from megascend.engines.common.weight_stream import header_of
 from megascend.errors import CheckpointError, CollectiveTimeoutError, ProcessGroupError
 from megascend.models.checkpoint_files.files import companions
 from megascend.models.checkpoint_files.writer import (

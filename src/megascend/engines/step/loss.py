@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.engines.base import Engine, Output, ScalarOutput
+from megascend.engines.step.policy import policy_output
 from megascend.errors import DataError
 from megascend.runtime.distributed.objects import gather_objects
-from megascend.step.policy import policy_output
 from megascend.training.batch.agreement import Agreement
 from megascend.training.batch.loss import Loss, LossInputs, LossUnit
 from megascend.training.batch.loss_call import LossNormalizer, weighted

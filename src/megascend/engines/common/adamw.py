@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from megascend.config import Adam, Precision, Schedule, VisionTower
 from megascend.config.training import learning_rate
-from megascend.engines.blockwise_adamw import QUANTISED, BlockwiseAdamW
-from megascend.engines.muon import MuonOptimizer
-from megascend.engines.weight_settings import MainParameter, SettingsByWeight, WeightSettings
+from megascend.engines.common.blockwise_adamw import QUANTISED, BlockwiseAdamW
+from megascend.engines.common.muon import MuonOptimizer
+from megascend.engines.common.weight_settings import MainParameter, SettingsByWeight, WeightSettings
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.reference.reductions import global_norm
@@ -64,7 +64,7 @@ class WeightMap:
 
 
 class MainAdamW(GradientScaling):
-    """AdamW, and Muon, over main parameters; see :class:`megascend.engines.full_model.ModelOptimizer`.
+    """AdamW, and Muon, over main parameters; see :class:`megascend.engines.common.full_model.ModelOptimizer`.
 
     Args:
         pairs: for each name, a parameter (or this rank's shard of it) and its fp32 main parameter, which is updated and has the

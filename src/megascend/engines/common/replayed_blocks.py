@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megascend.changes import patch
-from megascend.engines.router_replay import ExpertLayers, ReplayedPass, RouterReplay
+from megascend.engines.common.router_replay import ExpertLayers, ReplayedPass, RouterReplay
 from megascend.errors import MegascendError
 from megascend.models import architecture_of
 from megascend.training.batch.micro_batch import MicroBatch

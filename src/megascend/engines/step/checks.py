@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from megascend.engines import router_replay
 from megascend.engines.base import Engine
+from megascend.engines.common import router_replay
 from megascend.errors import ConfigError, DataError
 from megascend.training.batch import images
 from megascend.training.batch.loss import MARGIN, Loss
