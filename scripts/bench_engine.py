@@ -45,7 +45,7 @@ from megascend.errors import MegascendError
 from megascend.rollout.engines.placement import device_options, place_engines, visible_gpus
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import MODULE, VllmProcess, engine_environment, vllm_device
-from megascend.weightsync.delivery import Delivery
+from megascend.sync.delivery import Delivery
 from weightwire.engine import Sampling
 from weightwire.engine_calls import LoopThread
 from weightwire.keys import read_key, write_key

@@ -100,7 +100,7 @@ def show_progress(*, detailed: bool) -> None:
     """Log to stderr with the seconds since the start; ``detailed``: the steps of the run, and the phases of pushes."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(relativeCreated)9d ms %(name)s: %(message)s"))
-    for name, level in ((log.name, logging.INFO), ("megascend.weightsync", logging.DEBUG)):
+    for name, level in ((log.name, logging.INFO), ("megascend.sync", logging.DEBUG)):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
         logger.setLevel(level if detailed else logging.WARNING)

@@ -420,12 +420,12 @@ NIGHTLY = {
     "testing/test_reference.py": {
         "modules_are_imported_for_one_program_only": "every program of a reference",
     },
-    "weightsync/test_push.py": {
+    "sync/test_push.py": {
         "a_silent_engine": "an engine that does not come",
         "an_engine_killed_during_the_transfer[PP2]": "TP2",
         "engines_get_the_checkpoint_bit_for_bit[TP2]": "DP2 x TP2",
     },
-    "weightsync/test_sharded_push.py": {
+    "sync/test_sharded_push.py": {
         "workers_get_their_slices_of_the_export[DP2 x TP2-bf16]": "in fp32; TP2 in bf16",
         "workers_get_their_slices_of_the_export[MoE EP2-bf16]": "in fp32; EP2 of latent attention in bf16",
         "workers_get_their_slices_of_the_export[PP2, tied-bf16]": "in fp32; TP2 in bf16",

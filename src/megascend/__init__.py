@@ -67,7 +67,7 @@ _PUBLIC = {
     "TrackedRun": "megascend.tracking",
     "Tracker": "megascend.tracking",
     "load_config": "megascend.config",
-    "WeightSync": "megascend.weightsync",
+    "WeightSync": "megascend.sync",
 }
 # Every error: a program must be able to catch what a call may raise.
 _PUBLIC |= {name: "megascend.errors" for name in vars(_errors) if name.endswith("Error")}
@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from megascend.runtime.bootstrap import PatchProvider, Runtime, bootstrap, register_provider
     from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
     from megascend.sampling.sampler import Sampler
+    from megascend.sync import WeightSync
     from megascend.tracking import TrackedRun, Tracker, register_tracker
     from megascend.training.batch.candidates import Candidates
     from megascend.training.batch.images import SampleImages
@@ -107,7 +108,6 @@ if TYPE_CHECKING:
     from megascend.training.batch.sample import Sample
     from megascend.training.lora.queue import AdapterFuture, AdapterQueue
     from megascend.training.lora.target_maps import register_lora_targets
-    from megascend.weightsync import WeightSync
 
 
 def __getattr__(name: str) -> Any:

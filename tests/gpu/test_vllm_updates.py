@@ -31,8 +31,8 @@ from megascend.rollout.engines.placement import place_engines, visible_gpus
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import engine_environment, vllm_device
 from megascend.runtime.distributed.launch import child_environment
+from megascend.sync.delivery import Delivery, Update
 from megascend.testing.tiny_models import write_tiny_checkpoint
-from megascend.weightsync.delivery import Delivery, Update
 from support.vllm_server import FAULTS, ROOT, TOKENS, Reference, Server
 from weightwire.engine import Sampling
 from weightwire.errors import OwnerError

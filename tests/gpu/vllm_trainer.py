@@ -16,7 +16,7 @@ import torch
 from vllm_weights import changed_weights
 
 from megascend.rollout.engines.vllm import VllmEngine
-from megascend.weightsync.delivery import Delivery, Update
+from megascend.sync.delivery import Delivery, Update
 from weightwire.keys import read_key
 from weightwire.sender import spec_of
 

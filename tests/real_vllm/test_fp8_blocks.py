@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from megascend.errors import WeightSyncError
 from megascend.rollout.engines.vllm_process import engine_environment
+from megascend.sync.delivery import Delivery
 from megascend.testing.tiny_models import write_tiny_checkpoint
-from megascend.weightsync.delivery import Delivery
 from support.fp8_reference import dequantised, quantise_by_blocks
 from support.vllm_server import (
     BOUND,

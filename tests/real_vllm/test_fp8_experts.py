@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from megascend import Adam, Parallel, Sample, WeightSync
 from megascend.errors import WeightSyncError
 from megascend.rollout.engines.vllm import VllmEngine
+from megascend.sync.delivery import Delivery
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
-from megascend.weightsync.delivery import Delivery
 from support.fp8_reference import dequantised, quantise_by_blocks
 from support.trainers import make_trainer
 from support.vllm_server import TOKENS, Reference, Server, Weights, changed, far, vllm_python

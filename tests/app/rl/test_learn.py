@@ -18,9 +18,9 @@ from megascend.app.rl.learn import averaged, corrected, learn, objective_loss, s
 from megascend.app.rl.records import push_figures
 from megascend.config.rl import Objective
 from megascend.rollout.group import Trajectory, TrajectoryGroup
+from megascend.sync.sync import PushResult
 from megascend.testing import run_distributed, write_tiny_checkpoint
 from megascend.training.batch.loss import LossInputs
-from megascend.weightsync.sync import PushResult
 from support.forked_programs import run_forked
 from support.gradients import step_gradients
 from support.objective_formulas import Formula, reference

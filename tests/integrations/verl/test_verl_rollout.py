@@ -16,7 +16,7 @@ from verl_runs import python
 from megascend.errors import ConfigError, EngineError
 from megascend.integrations.verl.rollout_server import RolloutServer
 from megascend.integrations.verl.rollout_settings import translate_rollout
-from megascend.weightsync.delivery import Delivery
+from megascend.sync.delivery import Delivery
 
 pytestmark = pytest.mark.nightly
 

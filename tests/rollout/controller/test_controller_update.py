@@ -15,10 +15,10 @@ from megascend.errors import EngineError, WeightSyncError
 from megascend.rollout.controller.client import ControllerEngine
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
+from megascend.sync.delivery import Delivery
+from megascend.sync.sync import PushResult
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
-from megascend.weightsync.delivery import Delivery
-from megascend.weightsync.sync import PushResult
 from support.trainers import make_trainer
 from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import LoopThread

@@ -28,7 +28,7 @@ from test_vllm_control import Engine
 from megascend.errors import ConfigError, EngineError, EngineLostError, WeightSyncError
 from megascend.rollout.controller.client import ControllerEngine
 from megascend.rollout.engines.vllm import VllmAscendEngine, VllmEngine
-from megascend.weightsync.delivery import Delivery
+from megascend.sync.delivery import Delivery
 from weightwire.engine import Completion, RoutedExperts, Sampling, TopLogprobs
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import OwnerError, UnsupportedCallError, WireError

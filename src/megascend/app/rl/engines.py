@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from megascend.app.rl.servers import EngineServers
     from megascend.backend import Backend
     from megascend.rollout.collector import RolloutCollector
-    from megascend.weightsync import WeightSync
-    from megascend.weightsync.sync import PushResult
+    from megascend.sync import WeightSync
+    from megascend.sync.sync import PushResult
     from weightwire.engine import InferenceEngine
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from megascend.training.batch.metrics import Metric
 if TYPE_CHECKING:
     from megascend.app.rl.reference import Divergence
     from megascend.rollout.mismatch import Mismatch
-    from megascend.weightsync.sync import PushResult
+    from megascend.sync.sync import PushResult
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megascend.rollout.episodes import Episodes
     from megascend.rollout.group import TrajectoryGroup
     from megascend.rollout.rewards import Reward
-    from megascend.weightsync.sync import PushResult
+    from megascend.sync.sync import PushResult
     from weightwire.engine import InferenceEngine
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class ReinforcementLearning(Training[RlConfig]):
         from megascend.app.rl.set_up import check_objective, load_grader, read_and_check
         from megascend.app.rl.teacher import check_teacher
         from megascend.app.teacher_model import check_context
-        from megascend.weightsync.sync import check_transport
+        from megascend.sync.sync import check_transport
 
         plan, config = context.plan, context.plan.config
         config = config.ending_with(config.steps)
@@ -258,7 +258,7 @@ class ReinforcementLearning(Training[RlConfig]):
         from megascend.app.rl.set_up import check_router_replay, fingerprint, make_collector
         from megascend.app.rl.teacher import make_teacher
         from megascend.data.order import Batches
-        from megascend.weightsync import WeightSync
+        from megascend.sync import WeightSync
 
         self._run, config, backend, settings = run, run.config, run.backend, run.config.sync
         self._stop = stop

@@ -27,7 +27,7 @@ from megascend.errors import ConfigError
 from megascend.integrations.verl.rollout_server import DTYPES, RolloutServer
 from megascend.integrations.verl.rollout_settings import RolloutSettings, translate_rollout
 from megascend.integrations.verl.settings_table import ROLLOUT_NAME
-from megascend.weightsync.delivery import Delivery
+from megascend.sync.delivery import Delivery
 from weightwire.remote_engine import RemoteEngine
 
 

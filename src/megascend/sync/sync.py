@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.runtime.distributed.objects import agree, from_rank_0
-from megascend.weightsync.all_ranks import AllRanks, on_every_rank, on_rank_0
-from megascend.weightsync.delivery import MARGIN_S, OLD_WEIGHTS, Delivery, RunCoroutine, Update, run_phases
-from megascend.weightsync.sharded import Mode, OutdatedPlanError, ShardedSync
+from megascend.sync.all_ranks import AllRanks, on_every_rank, on_rank_0
+from megascend.sync.delivery import MARGIN_S, OLD_WEIGHTS, Delivery, RunCoroutine, Update, run_phases
+from megascend.sync.sharded import Mode, OutdatedPlanError, ShardedSync
 from weightwire import digest as digests
 from weightwire.engine import InferenceEngine
 from weightwire.errors import WireError

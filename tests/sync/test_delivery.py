@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "weightwire"))
 from engine_process import EngineProcess, engines
 
 from megascend.errors import ConfigError, WeightSyncError
-from megascend.weightsync.delivery import Delivery, Update
+from megascend.sync.delivery import Delivery, Update
 from support.fp8_reference import quantise_by_blocks
 from weightwire.engine import InferenceEngine
 from weightwire.errors import UpdateError

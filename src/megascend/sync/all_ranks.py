@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megascend.errors import MegascendError, WeightSyncError
 from megascend.runtime.distributed.objects import from_rank_0, raise_on_all_ranks
-from megascend.weightsync.delivery import Delivery, Update, sync_error
+from megascend.sync.delivery import Delivery, Update, sync_error
 from weightwire.errors import WireError
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 """Send a backend's weights, from any number of ranks, to any number of inference engines: all of it and verified, or nothing."""
 
-from megascend.weightsync.sync import PushResult, WeightSync
+from megascend.sync.sync import PushResult, WeightSync
 
 __all__ = ["PushResult", "WeightSync"]

@@ -23,9 +23,9 @@ from worker_slices import exported, slices_are, specs_of, vllm_like
 import megascend
 from megascend import Parallel
 from megascend.errors import ConfigError, EngineFaultError, MegascendError, WeightSyncError
+from megascend.sync.sharded import ShardedSync, why_complete
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
-from megascend.weightsync.sharded import ShardedSync, why_complete
 from support.forked_programs import run_forked
 from support.trainers import make_trainer
 from weightwire import sharded
@@ -118,7 +118,7 @@ def test_a_plan_is_made_where_ranks_or_workers_share_the_transfer(parity_folder,
 
         def on_rank():
             backend = make_trainer(checkpoint)
-            with caplog.at_level("INFO", "megascend.weightsync"):
+            with caplog.at_level("INFO", "megascend.sync"):
                 with megascend.WeightSync(backend, small) as sync:
                     first = sync.push(1), sync.push(2)
                     sync.engines = [*small, *large]

@@ -17,9 +17,9 @@ import torch
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.reference.reductions import out_of_range
 from megascend.runtime.distributed.objects import broadcast_object, collect_objects, from_rank_0
+from megascend.sync.all_ranks import AllRanks, on_every_rank
+from megascend.sync.delivery import Delivery, PlanRecord, Ticket, Update
 from megascend.training.checkpoint.hf_slices import held_weights
-from megascend.weightsync.all_ranks import AllRanks, on_every_rank
-from megascend.weightsync.delivery import Delivery, PlanRecord, Ticket, Update
 from weightwire.errors import PlanError
 from weightwire.fp8 import SCALES, BlockFormat, quantise, require_finite
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
