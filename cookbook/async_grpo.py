@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import megascend
-from megascend.rollout.engines.placement import device_options, place_engines, trainer_environment, visible_gpus
-from megascend.rollout.engines.vllm_process import VllmProcess, vllm_device
+from megascend.apps.rl.rollout.engines.placement import device_options, place_engines, trainer_environment, visible_gpus
+from megascend.apps.rl.rollout.engines.vllm_process import VllmProcess, vllm_device
 from weightwire.keys import read_key, write_key
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,7 +145,7 @@ class Tasks:
 
 def warm_up(backend: Any, tokenizer: Any, steps: int, draw_one: Callable[[random.Random], Mapping[str, Any]]) -> float:
     """Take supervised steps on answers; return the last loss. Every rank draws the same samples."""
-    from megascend.rollout.prompts import prompt_tokens
+    from megascend.apps.rl.rollout.prompts import prompt_tokens
 
     draw, loss = random.Random(0), float("nan")
     for _ in range(steps):
@@ -252,21 +252,21 @@ def main() -> None:
         # Engines on GPUs and NPUs compute in bf16, and so does the trainer then. Local engines (transformers) run on the CPU.
         on_devices = runtime.platform.name != "cpu" and set(arguments.engine) != {"local"}
         precision = "bf16" if on_devices else "fp32"
-        from megascend.app.generation import stop_tokens
-        from megascend.app.plot import Panel, plot_metrics
-        from megascend.app.rl.learn import learn
-        from megascend.app.rl.rollouts import SharedRollouts
-        from megascend.app.rl.set_up import fingerprint
+        from megascend.apps.data.order import Batches
+        from megascend.apps.rl.learn import learn
+        from megascend.apps.rl.rollout.buffer import RolloutBuffer
+        from megascend.apps.rl.rollout.collector import RolloutCollector, Task
+        from megascend.apps.rl.rollout.engines.local import LocalEngine
+        from megascend.apps.rl.rollout.engines.vllm import VllmEngine
+        from megascend.apps.rl.rollout.episodes import GradedResponses
+        from megascend.apps.rl.rollout.prompts import prompt_tokens, read_prompts
+        from megascend.apps.rl.rollout.rewards import load_reward
+        from megascend.apps.rl.rollouts import SharedRollouts
+        from megascend.apps.rl.set_up import fingerprint
+        from megascend.apps.train.generation import stop_tokens
+        from megascend.apps.train.plot import Panel, plot_metrics
         from megascend.config.rl import Objective
-        from megascend.data.order import Batches
         from megascend.models.checkpoint_files.tokenizer import load_tokenizer
-        from megascend.rollout.buffer import RolloutBuffer
-        from megascend.rollout.collector import RolloutCollector, Task
-        from megascend.rollout.engines.local import LocalEngine
-        from megascend.rollout.engines.vllm import VllmEngine
-        from megascend.rollout.episodes import GradedResponses
-        from megascend.rollout.prompts import prompt_tokens, read_prompts
-        from megascend.rollout.rewards import load_reward
         from weightwire.engine import Sampling
 
         # Prompts and the reward are read before the model is built, so that mistakes in them show at once.

@@ -24,7 +24,7 @@ if [[ " $* " != *" --engine"[\ =]* && " $* " != *" --vllm-python"[\ =]* && -z "$
 fi
 if [[ " $* " != *" --model"[\ =]* ]]; then
   # vLLM's attention wants heads of 32 or more.
-  [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --layers 3 --hidden 128 --heads 4 --context 64
+  [ -f "$small/config.json" ] || "$python" -m megascend.apps.cli.main new-model "$small" --layers 3 --hidden 128 --heads 4 --context 64
   set -- --model "$small" "$@"
 fi
 [[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/async_grpo" "$@"

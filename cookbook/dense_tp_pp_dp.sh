@@ -14,7 +14,7 @@ run=${MEGASCEND_RUN:-runs/cookbook}
 small=$run/qwen3
 
 if [[ " $* " != *" --model"[\ =]* ]]; then
-  [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --arch qwen3 --layers 4
+  [ -f "$small/config.json" ] || "$python" -m megascend.apps.cli.main new-model "$small" --arch qwen3 --layers 4
   set -- --model "$small" "$@"
 fi
 [[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/dense_tp_pp_dp" "$@"

@@ -67,8 +67,8 @@ def own_samples(data: Path, model: Path, longest: int) -> list[megascend.Sample]
     """Read samples from files: texts in pieces of at most ``longest`` tokens, conversations that are no longer than that."""
     from transformers import AutoTokenizer
 
-    from megascend.data.files import read_documents
-    from megascend.data.samples import build_samples
+    from megascend.apps.data.files import read_documents
+    from megascend.apps.data.samples import build_samples
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     return build_samples(read_documents(data), tokenizer, longest)

@@ -14,7 +14,7 @@ run=${MEGASCEND_RUN:-runs/cookbook}
 small=$run/qwen3_long
 
 if [[ " $* " != *" --model"[\ =]* ]]; then
-  [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --layers 2 --hidden 64 --context 65536
+  [ -f "$small/config.json" ] || "$python" -m megascend.apps.cli.main new-model "$small" --layers 2 --hidden 64 --context 65536
   set -- --model "$small" "$@"
 fi
 [[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/long_context_cp" "$@"

@@ -55,9 +55,9 @@ def main() -> None:
     megascend.bootstrap()
     from transformers import AutoTokenizer
 
-    from megascend.data.files import read_documents
-    from megascend.data.order import batches, fingerprint_of
-    from megascend.data.samples import build_samples
+    from megascend.apps.data.files import read_documents
+    from megascend.apps.data.order import batches, fingerprint_of
+    from megascend.apps.data.samples import build_samples
 
     documents = read_documents(arguments.data)
     backend = megascend.MegatronBackend(

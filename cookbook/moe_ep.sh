@@ -14,7 +14,7 @@ run=${MEGASCEND_RUN:-runs/cookbook}
 small=$run/qwen3_moe
 
 if [[ " $* " != *" --model"[\ =]* ]]; then
-  [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --arch qwen3_moe --experts 8
+  [ -f "$small/config.json" ] || "$python" -m megascend.apps.cli.main new-model "$small" --arch qwen3_moe --experts 8
   set -- --model "$small" "$@"
 fi
 [[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/moe_ep" "$@"

@@ -90,8 +90,8 @@ def own_tenants(data: list[str], model: Path, longest: int, lr: float) -> list[T
     """Return tenants with their own data, given as NAME=PATH; an eighth of the samples, at least one, is held out."""
     from transformers import AutoTokenizer
 
-    from megascend.data.files import read_documents
-    from megascend.data.samples import build_samples
+    from megascend.apps.data.files import read_documents
+    from megascend.apps.data.samples import build_samples
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     lora = megascend.Lora(rank=16, optimizer=megascend.Adam(lr=lr, weight_decay=0.0))

@@ -15,7 +15,7 @@ small=$run/qwen3_lora
 
 if [[ " $* " != *" --model"[\ =]* ]]; then
   # Wide for its depth: an adapter cannot change the random output projection, and in a narrow one all tokens are alike.
-  [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --layers 2 --hidden 256
+  [ -f "$small/config.json" ] || "$python" -m megascend.apps.cli.main new-model "$small" --layers 2 --hidden 256
   set -- --model "$small" "$@"
 fi
 [[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/adapters" "$@"

@@ -19,9 +19,9 @@ start_server() {
   TINKER_API_KEY=${keys[0]#*=}
   export MEGASCEND_API_KEYS TINKER_API_KEY
   # Wide for its depth: without its output layer, adapters cannot do much with a narrow model whose weights are random.
-  [ -f "$model/config.json" ] || "$python" -m megascend.cli.main new-model "$model" --hidden 64 --layers 2 --context 256 --seed 0
+  [ -f "$model/config.json" ] || "$python" -m megascend.apps.cli.main new-model "$model" --hidden 64 --layers 2 --context 256 --seed 0
   : > "$log"
-  "$python" -m megascend.cli.main serve --model "$model" --port 0 --storage "$run/tinker" "$@" > "$log" 2>&1 &
+  "$python" -m megascend.apps.cli.main serve --model "$model" --port 0 --storage "$run/tinker" "$@" > "$log" 2>&1 &
   server=$!
   trap 'kill $server 2> /dev/null; wait $server 2> /dev/null || true' EXIT
   until grep -q TINKER_BASE_URL "$log"; do

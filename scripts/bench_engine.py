@@ -41,10 +41,10 @@ import httpx
 import torch
 from torch import Tensor
 
+from megascend.apps.rl.rollout.engines.placement import device_options, place_engines, visible_gpus
+from megascend.apps.rl.rollout.engines.vllm import VllmEngine
+from megascend.apps.rl.rollout.engines.vllm_process import MODULE, VllmProcess, engine_environment, vllm_device
 from megascend.errors import MegascendError
-from megascend.rollout.engines.placement import device_options, place_engines, visible_gpus
-from megascend.rollout.engines.vllm import VllmEngine
-from megascend.rollout.engines.vllm_process import MODULE, VllmProcess, engine_environment, vllm_device
 from megascend.sync.delivery import Delivery
 from weightwire.engine import Sampling
 from weightwire.engine_calls import LoopThread

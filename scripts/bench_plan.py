@@ -21,7 +21,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megascend.app.layout_plan import model_checkpoint, plan_layouts, settings
+from megascend.apps.plan.hardware import load
+from megascend.apps.plan.layers import Execution
+from megascend.apps.plan.search import PlannedModel, difference, stage_parameters, step_work
+from megascend.apps.plan.step import StepTime, StepWork, step_time
+from megascend.apps.train.layout_plan import model_checkpoint, plan_layouts, settings
 from megascend.config import Lora, Parallel, Recompute, TrainerConfig
 from megascend.config.training import Adam
 from megascend.models.base import LatentAttention, LinearAttention
@@ -29,10 +33,6 @@ from megascend.models.checkpoint_files.files import TensorHeader
 from megascend.models.checkpoint_files.info import ModelInfo, ModelShape
 from megascend.models.memory.estimate import estimate
 from megascend.models.memory.sizes import ModelSizes, Workload
-from megascend.planning.hardware import load
-from megascend.planning.layers import Execution
-from megascend.planning.search import PlannedModel, difference, stage_parameters, step_work
-from megascend.planning.step import StepTime, StepWork, step_time
 from megascend.runtime.topology.topology import Topology, plan
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -30,10 +30,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megascend
+from megascend.apps.rl.rollout.engines.vllm import VllmEngine
+from megascend.apps.rl.rollout.engines.vllm_process import VllmProcess, vllm_device
+from megascend.apps.rl.rollout.mismatch import measure, total
 from megascend.models.checkpoint_files.info import inspect_checkpoint
-from megascend.rollout.engines.vllm import VllmEngine
-from megascend.rollout.engines.vllm_process import VllmProcess, vllm_device
-from megascend.rollout.mismatch import measure, total
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from weightwire.engine import Completion, Sampling
 from weightwire.keys import read_key, write_key

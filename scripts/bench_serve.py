@@ -49,7 +49,7 @@ def server(options: argparse.Namespace, model: Path, folder: Path, settings: lis
         f"max_models={count}", f"limits.models={count}", f"limits.sessions={2 * count + 16}",
         f"platform={options.platform}", "log=none", *options.set, *settings,
     ]  # fmt: skip
-    command = [sys.executable, "-m", "megascend.cli.main", "serve", "--model", model, "--port", "0"]
+    command = [sys.executable, "-m", "megascend.apps.cli.main", "serve", "--model", model, "--port", "0"]
     command += ["--precision", options.precision, "--storage", folder]
     command += [part for setting in settings for part in ("--set", setting)]
     log = folder.with_suffix(".log")

@@ -31,7 +31,7 @@ import torch
 
 import megascend
 from bench_engine import SHAPES, Load, Server, configuration, machine, tensors, vllm_release, write_checkpoint
-from megascend.rollout.engines.vllm_process import vllm_device
+from megascend.apps.rl.rollout.engines.vllm_process import vllm_device
 from megascend.runtime.distributed.objects import agree, broadcast_object
 
 MODES: dict[str, dict[str, Any]] = {

@@ -22,8 +22,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pydantic import BaseModel
 
-from megascend.app.rl.records import RlRecord
-from megascend.app.train import StepRecord
+from megascend.apps.rl.records import RlRecord
+from megascend.apps.train.train import StepRecord
 from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.commented import description, type_text
 from megascend.config.rl import RlConfig
@@ -141,9 +141,9 @@ def service_metrics() -> str:
     """Format the Prometheus metrics of the service."""
     from types import SimpleNamespace
 
-    from megascend.serve.api.page import ServiceGauges
-    from megascend.serve.figures import Figures
-    from megascend.serve.samplers.vllm import Pool
+    from megascend.apps.serve.api.page import ServiceGauges
+    from megascend.apps.serve.figures import Figures
+    from megascend.apps.serve.samplers.vllm import Pool
 
     service: Any = SimpleNamespace(
         tenancy=SimpleNamespace(sessions=(), models=()),

@@ -248,7 +248,7 @@ def train(case: Case, platform: str, model: Path, reset_peak: Any) -> None:
     """Train three steps on random tokens; ``reset_peak`` is called after the first."""
     import torch
 
-    from megascend.app.run_backend import ADAPTER, make_backend
+    from megascend.apps.train.run_backend import ADAPTER, make_backend
     from megascend.training.batch.sample import Sample
 
     config = config_of(case, platform, model)
@@ -277,7 +277,7 @@ def worker(names: list[str], platform: str, folder: Path) -> dict[str, list[Meas
     runtime = megascend.bootstrap(platform, engine=engine)
     if engine == "megatron":
         runtime.load_megatron()
-    import megascend.app.run
+    import megascend.apps.train.run
     import megascend.backends  # ranks find them imported
 
     figures = {}

@@ -30,6 +30,6 @@ source scripts/_ascend.sh
 source cookbook/ascend/environment.sh
 
 start=("$PYTHON")
-[ -z "$simulated" ] || start=("$PYTHON" -m megascend.cli.main simnpu -- "$PYTHON")
+[ -z "$simulated" ] || start=("$PYTHON" -m megascend.apps.cli.main simnpu -- "$PYTHON")
 export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/scripts"
 exec "${start[@]}" -m npu_acceptance "${passed[@]}"

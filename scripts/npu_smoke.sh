@@ -38,7 +38,7 @@ source scripts/_ascend.sh
 
 device=cards start=()
 if [ -n "$simulated" ]; then
-  device="simulated (its times say nothing about cards)" start=("$PYTHON" -m megascend.cli.main simnpu --)
+  device="simulated (its times say nothing about cards)" start=("$PYTHON" -m megascend.apps.cli.main simnpu --)
 fi
 
 # Fields of a log, which holds lines like: step 3/10  loss 5.1569  grad norm 1.976  222 ms

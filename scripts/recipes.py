@@ -13,8 +13,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megascend.app.run_template import RunFileRequest, run_files
-from megascend.planning.hardware import load
+from megascend.apps.plan.hardware import load
+from megascend.apps.train.run_template import RunFileRequest, run_files
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "recipes"

@@ -24,7 +24,7 @@ import torch
 from torch.distributed import HashStore
 from torch.distributed.checkpoint.planner import SavePlan
 
-from megascend.app.run_backend import bootstrap
+from megascend.apps.train.run_backend import bootstrap
 from megascend.config import Parallel, TrainerConfig
 from megascend.runtime.diagnostics import survey
 from megascend.runtime.diagnostics.collective_sequence import CollectiveCounts

@@ -132,7 +132,7 @@ fi
 
 if [ "$suite" = quick ] && [ "$#" = 0 ]; then
   # Packages of pure functions, whose tests start hardly any process.
-  set -- tests/config tests/training/batch tests/data tests/models/checkpoint_files tests/runtime/io tests/runtime/topology tests/test_rooms.py
+  set -- tests/config tests/training/batch tests/apps/data tests/models/checkpoint_files tests/runtime/io tests/runtime/topology tests/test_rooms.py
 fi
 
 failed=()

@@ -42,7 +42,7 @@ mapfile -t files < <(cd "$unit" && find "${chosen[@]}" -name 'test_*.py' | sort)
 launch=("$PYTHON" -m torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node "$ranks" -m)
 for file in "${files[@]}"; do
   echo "== $file"
-  timeout --kill-after=30 "${DEADLINE:-600}" "$PYTHON" -m megascend.cli.main run "${platform[@]}" -- "${launch[@]}" pytest \
+  timeout --kill-after=30 "${DEADLINE:-600}" "$PYTHON" -m megascend.apps.cli.main run "${platform[@]}" -- "${launch[@]}" pytest \
     -p megascend_unit_tests -p no:cacheprovider -o addopts= --timeout 120 -q --continue-on-collection-errors --tb=line \
     "$unit/$file" "$@" > "$MEGASCEND_UNIT_RESULTS/${file//\//.}.log" 2>&1 || echo "ended with $?"
 done

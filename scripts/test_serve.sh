@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `tests/serve/test_serve_client.py` with Tinker clients of several versions, each in a separate environment that sees megascend's
+# `tests/apps/serve/test_serve_client.py` with Tinker clients of several versions, each in a separate environment that sees megascend's
 # packages, against servers on one rank, TP2, PP2, DP2 and CP2.
 #
 #     bash scripts/test_serve.sh [VERSION...]      default: 0.16.0 0.22.0 0.25.0 0.30.0 newest
@@ -33,4 +33,4 @@ for version in "${versions[@]}"; do
 done
 echo "clients: $(ls "$clients" | tr '\n' ' ')"
 export MEGASCEND_TINKER_CLIENTS=$clients OMP_NUM_THREADS=1
-"$python" -m pytest -q tests/serve/test_serve_client.py
+"$python" -m pytest -q tests/apps/serve/test_serve_client.py

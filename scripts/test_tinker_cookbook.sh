@@ -22,4 +22,4 @@ if [ ! -e "$environment/.installed" ]; then
   touch "$environment/.installed"
 fi
 export MEGASCEND_TINKER_COOKBOOK=$environment/bin/python OMP_NUM_THREADS=1
-"$python" -m pytest -rs -s tests/serve/test_tinker_cookbook.py "$@"
+"$python" -m pytest -rs -s tests/apps/serve/test_tinker_cookbook.py "$@"

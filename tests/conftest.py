@@ -141,7 +141,7 @@ FIRST = (
     "tests/engines/megatron/test_export.py",
     "tests/training/checkpoint/test_resharding.py",
     "tests/models/selfcheck/test_findings.py",
-    "tests/cli/test_cli_resume.py",
+    "tests/apps/cli/test_cli_resume.py",
     "tests/test_bad_input.py",
     "tests/npu/test_contract.py",
     "tests/npu/test_cookbook_ascend.py",

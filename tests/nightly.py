@@ -10,18 +10,18 @@ from collections.abc import Collection, Mapping
 import pytest
 
 NIGHTLY = {
-    "app/rl/test_lost_engines.py": {
+    "apps/rl/test_lost_engines.py": {
         "engines_and_controller_may_start_later_end_and_come_back": "run without any engine waits; engine that joins later",
         "run_goes_on_without_an_engine_that_hangs[generate]": "an engine that reports its version and takes no weights",
         "run_goes_on_without_an_engine_that_reports_its_version_and_takes_no_weights[commit": "begin_update, verify",
     },
-    "app/rl/test_teacher.py": {
+    "apps/rl/test_teacher.py": {
         "student_learns_a_teacher_without_rewards[policy]": "reverse_kl; a step of each loss on recorded rollouts",
     },
-    "app/test_teacher_model.py": {
+    "apps/train/test_teacher_model.py": {
         "gradients_of_transformers_engines_are_those_of_plain_float64[fsdp]": "single",
     },
-    "app/test_token_budget.py": {
+    "apps/train/test_token_budget.py": {
         "budget_leaves_room_for_a_teachers_distributions": "models/memory/test_teacher_estimate.py; the choice of a budget",
         "budget_fills_the_memory_and_is_kept_on_resume": "models/memory/test_measured_peaks.py; the choice of a budget",
     },
@@ -67,53 +67,53 @@ NIGHTLY = {
     "training/checkpoint/test_upstream_reader.py": {
         "asynchronous_checkpoint_has_the_state_of_the_save_call[plain-bf16]": "distributed",
     },
-    "cli/test_cli_doctor.py": {
+    "apps/cli/test_cli_doctor.py": {
         "doctor_on_this_machine": "what it reports of simulated machines, in the same file",
     },
-    "cli/test_cli_generate.py": {
+    "apps/cli/test_cli_generate.py": {
         "answers_equal_those_of_transformers_on_every_engine[single]": "TP2",
     },
-    "cli/test_cli_init.py": {
+    "apps/cli/test_cli_init.py": {
         "run_file_trains_to_the_end_as_it_stands[classification-3]": "test_cli_train_classification.py",
     },
-    "cli/test_cli_launch.py": {
+    "apps/cli/test_cli_launch.py": {
         "unexpected_exception_keeps_its_traceback": "killed worker is named; root cause",
         "root_cause_wins_over_its_consequences": "killed worker is named",
         "launch_returns_the_result_of_rank_0": "two processes of a plug-in's engine: engines/test_registered_engine.py",
     },
-    "cli/test_cli_new_model.py": {
+    "apps/cli/test_cli_new_model.py": {
         "plain_transformers_loads_every_architecture": "the command; every tiny model is used by parity",
     },
-    "cli/test_cli_results.py": {
+    "apps/cli/test_cli_results.py": {
         "incomplete_export_is_refused_before_the_first_step": "engines/test_layouts_of_files.py",
     },
-    "cli/test_cli_resume.py": {
+    "apps/cli/test_cli_resume.py": {
         "ctrl_c_once_on_one_process": "test_cli_signals.py: a signal saves and stops",
     },
-    "cli/test_cli_rl.py": {
-        "example_learns_and_resumes": "app/rl/test_loop.py",
+    "apps/cli/test_cli_rl.py": {
+        "example_learns_and_resumes": "apps/rl/test_loop.py",
     },
-    "cli/test_cli_serve.py": {
+    "apps/cli/test_cli_serve.py": {
         "server_survives_lost_output_and_stops_cleanly[1]": "[15]",
     },
-    "cli/test_cli_signals.py": {
+    "apps/cli/test_cli_signals.py": {
         "signal_saves_and_stops_even_if_output_is_lost[SIGUSR1, full disk]": "SIGHUP; a run with a full disk finishes",
         "signal_saves_and_stops_even_if_output_is_lost[SIGXCPU, kept]": "SIGHUP with a closed terminal",
     },
-    "cli/test_cli_template.py": {
+    "apps/cli/test_cli_template.py": {
         f"run_keeps_its_date_and_exports_its_template[{kind}]": "models/checkpoint_files/test_files.py: beside an adapter"
         for kind in ("single", "single, lora", "fsdp", "megatron", "megatron, lora")
     },
-    "cli/test_cli_train.py": {
+    "apps/cli/test_cli_train.py": {
         "two_processes_learn_the_same": "a cookbook script on two ranks; one process in the same file",
     },
-    "cli/test_cli_train_distillation.py": {
+    "apps/cli/test_cli_train_distillation.py": {
         "student_learns_the_teachers_distributions[megatron]": "a teacher beside the student; step/test_distillation.py",
     },
-    "cli/test_cli_train_losses.py": {
+    "apps/cli/test_cli_train_losses.py": {
         "kto_equals_its_formula_with_the_reference_point_of_the_batch[TP2]": "single; step/test_step.py: preference losses",
     },
-    "cli/test_cli_train_reward.py": {
+    "apps/cli/test_cli_train_reward.py": {
         "reward_model_trains_and_scores_as_transformers[TP2]": "the adapter with its head; engines/test_scalar_head.py",
     },
     "runtime/distributed/test_objects.py": {
@@ -359,15 +359,15 @@ NIGHTLY = {
     "reliability/test_under_torchrun.py": {
         "rank_deaths_before_and_after_a_restart_are_reported": "test_hang_and_death.py; cli/test_cli_launch.py",
     },
-    "rollout/controller/test_controller_hostile.py": {
+    "apps/rl/rollout/controller/test_controller_hostile.py": {
         "random_http_requests_are_refused": "chosen requests in the same file",
     },
-    "rollout/engines/test_guarded.py": {
+    "apps/rl/rollout/engines/test_guarded.py": {
         "nothing_is_left_when_the_trainer_is_killed[trainer and server-alone]": "trainer and server-forks",
         "nothing_is_left_when_the_trainer_is_killed[trainer-alone]": "trainer and server-forks",
         "nothing_is_left_when_the_trainer_is_killed[trainer-forks]": "trainer and server-forks",
     },
-    "sampling/test_recurrent_cache.py": {
+    "apps/sampling/test_recurrent_cache.py": {
         "responses_of_engines_without_megatron_equal_transformers_generate[fsdp, padded]": "fsdp; single",
     },
     "models/selfcheck/test_check.py": {
@@ -377,14 +377,14 @@ NIGHTLY = {
         "ignored_settings_are_named": "models/selfcheck/test_check.py: a difference raises an error",
         "random_shapes_of_proven_architectures_agree[one each]": "unbuildable models do not agree and honoured settings do",
     },
-    "serve/test_serve_flat.py": {
+    "apps/serve/test_serve_flat.py": {
         "lives_that_are_over_leave_nothing_behind[False]": "[True]",
     },
-    "serve/test_serve_memory.py": {
+    "apps/serve/test_serve_memory.py": {
         "request_out_of_memory_on_one_rank_fails_alone[DP2]": "TP2",
         "request_out_of_memory_on_one_rank_fails_alone[one rank]": "TP2",
     },
-    "serve/test_serve_vllm_failures.py": {
+    "apps/serve/test_serve_vllm_failures.py": {
         "one_that_is_still_ill_when_its_time_is_over": "another server answers",
     },
     "engines/step/test_distillation.py": {
@@ -469,7 +469,7 @@ NIGHTLY = {
         "lora_program_runs": "training/lora/test_backend_adapters.py, lora/test_peft_format.py",
     },
     "test_sessions_page.py": {
-        "pretraining_session_continues_a_text": "cli/test_cli_init.py: the same task to its end; test_snippets.py",
+        "pretraining_session_continues_a_text": "apps/cli/test_cli_init.py: the same task to its end; test_snippets.py",
     },
 }
 """By file below tests: beginnings of tests' names, without ``test_``, and what covers them."""

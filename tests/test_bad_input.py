@@ -1,6 +1,6 @@
 """Bad input raises the same megascend error on every rank within seconds and leaves no partial results.
 
-``tests/cli/test_bad_inputs.py`` covers the command line; this file the Python API on real ranks.
+``tests/apps/cli/test_bad_inputs.py`` covers the command line; this file the Python API on real ranks.
 """
 
 from __future__ import annotations

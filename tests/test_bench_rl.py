@@ -34,7 +34,7 @@ def test_figures_are_those_of_the_steps_after_the_warm_up() -> None:
 
 @pytest.mark.nightly
 def test_both_runs_of_the_example_are_measured(tmp_path: Path) -> None:
-    from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
+    from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 
     write_checkpoint(tmp_path / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
     command = [sys.executable, SCRIPT, "examples/rl/sort_digits.yaml", "--steps", "3", "--warm-up", "1"]

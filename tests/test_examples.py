@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megascend.apps.data.files import read_documents
+from megascend.apps.rl.rollout.prompts import read_prompts
+from megascend.apps.rl.rollout.rewards import load_reward
 from megascend.config import load_config
 from megascend.config.rl import load_rl_config
-from megascend.data.files import read_documents
-from megascend.rollout.prompts import read_prompts
-from megascend.rollout.rewards import load_reward
 
 ROOT = Path(__file__).resolve().parent.parent
 RL = ROOT / "examples" / "rl"

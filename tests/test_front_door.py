@@ -44,7 +44,7 @@ def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> su
 def test_command_line_answers_what_users_type_first(
     arguments: list[str], code: int, expected: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from megascend.cli.main import app
+    from megascend.apps.cli.main import app
 
     with pytest.raises(SystemExit) as end:
         app(arguments, prog_name="megascend")

@@ -36,7 +36,7 @@ def python(*arguments: str | Path, cwd: Path) -> str:
 def new_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create the model of the quick start's first command."""
     folder = tmp_path_factory.mktemp("quickstart")
-    python("-m", "megascend.cli.main", "new-model", "runs/quickstart/model", "--layers", "2", cwd=folder)
+    python("-m", "megascend.apps.cli.main", "new-model", "runs/quickstart/model", "--layers", "2", cwd=folder)
     return folder / "runs" / "quickstart" / "model"
 
 

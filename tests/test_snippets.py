@@ -19,7 +19,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from megascend.cli.main import app
+from megascend.apps.cli.main import app
 from megascend.config import RunConfig
 from megascend.config.rl import RlConfig
 from megascend.testing import run_distributed, write_tiny_checkpoint
@@ -151,7 +151,7 @@ def check_trained(namespace: dict[str, Any]) -> None:
 
 
 def check_tracker_logs(namespace: dict[str, Any]) -> None:
-    from megascend.tracking.trackers import Trackers
+    from megascend.apps.tracking.trackers import Trackers
 
     trackers = Trackers({"lines": {}}, Path("run"), {})
     trackers.log(1, {"loss": 0.5})

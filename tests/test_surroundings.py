@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from megascend.app.plot import require_extra
+from megascend.apps.train.plot import require_extra
 from megascend.config.trackers import check_trackers
 from megascend.errors import ConfigError, MissingDependencyError
 from megascend.runtime.io.paths import cache_folder

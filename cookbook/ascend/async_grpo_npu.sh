@@ -19,7 +19,7 @@ run=${MEGASCEND_RUN:-runs/cookbook}
 small=$run/qwen3_digits
 
 if [[ " $* " != *" --model"[\ =]* ]]; then
-  [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --layers 3 --hidden 128 --heads 4 --context 64
+  [ -f "$small/config.json" ] || "$python" -m megascend.apps.cli.main new-model "$small" --layers 3 --hidden 128 --heads 4 --context 64
   set -- --model "$small" "$@"
 fi
 [[ " $* " == *" --output"[\ =]* ]] || set -- --output "$run/async_grpo_npu" "$@"

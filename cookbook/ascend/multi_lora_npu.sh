@@ -16,7 +16,7 @@ small=${MEGASCEND_RUN:-runs/cookbook}/qwen3_lora_npu
 
 if [[ " $* " != *" --model"[\ =]* ]]; then
   # Wide for its depth: adapters cannot change the random output projection, and in a narrow one all tokens are alike.
-  [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --arch qwen3 --layers 2 --hidden 256
+  [ -f "$small/config.json" ] || "$python" -m megascend.apps.cli.main new-model "$small" --arch qwen3 --layers 2 --hidden 256
   set -- --model "$small" "$@"
 fi
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-8}" "$here/multi_lora_npu.py" "$@"

@@ -59,8 +59,8 @@ def main() -> None:
     megascend.bootstrap(arguments.platform, parallel)
     from transformers import AutoTokenizer
 
-    from megascend.data.files import read_documents
-    from megascend.data.samples import build_samples
+    from megascend.apps.data.files import read_documents
+    from megascend.apps.data.samples import build_samples
     from megascend.runtime.distributed.objects import gather_objects
 
     backend = megascend.MegatronBackend(

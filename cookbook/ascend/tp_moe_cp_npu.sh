@@ -15,7 +15,7 @@ python=${PYTHON:-python}
 small=${MEGASCEND_RUN:-runs/cookbook}/qwen3_moe_npu
 
 if [[ " $* " != *" --model"[\ =]* ]]; then
-  [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --arch qwen3_moe --layers 2 --hidden 64 --experts 8
+  [ -f "$small/config.json" ] || "$python" -m megascend.apps.cli.main new-model "$small" --arch qwen3_moe --layers 2 --hidden 64 --experts 8
   set -- --model "$small" "$@"
 fi
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-8}" "$here/tp_moe_cp_npu.py" "$@"

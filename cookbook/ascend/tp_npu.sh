@@ -15,7 +15,7 @@ python=${PYTHON:-python}
 small=${MEGASCEND_RUN:-runs/cookbook}/qwen3_npu
 
 if [[ " $* " != *" --model"[\ =]* ]]; then
-  [ -f "$small/config.json" ] || "$python" -m megascend.cli.main new-model "$small" --arch qwen3 --layers 2 --hidden 64
+  [ -f "$small/config.json" ] || "$python" -m megascend.apps.cli.main new-model "$small" --arch qwen3 --layers 2 --hidden 64
   set -- --model "$small" "$@"
 fi
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-8}" "$here/tp_npu.py" "$@"

@@ -16,7 +16,7 @@ VERDICTS: dict[str, Verdict] = {"ok": "ok", "warn": "noted", "skip": "left out",
 
 def run(settings: Settings, results: Results) -> None:
     """Record one measurement for each check."""
-    command = [sys.executable, "-m", "megascend.cli.main", "doctor", "--json"]
+    command = [sys.executable, "-m", "megascend.apps.cli.main", "doctor", "--json"]
     completed = subprocess.run(
         command,
         capture_output=True,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import megascend
-from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
+from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from npu_acceptance.plan import Settings, largest_power_of_two
 from npu_acceptance.processes import read_job, run_ranks
 from npu_acceptance.records import Measurement, Results, at_most, failed, noted

@@ -243,7 +243,7 @@ def prepare(run: Path) -> None:
     for arch in ("qwen3", "qwen3_moe"):
         if not (out := run / "models" / arch).exists():
             shape = ["--arch", arch, "--hidden", "64", "--layers", "2", "--ffn", "64"]
-            subprocess.run([sys.executable, "-m", "megascend.cli.main", "new-model", str(out), *shape], check=True)
+            subprocess.run([sys.executable, "-m", "megascend.apps.cli.main", "new-model", str(out), *shape], check=True)
     data = run / "data"
     data.mkdir(parents=True, exist_ok=True)
     questions = [

@@ -58,14 +58,14 @@ _PUBLIC = {
     "register_architecture": "megascend.models",
     "Adapters": "megascend.config",
     "Data": "megascend.config",
-    "Sampler": "megascend.sampling.sampler",
-    "SampleRequest": "megascend.sampling.request",
-    "SampleResult": "megascend.sampling.request",
-    "SamplingParams": "megascend.sampling.request",
+    "Sampler": "megascend.apps.sampling.sampler",
+    "SampleRequest": "megascend.apps.sampling.request",
+    "SampleResult": "megascend.apps.sampling.request",
+    "SamplingParams": "megascend.apps.sampling.request",
     "RunConfig": "megascend.config",
-    "register_tracker": "megascend.tracking",
-    "TrackedRun": "megascend.tracking",
-    "Tracker": "megascend.tracking",
+    "register_tracker": "megascend.apps.tracking",
+    "TrackedRun": "megascend.apps.tracking",
+    "Tracker": "megascend.apps.tracking",
     "load_config": "megascend.config",
     "WeightSync": "megascend.sync",
 }
@@ -74,6 +74,9 @@ _PUBLIC |= {name: "megascend.errors" for name in vars(_errors) if name.endswith(
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
+    from megascend.apps.sampling.request import SampleRequest, SampleResult, SamplingParams
+    from megascend.apps.sampling.sampler import Sampler
+    from megascend.apps.tracking import TrackedRun, Tracker, register_tracker
     from megascend.backend import Backend
     from megascend.backends import FsdpBackend, MegatronBackend, SingleBackend, make_backend, register_engine
     from megascend.config import (
@@ -96,10 +99,7 @@ if TYPE_CHECKING:
     from megascend.errors import *  # noqa: F403
     from megascend.models import Architecture, register_architecture
     from megascend.runtime.bootstrap import PatchProvider, Runtime, bootstrap, register_provider
-    from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
-    from megascend.sampling.sampler import Sampler
     from megascend.sync import WeightSync
-    from megascend.tracking import TrackedRun, Tracker, register_tracker
     from megascend.training.batch.candidates import Candidates
     from megascend.training.batch.images import SampleImages
     from megascend.training.batch.loss import Loss, LossFunction, LossInputs

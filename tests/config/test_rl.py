@@ -155,7 +155,7 @@ def test_a_penalty_on_responses_is_refused_with_an_environment() -> None:
 
 
 def test_options_that_a_loss_does_not_have_are_refused_by_name() -> None:
-    from megascend.app.rl.set_up import check_objective
+    from megascend.apps.rl.set_up import check_objective
 
     for values, words in (
         (

@@ -10,7 +10,7 @@ import pytest
 from peft import LoraConfig
 from transformers import TrainingArguments
 
-from megascend.app.rl.set_up import check_objective
+from megascend.apps.rl.set_up import check_objective
 from megascend.config import RunConfig, load_config
 from megascend.config.plugins import POLICY_LOSSES, PROVIDERS
 from megascend.config.rl import Objective, RlConfig, load_rl_config

@@ -27,8 +27,8 @@ from megascend import (
     backends,
     register_engine,
 )
-from megascend.app import run_backend
-from megascend.cli.random_checkpoint import byte_tokenizer
+from megascend.apps.cli.random_checkpoint import byte_tokenizer
+from megascend.apps.train import run_backend
 from megascend.config.plugins import check_plugins, import_plugins
 from megascend.errors import ConfigError
 from megascend.runtime.bootstrap import engines
@@ -95,7 +95,7 @@ def search_path(first: str = "") -> dict[str, str]:
 def command(folder: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
     """Run ``megascend`` as a user does, with ``path`` in front of the search path."""
     return subprocess.run(
-        [sys.executable, "-m", "megascend.cli.main", *arguments],
+        [sys.executable, "-m", "megascend.apps.cli.main", *arguments],
         capture_output=True,
         text=True,
         cwd=folder,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascend.app.prefetch import job_of
-from megascend.app.preflight import check_run
+from megascend.apps.train.prefetch import job_of
+from megascend.apps.train.preflight import check_run
 from megascend.config import RunConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")

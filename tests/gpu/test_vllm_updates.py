@@ -26,10 +26,10 @@ sys.path.append(str(Path(__file__).parent))
 
 from vllm_weights import changed_weights
 
+from megascend.apps.rl.rollout.engines.placement import place_engines, visible_gpus
+from megascend.apps.rl.rollout.engines.vllm import VllmEngine
+from megascend.apps.rl.rollout.engines.vllm_process import engine_environment, vllm_device
 from megascend.errors import WeightSyncError
-from megascend.rollout.engines.placement import place_engines, visible_gpus
-from megascend.rollout.engines.vllm import VllmEngine
-from megascend.rollout.engines.vllm_process import engine_environment, vllm_device
 from megascend.runtime.distributed.launch import child_environment
 from megascend.sync.delivery import Delivery, Update
 from megascend.testing.tiny_models import write_tiny_checkpoint

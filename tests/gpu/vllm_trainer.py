@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from vllm_weights import changed_weights
 
-from megascend.rollout.engines.vllm import VllmEngine
+from megascend.apps.rl.rollout.engines.vllm import VllmEngine
 from megascend.sync.delivery import Delivery, Update
 from weightwire.keys import read_key
 from weightwire.sender import spec_of

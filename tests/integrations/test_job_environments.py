@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megascend.app.job_file import ClusterRequest, job_file
+from megascend.apps.plan.hardware import load
+from megascend.apps.train.job_file import ClusterRequest, job_file
 from megascend.config import load_config
-from megascend.planning.hardware import load
 from support import forked_programs
 from support.job_runs import DEADLINE_S, events_of, started, steps_of, wait_for_step, write_run
 

@@ -42,7 +42,7 @@ def run(program: str, arguments: list[str], folder: Path) -> str:
     command = [
         sys.executable,
         "-m",
-        "megascend.cli.main",
+        "megascend.apps.cli.main",
         "run",
         "--platform",
         "cpu",

@@ -28,7 +28,7 @@ def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
     assert command[5] == "torchrun"
     (tmp_path / "plain.py").write_text(program)
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    full_command = [sys.executable, "-m", "megascend.cli.main", *command[1:5], *torchrun, *command[6:]]
+    full_command = [sys.executable, "-m", "megascend.apps.cli.main", *command[1:5], *torchrun, *command[6:]]
     path = os.pathsep.join(entry for entry in sys.path if entry)
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHDYNAMO_DISABLE")
     env = {name: value for name, value in os.environ.items() if name not in unset}

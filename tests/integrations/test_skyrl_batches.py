@@ -9,11 +9,11 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from megascend.apps.sampling.request import SampledSequence, SampleResult
 from megascend.errors import ConfigError, DataError
 from megascend.integrations.skyrl.batches import pass_of, sample_output, sample_request_of
 from megascend.integrations.skyrl.launch import engine_command, settings_from
 from megascend.integrations.skyrl.settings import BackendConfig, serve_settings
-from megascend.sampling.request import SampledSequence, SampleResult
 
 
 def batch_of(loss: str, settings: Any = None, kind: str = "encoded_text", **fields: Any) -> SimpleNamespace:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megascend.apps.sampling.request import SampleRequest, SamplingParams
 from megascend.models import architecture_named
 from megascend.models.checkpoint_files.architectures import make_known_to_transformers
 from megascend.models.registry import proven
-from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
@@ -213,7 +213,7 @@ def test_self_check_compares_a_slice_with_transformers(arch: str, parity_folder:
 
 @pytest.mark.parametrize("arch", nightly_but(CACHED, ("deepseek_v3", "gpt_oss")))
 def test_sampler_decodes_with_a_cache_what_transformers_scores(arch: str, parity_folder: Path) -> None:
-    from megascend.sampling.sampler import Sampler
+    from megascend.apps.sampling.sampler import Sampler
 
     checkpoint, prompts = case_checkpoint(parity_folder, arch), ([5, 6, 7, 8, 9], [40], list(range(11, 41)))
     requests = [SampleRequest(prompt, SamplingParams(12, temperature=0.0)) for prompt in prompts]

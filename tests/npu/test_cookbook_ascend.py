@@ -73,7 +73,16 @@ def started(recipe: str, folder: Path, *arguments: str, **environment: str) -> I
         "MEGASCEND_RUN": str(folder),
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "megascend.cli.main", "simnpu", "--", "bash", str(ASCEND / f"{recipe}.sh"), *arguments],
+        [
+            sys.executable,
+            "-m",
+            "megascend.apps.cli.main",
+            "simnpu",
+            "--",
+            "bash",
+            str(ASCEND / f"{recipe}.sh"),
+            *arguments,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -122,13 +131,13 @@ def commands(recipe: str, folder: Path, *arguments: str, ranks: int) -> list[lis
     return [line.split("\0")[:-1] for line in log.read_text().splitlines()]
 
 
-NEW_MODEL = "import sys; from megascend.cli.main import main; sys.argv[0] = 'megascend'; main()"
+NEW_MODEL = "import sys; from megascend.apps.cli.main import main; sys.argv[0] = 'megascend'; main()"
 
 
 def run_on_forked_ranks(recipe: str, folder: Path, *arguments: str, ranks: int) -> tuple[int, str]:
     """Run the shell script's commands on forked ranks of a bootstrapped process; return rank 0's exit code and output."""
     new_model, launch = commands(recipe, folder, *arguments, ranks=ranks)
-    assert new_model[:3] == ["-m", "megascend.cli.main", "new-model"]
+    assert new_model[:3] == ["-m", "megascend.apps.cli.main", "new-model"]
     completed = run_reference(NEW_MODEL, *new_model[2:])
     assert completed.returncode == 0, completed.stderr
     assert launch[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascend.app.rl.learn import learn
+from megascend.apps.rl.learn import learn
+from megascend.apps.rl.rollout.group import Trajectory, TrajectoryGroup
 from megascend.config.rl import Objective
-from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend
 from megascend.testing.tiny_models import write_tiny_checkpoint

@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megascend.apps.rl.rollout.engines.vllm_process import engine_environment
 from megascend.errors import WeightSyncError
-from megascend.rollout.engines.vllm_process import engine_environment
 from megascend.sync.delivery import Delivery
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from support.fp8_reference import dequantised, quantise_by_blocks

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megascend import Adam, Parallel, Sample, WeightSync
+from megascend.apps.rl.rollout.engines.vllm import VllmEngine
 from megascend.errors import WeightSyncError
-from megascend.rollout.engines.vllm import VllmEngine
 from megascend.sync.delivery import Delivery
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists

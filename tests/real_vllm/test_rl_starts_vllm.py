@@ -38,7 +38,15 @@ def start(model: Path, output: Path, *launcher: str, **changes: Any) -> subproce
         "evaluation": "null",
     } | changes
     overrides = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-    command = [sys.executable, *launcher, "-m", "megascend.cli.main", "rl", "examples/rl/sort_digits.yaml", *overrides]
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "megascend.apps.cli.main",
+        "rl",
+        "examples/rl/sort_digits.yaml",
+        *overrides,
+    ]
     variables = environment(VLLM_NO_USAGE_STATS="1")
     with output.with_suffix(".txt").open("wb") as messages:
         return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=messages, stderr=messages)

@@ -23,14 +23,14 @@ import torch
 from safetensors.torch import load_file
 
 from megascend import Adam, Batching
-from megascend.app.rl.learn import learn, step_samples
-from megascend.app.rl.train import train_rl
+from megascend.apps.rl.learn import learn, step_samples
+from megascend.apps.rl.rollout.buffer import RolloutBuffer
+from megascend.apps.rl.rollout.collector import RolloutCollector, Task
+from megascend.apps.rl.rollout.episodes import GradedResponses
+from megascend.apps.rl.rollout.group import TrajectoryGroup
+from megascend.apps.rl.train import train_rl
 from megascend.config.rl import Objective, RlConfig
 from megascend.errors import EngineError
-from megascend.rollout.buffer import RolloutBuffer
-from megascend.rollout.collector import RolloutCollector, Task
-from megascend.rollout.episodes import GradedResponses
-from megascend.rollout.group import TrajectoryGroup
 from megascend.testing import run_distributed
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from support.vllm_server import ROOT, TOKENS, Reference, Server, far, vllm_python
@@ -91,7 +91,7 @@ def installed() -> tuple[tuple[int, int], str]:
 
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
+    from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 
     vllm_python()
     folder = tmp_path_factory.mktemp("model")

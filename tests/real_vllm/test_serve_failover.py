@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
+from megascend.apps.rl.rollout.engines.vllm_process import VllmProcess
+from megascend.apps.serve.samplers.vllm import KEY_VARIABLE
 from megascend.config.serve import ServeConfig
-from megascend.rollout.engines.vllm_process import VllmProcess
-from megascend.serve.samplers.vllm import KEY_VARIABLE
 from support.vllm_server import START_S, vllm_python
 from weightwire.vllm.contract import CPU_VARIABLES
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from megascend.apps.rl.rollout.engines.vllm_process import VllmProcess
+from megascend.apps.serve.samplers.vllm import KEY_VARIABLE
 from megascend.config.serve import ServeConfig
-from megascend.rollout.engines.vllm_process import VllmProcess
-from megascend.serve.samplers.vllm import KEY_VARIABLE
 from support.vllm_server import START_S, vllm_python
 from weightwire.vllm.contract import CPU_VARIABLES
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from megascend import Adam, Adapters, Lora, Parallel, Sample
+from megascend.apps.rl.rollout.engines.vllm import VllmEngine
 from megascend.errors import EngineError, EngineLostError
-from megascend.rollout.engines.vllm import VllmEngine
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint

@@ -287,7 +287,7 @@ def events(output):
 
 def test_run_continues_on_a_full_disk_and_saves_again_later(prepared, disk):
     """Fill the run's disk, metrics included, and clear it while the run continues."""
-    from megascend.app.train import train as train_run
+    from megascend.apps.train.train import train as train_run
 
     output, stop = disk / "run", threading.Event()
 
@@ -325,7 +325,7 @@ def test_run_continues_on_a_full_disk_and_saves_again_later(prepared, disk):
 
 def test_run_stopped_on_a_full_disk_raises_checkpoint_error(prepared, disk, tmp_path):
     """Raise at the end: a run may continue without checkpoints, but must not end without one of its last step."""
-    from megascend.app.train import train as train_run
+    from megascend.apps.train.train import train as train_run
 
     output, stop = disk / "run", threading.Event()
 
@@ -355,8 +355,8 @@ def test_run_stopped_on_a_full_disk_raises_checkpoint_error(prepared, disk, tmp_
 
 
 def test_failed_checkpoint_of_the_last_step_is_retried(prepared, checkpoint, disk):
-    from megascend.app.checkpoint_policy import CheckpointPolicy
-    from megascend.app.event_log import EventLog
+    from megascend.apps.train.checkpoint_policy import CheckpointPolicy
+    from megascend.apps.train.event_log import EventLog
 
     config = RunConfig(**settings(prepared, disk / "run", on_failure="continue"))
     retention, last = Retention(disk / "run" / "checkpoints"), config.checkpoint.every

@@ -30,12 +30,12 @@ from typing import Any
 import pytest
 import yaml
 
-from megascend.app.rl.train import train_rl
+from megascend.apps.rl.rollout.controller.client import ControllerEngine
+from megascend.apps.rl.rollout.controller.controller import Controller
+from megascend.apps.rl.rollout.controller.server import ControllerServer
+from megascend.apps.rl.train import train_rl
 from megascend.config import Parallel
 from megascend.config.rl import RlConfig
-from megascend.rollout.controller.client import ControllerEngine
-from megascend.rollout.controller.controller import Controller
-from megascend.rollout.controller.server import ControllerServer
 from megascend.runtime.bootstrap import bootstrap
 from support.forked_programs import run_forked
 from support.rl_runs import RecordedEngine, folder, rows, settings  # noqa: F401
@@ -432,7 +432,7 @@ PLUGIN = """
 import os, sys
 from pathlib import Path
 
-from megascend.rollout.engines import local
+from megascend.apps.rl.rollout.engines import local
 
 sys.path.insert(0, TESTS)
 from reliability.test_kills import SlowRecording

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megascend import Adam, Adapters, Batching, Lora, Sample, Schedule
-from megascend.app.resume import checkpoints_at
+from megascend.apps.train.resume import checkpoints_at
 from megascend.config import RunConfig
 from megascend.errors import DistributedTestError
 from megascend.testing import faults, run_distributed
@@ -91,7 +91,7 @@ def outcome(result, output):
 @pytest.fixture(scope="module")
 def uninterrupted(models):
     """Return a function that gives the outcome of a layout's uninterrupted run."""
-    from megascend.app.train import train
+    from megascend.apps.train.train import train
 
     @functools.cache
     def run(layout):
@@ -107,7 +107,7 @@ def uninterrupted(models):
 
 @pytest.mark.parametrize(("layout", "seed"), KILLS)
 def test_killed_run_resumes_bit_for_bit(models, uninterrupted, tmp_path, layout, seed):
-    from megascend.app.train import train
+    from megascend.apps.train.train import train
 
     world_size, output = LAYOUTS[layout][0], tmp_path / "run"
     settings = config(models, layout, output)
@@ -118,8 +118,8 @@ def test_killed_run_resumes_bit_for_bit(models, uninterrupted, tmp_path, layout,
 
 
 def test_modules_are_frozen_for_garbage_collection_during_the_run(models, tmp_path, monkeypatch):
-    from megascend.app import run
-    from megascend.app.train import train
+    from megascend.apps.train import run
+    from megascend.apps.train.train import train
 
     frozen, make_backend = [], run.make_backend
 

@@ -22,7 +22,7 @@ PACKAGES = [
 ]
 """Third-party modules that megascend and mcore-bridge import."""
 PROCESS_VARIABLES = ("TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_CACHE_DIR")
-COMMAND = "import runpy\nrunpy.run_module('megascend.cli.main', run_name='__main__', alter_sys=True)"
+COMMAND = "import runpy\nrunpy.run_module('megascend.apps.cli.main', run_name='__main__', alter_sys=True)"
 
 _server = ProgramServer(PACKAGES)
 

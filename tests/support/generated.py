@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascend.sampling.request import SampleResult, SamplingParams
+from megascend.apps.sampling.request import SampleResult, SamplingParams
 from support.forked_programs import run_forked
 
 GREEDY = SamplingParams(10, temperature=0.0)

@@ -58,8 +58,8 @@ def assert_sampled_without_cache(checkpoint: Path, reason: str) -> None:
     prompt = list(range(11, 31))
 
     def on_rank() -> tuple[list[int], str | None]:
-        from megascend.sampling.request import SampleRequest, SamplingParams
-        from megascend.sampling.sampler import Sampler
+        from megascend.apps.sampling.request import SampleRequest, SamplingParams
+        from megascend.apps.sampling.sampler import Sampler
 
         with case_backend(Case("single"), checkpoint) as backend:
             sampler = Sampler(backend)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megascend.rollout.group import TrajectoryGroup
+from megascend.apps.rl.rollout.group import TrajectoryGroup
 
 
 @dataclass(frozen=True)

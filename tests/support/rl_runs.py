@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megascend.app.rl.train import RlResult, train_rl
+from megascend.apps.rl.rollout.engines.local import LocalEngine
+from megascend.apps.rl.train import RlResult, train_rl
 from megascend.config.rl import RlConfig
-from megascend.rollout.engines.local import LocalEngine
 from megascend.testing import run_distributed
 from weightwire.engine import Completion, Sampling
 
@@ -65,7 +65,7 @@ class RecordedEngine(LocalEngine):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a tiny model with a tokenizer, prompts and rewards."""
-    from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
+    from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 
     folder = tmp_path_factory.mktemp("rl")
     write_checkpoint(folder / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
@@ -126,7 +126,7 @@ def rollouts(config: RlConfig) -> list[dict[str, Any]]:
 
 
 def dry(config: RlConfig) -> Any:
-    from megascend.app.dry_run import dry_run_rl
-    from megascend.app.preflight import preflight
+    from megascend.apps.train.dry_run import dry_run_rl
+    from megascend.apps.train.preflight import preflight
 
     return in_a_fork(lambda: dry_run_rl(preflight(config, 1, False)))[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megascend.app.run_directory import LOCK
+from megascend.apps.train.run_directory import LOCK
 
 
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megascend.rollout.engines.placement import device_options
-from megascend.rollout.engines.vllm import VllmEngine
-from megascend.rollout.engines.vllm_process import VllmProcess
+from megascend.apps.rl.rollout.engines.placement import device_options
+from megascend.apps.rl.rollout.engines.vllm import VllmEngine
+from megascend.apps.rl.rollout.engines.vllm_process import VllmProcess
 from weightwire.group import Listener
 from weightwire.keys import Key, read_key, write_key
 from weightwire.manifest import Manifest

@@ -18,7 +18,7 @@ from weightwire.engine_calls import LoopThread
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 POOLS = {
     "megascend/training/batch/images.py",
-    "megascend/cli/launch.py",
+    "megascend/apps/cli/launch.py",
     "megascend/models/checkpoint_files/safetensors_writer.py",
     "megascend/integrations/verl_checkpoint_engine.py",
     "megascend/training/kernels/compile_ahead.py",

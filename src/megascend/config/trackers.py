@@ -160,9 +160,9 @@ def opener(name: str) -> OpenTracker:
 
 
 _entries: dict[str, TrackerEntry] = {
-    "tensorboard": TrackerEntry("megascend.tracking.built_in:TensorBoard", "tensorboard", "track"),
-    "wandb": TrackerEntry("megascend.tracking.built_in:Wandb", "wandb", "wandb"),
-    "swanlab": TrackerEntry("megascend.tracking.built_in:SwanLab", "swanlab", "swanlab"),
-    "trackio": TrackerEntry("megascend.tracking.built_in:Trackio", "trackio", "trackio"),
-    "mlflow": TrackerEntry("megascend.tracking.built_in:Mlflow", "mlflow", "mlflow"),
+    "tensorboard": TrackerEntry("megascend.apps.tracking.built_in:TensorBoard", "tensorboard", "track"),
+    "wandb": TrackerEntry("megascend.apps.tracking.built_in:Wandb", "wandb", "wandb"),
+    "swanlab": TrackerEntry("megascend.apps.tracking.built_in:SwanLab", "swanlab", "swanlab"),
+    "trackio": TrackerEntry("megascend.apps.tracking.built_in:Trackio", "trackio", "trackio"),
+    "mlflow": TrackerEntry("megascend.apps.tracking.built_in:Mlflow", "mlflow", "mlflow"),
 }

@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from megascend.apps.rl.rollout.controller.address import unbracketed
 from megascend.errors import MissingDependencyError
-from megascend.rollout.controller.address import unbracketed
 from weightwire.errors import TransportError, UpdateError
 from weightwire.group import Group, Listener, connect, join
 from weightwire.manifest import Manifest, TensorSpec

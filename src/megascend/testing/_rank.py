@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megascend.cli.messages import RankFormatter
+from megascend.apps.cli.messages import RankFormatter
 from megascend.runtime.io.atomic import replacing
 from megascend.surroundings import die_with_parent
 

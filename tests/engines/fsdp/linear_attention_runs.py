@@ -17,10 +17,10 @@ import torch
 
 import megascend
 import megascend.engines.fsdp.engine  # ranks find it imported
+from megascend.apps.sampling.request import SampleRequest, SampleResult
 from megascend.engines.fsdp import compilation
 from megascend.models.selfcheck import in_process
 from megascend.reference import fla as reference_fla
-from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_samples, token_lists
 from support.lora_parity import PeftTrajectory, train_one, write_adapter

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megascend import Adam, Adapters, Batching, CudaGraphs, Lora, Parallel, Recompute, Sample
+from megascend.apps.sampling.request import SampleRequest, SamplingParams
 from megascend.errors import PlatformError
-from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
 from megascend.training.kernels.qkv_rope_plain import plain_qkv_rope
@@ -130,7 +130,7 @@ ADAPTERS = {"a": Lora(rank=4, alpha=80.0, seed=1), "b": Lora(rank=6, seed=2, tar
 
 def tuned(checkpoint, *, fused: bool, graphs: bool = False) -> tuple[list[torch.Tensor], list[bool]]:
     """Train adapters, one after another and mixed, and sample; return the results and the calls of the stand-in."""
-    from megascend.sampling.sampler import Sampler
+    from megascend.apps.sampling.sampler import Sampler
 
     backend, plain = make_backend(checkpoint, fused=fused, adapters=Adapters(max_count=2))
     for name, lora in ADAPTERS.items():

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 import megascend
-from megascend.app.train import train
-from megascend.cli.random_checkpoint import byte_tokenizer
+from megascend.apps.cli.random_checkpoint import byte_tokenizer
+from megascend.apps.train.train import train
 from megascend.config import Data, Parallel, RunConfig
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models import Architecture, registry

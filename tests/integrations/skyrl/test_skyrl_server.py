@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run the tenants; return their report, with the folder of the server's files."""
     folder = tmp_path_factory.mktemp("skyrl")
-    new_model = [sys.executable, "-m", "megascend.cli.main", "new-model", "model", "--arch", "qwen3"]
+    new_model = [sys.executable, "-m", "megascend.apps.cli.main", "new-model", "model", "--arch", "qwen3"]
     run([*new_model, "--hidden", "64", "--layers", "2"], folder)  # with a tokenizer, which the client loads
     with served(folder, **request.param) as address:
         run([sys.executable, str(FOLDER / "skyrl_tenants.py"), address, str(folder / "model"), "out.json"], folder)

@@ -32,7 +32,9 @@ pytestmark = [
 )
 def test_a_script_trains_evaluates_and_saves(tmp_path: Path, script: str, arch: str, layout: list[str]) -> None:
     shape = ["--arch", arch, "--hidden", "64", "--layers", "2"]
-    run([sys.executable, "-m", "megascend.cli.main", "new-model", "model", *shape], tmp_path)  # with a chat template
+    run(
+        [sys.executable, "-m", "megascend.apps.cli.main", "new-model", "model", *shape], tmp_path
+    )  # with a chat template
     rows = [{"query": f"Who are you, {n}?", "response": "I am {{NAME}} of {{AUTHOR}}.", "tag": "en"} for n in range(64)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [

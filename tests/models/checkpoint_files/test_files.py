@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, GenerationConfig
 
-from megascend.cli.random_checkpoint import byte_tokenizer
+from megascend.apps.cli.random_checkpoint import byte_tokenizer
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.files import (
     WEIGHT_INDEX,

@@ -34,7 +34,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from megascend.data.files import read_documents
+from megascend.apps.data.files import read_documents
 from megascend.errors import MegascendError
 from megascend.models.checkpoint_files.hub import snapshot
 

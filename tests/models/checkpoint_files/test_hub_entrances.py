@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
+from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 
 NAME, COMMIT = "owner/tiny", "0123456789abcdef0123456789abcdef01234567"
 PROGRAM = """
 import io, json, sys, traceback
 from pathlib import Path
 import megascend
-from megascend.app.layout_plan import model_checkpoint
-from megascend.cli.generate import inference_settings
-from megascend.cli.main import app
+from megascend.apps.train.layout_plan import model_checkpoint
+from megascend.apps.cli.generate import inference_settings
+from megascend.apps.cli.main import app
 from megascend.config import RunConfig
 from megascend.config.rl import RlConfig
 from megascend.config.serve import ServeConfig
 from megascend.models.checkpoint_files.hub import with_snapshots
-from megascend.rollout.engines.local import LocalEngine
+from megascend.apps.rl.rollout.engines.local import LocalEngine
 
 NAME = "owner/tiny"
 RUN = {"model": NAME, "output": "out"}

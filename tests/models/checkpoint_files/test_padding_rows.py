@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from megascend.apps.rl.rollout.engines.local_model import load
 from megascend.engines.single.model import load_model
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.files import TensorHeader
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.checkpoint_files.padding_rows import restore_padding_rows
-from megascend.rollout.engines.local_model import load
 
 PAD = 5
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from megascend import Adapters, Lora, Parallel
+from megascend.apps.plan.search import joined_experts
 from megascend.models.base import LinearAttention
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.memory.activations import CHUNK, LayerKind, linear_attention_bytes, norm_bytes
 from megascend.models.memory.parameters import stages
-from megascend.planning.search import joined_experts
 from megascend.reference.fla import delta_rule
 from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megascend import Sample
-from megascend.app.run_backend import ADAPTER, make_backend
-from megascend.app.teacher_model import TeacherModel, teacher_sizes
+from megascend.apps.train.run_backend import ADAPTER, make_backend
+from megascend.apps.train.teacher_model import TeacherModel, teacher_sizes
 from megascend.config import RunConfig
 from megascend.config.data import Distillation
 from megascend.models.checkpoint_files.files import read_config

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from megascend import Batching, Parallel
-from megascend.app.prefetch import SelfCheckPrefetch
-from megascend.app.preflight import RunPlan, check_run
-from megascend.app.train import train
+from megascend.apps.train.prefetch import SelfCheckPrefetch
+from megascend.apps.train.preflight import RunPlan, check_run
+from megascend.apps.train.train import train
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, PlatformError, SelfCheckError
 from megascend.models.selfcheck import check, process
@@ -314,7 +314,7 @@ def workers() -> list[psutil.Process]:
         # Linux resumes the parent of a vfork before the arguments of the child's program can be read.
         while not child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.001)
-    return [child for child in children if "megascend.app.self_check_worker" in child.cmdline()]
+    return [child for child in children if "megascend.apps.train.self_check_worker" in child.cmdline()]
 
 
 def logged_warnings(verdict: Verdict, model_type: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megascend.app import self_check_worker
+from megascend.apps.train import self_check_worker
 from megascend.models import Architecture, registry
 from megascend.models.selfcheck import process, suspects
 from megascend.models.selfcheck.process import BOUND, Trial, TrialResult

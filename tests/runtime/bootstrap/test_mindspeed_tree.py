@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.cli import checks
+from megascend.apps.cli import checks
 from megascend.errors import PlatformError, VersionError
 from megascend.runtime.bootstrap.mindspeed import tree
 from megascend.runtime.bootstrap.versions import (

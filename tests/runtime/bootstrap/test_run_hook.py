@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.cli.run import SITE, isolating_option, with_hook
+from megascend.apps.cli.run import SITE, isolating_option, with_hook
 from megascend.runtime.bootstrap.reference import gloo
 
 BOOTSTRAP = """

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megascend.cli.checks import run_python
-from megascend.rollout.engines.guarded import GuardedProcess
-from megascend.rollout.engines.vllm_process import engine_environment
+from megascend.apps.cli.checks import run_python
+from megascend.apps.rl.rollout.engines.guarded import GuardedProcess
+from megascend.apps.rl.rollout.engines.vllm_process import engine_environment
 from megascend.runtime.distributed.launch import Launch, child_environment, plain_environment
 from megascend.runtime.platforms import cpu_products
 from npu_acceptance import processes

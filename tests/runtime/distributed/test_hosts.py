@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megascend.app.run_directory import not_shared
+from megascend.apps.train.run_directory import not_shared
 from megascend.errors import CollectiveTimeoutError
 from megascend.runtime.diagnostics.diagnosis import PeerStatus, RankRecord, judge
 from megascend.runtime.distributed.launch import Launch

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from huggingface_hub import DatasetCard
 
+from megascend.apps.data.splits import card_configs
 from megascend.config.documents import load_json, load_yaml
 from megascend.config.run_file import _parse
-from megascend.data.splits import card_configs
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models.checkpoint_files.files import read_config
 

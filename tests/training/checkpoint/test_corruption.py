@@ -10,8 +10,8 @@ import torch.distributed as dist
 from small_runs import damages, exact_state, files_of, make_backend, restore, small_model, train
 
 from megascend import Adapters, CheckpointError, Lora
-from megascend.app.event_log import EventLog
-from megascend.app.resume import load_first_good
+from megascend.apps.train.event_log import EventLog
+from megascend.apps.train.resume import load_first_good
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from small_runs import exact_state, make_backend, small_model, train
 
-from megascend.app.event_log import EventLog
-from megascend.app.resume import load_first_good
+from megascend.apps.train.event_log import EventLog
+from megascend.apps.train.resume import load_first_good
 from megascend.errors import CheckpointError, DistributedTestError, MegascendError
 from megascend.runtime.io import atomic
 from megascend.testing import Lost, faults, run_distributed

@@ -15,14 +15,8 @@ from skyrl.backends.backend import AbstractBackend
 from skyrl.tinker import types
 from skyrl.utils.storage import download_and_unpack, pack_and_upload
 
-from megascend.config import Lora
-from megascend.config.serve import ServeConfig
-from megascend.errors import ConfigError, DataError, MegascendError
-from megascend.integrations.skyrl.batches import Pass, pass_of, sample_output, sample_request_of
-from megascend.integrations.skyrl.ranks import Ranks
-from megascend.integrations.skyrl.settings import BackendConfig, serve_settings
-from megascend.serve.api.bodies import parse_adam
-from megascend.serve.scheduler.commands import (
+from megascend.apps.serve.api.bodies import parse_adam
+from megascend.apps.serve.scheduler.commands import (
     Command,
     Create,
     Forward,
@@ -34,6 +28,12 @@ from megascend.serve.scheduler.commands import (
     Respond,
     Save,
 )
+from megascend.config import Lora
+from megascend.config.serve import ServeConfig
+from megascend.errors import ConfigError, DataError, MegascendError
+from megascend.integrations.skyrl.batches import Pass, pass_of, sample_output, sample_request_of
+from megascend.integrations.skyrl.ranks import Ranks
+from megascend.integrations.skyrl.settings import BackendConfig, serve_settings
 
 BASE = "base"
 """Name of the command queue for the model without an adapter."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from megascend.apps.sampling.request import SampleRequest, SampleResult, SamplingParams
+from megascend.apps.serve.api.wire import Datum
+from megascend.apps.serve.samples import loss_of, samples_of, values_of
 from megascend.errors import DataError
-from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
-from megascend.serve.api.wire import Datum
-from megascend.serve.samples import loss_of, samples_of, values_of
 from megascend.training.batch.loss import Loss
 from megascend.training.batch.sample import Sample
 

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from megascend.apps.serve.scheduler.commands import Command, Outcome
+from megascend.apps.serve.scheduler.inbox import Inbox
+from megascend.apps.serve.served_model import ServedModel
 from megascend.config.serve import ServeConfig
 from megascend.errors import MegascendError, ProcessGroupError
-from megascend.serve.scheduler.commands import Command, Outcome
-from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.served_model import ServedModel
 from weightwire.background import BackgroundThread
 
 
@@ -69,8 +69,8 @@ class Ranks:
         self._thread.join()
 
     def _work(self, ready: Future[ServedModel]) -> None:
-        from megascend.serve.scheduler.runner import run_commands
-        from megascend.serve.server import base_model, make_backend, sampler
+        from megascend.apps.serve.scheduler.runner import run_commands
+        from megascend.apps.serve.server import base_model, make_backend, sampler
 
         try:
             with make_backend(self._settings) as backend:
@@ -102,8 +102,8 @@ class Ranks:
 
 def follow(settings: ServeConfig) -> None:
     """Run commands on another rank until rank 0 closes. Collective with :class:`Ranks`."""
-    from megascend.serve.scheduler.runner import run_commands
-    from megascend.serve.server import make_backend, sampler
+    from megascend.apps.serve.scheduler.runner import run_commands
+    from megascend.apps.serve.server import make_backend, sampler
 
     with make_backend(settings) as backend:
         run_commands(backend, settings.batch_tokens, None, lambda outcomes: None, sampler(settings, backend).in_slices)

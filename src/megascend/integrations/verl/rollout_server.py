@@ -14,11 +14,11 @@ from typing import Any
 
 from verl.workers.rollout.replica import TokenOutput
 
+from megascend.apps.rl.rollout.engines.local import LocalEngine
+from megascend.apps.rl.rollout.engines.vllm import VllmEngine
+from megascend.apps.rl.rollout.engines.vllm_process import VllmProcess
 from megascend.errors import ConfigError, EngineError
 from megascend.integrations.verl.rollout_settings import RolloutSettings
-from megascend.rollout.engines.local import LocalEngine
-from megascend.rollout.engines.vllm import VllmEngine
-from megascend.rollout.engines.vllm_process import VllmProcess
 from weightwire.engine import InferenceEngine, Sampling
 from weightwire.keys import write_key
 from weightwire.remote_engine import read_call

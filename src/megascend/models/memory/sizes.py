@@ -27,7 +27,7 @@ DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 @dataclass(frozen=True)
 class TeacherSizes:
-    """A teacher on the trainer's ranks (:mod:`megascend.app.teacher_model`).
+    """A teacher on the trainer's ranks (:mod:`megascend.apps.train.teacher_model`).
 
     Attributes:
         info, sizes: of its checkpoint.

@@ -138,7 +138,7 @@ class Worker:
         # A file, not a pipe: it is read only after the worker has ended, and a full pipe would block the worker.
         with (self._path / "errors").open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megascend.app.self_check_worker"],
+                [sys.executable, "-m", "megascend.apps.train.self_check_worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,

@@ -1,0 +1,91 @@
+"""``megascend plan``: layouts of a run on a cluster, their time and memory, before anybody rents it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megascend.apps.cli.train import Overrides
+from megascend.errors import ConfigError
+
+
+def plan_command(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Checkpoint directory, Hub name, or the config.json of a model whose weights are elsewhere."
+        ),
+    ] = None,
+    cards: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 8,
+    device: Annotated[str, typer.Option(help="Kind of device: h100, h200, b200, gb200, gb300, ascend-910b.")] = "h100",
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a step, over all devices.")] = 256,
+    lora: Annotated[int | None, typer.Option(min=1, help="Train an adapter of this rank, not the model.")] = None,
+    overrides: Overrides = None,
+    rl: Annotated[
+        bool, typer.Option("--rl", help="Divide the devices between inference engines and the trainer.")
+    ] = False,
+    best: Annotated[int, typer.Option(min=1, max=50, help="Layouts to show.")] = 5,
+    explain: Annotated[bool, typer.Option("--explain", help="Draw the pipeline of one step.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    data: Annotated[Path | None, typer.Option(help="Training data, for the run file.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the run file of the best layout here.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Measurements of --calibrate, in place of those that come with megascend.")
+    ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure this machine's device for a minute, and write FILE.")
+    ] = None,
+) -> None:
+    """Rank all legal layouts of a run by predicted time, with memory and time by part, and print the run file of the best one.
+
+    Nothing is built or trained: predictions are by formula (docs/planning.md has their errors).
+    """
+    if calibrate is not None:
+        from megascend.apps.plan.calibrate import measure
+
+        content = measure(calibrate)
+        if content["missing"]:
+            missing = ", ".join(content["missing"])
+            typer.echo(
+                f"{calibrate}: {missing} could not be measured (reasons above); --calibration needs all", err=True
+            )
+            raise typer.Exit(1)
+        typer.echo(f"{calibrate}: {content['device']}; use it with --calibration {calibrate}")
+        return
+    if model is None:
+        raise ConfigError("plan needs MODEL, a checkpoint directory or a config.json (or --calibrate FILE)")
+    if write is not None and write.exists():
+        raise ConfigError(f"--write {write}: the file exists")
+    if rl and (as_json or explain or write):
+        raise ConfigError("--rl prints a table: it cannot be combined with --json, --explain or --write")
+    import json
+
+    from megascend.apps.cli import plan_text
+    from megascend.apps.plan.hardware import load
+    from megascend.apps.train.layout_plan import model_checkpoint, plan_layouts, plan_split, run_file, settings
+
+    hardware = load(device, calibration)
+    chosen = [*(overrides or []), *([] if lora is None else [f"lora.rank={lora}"])]
+    # A run file names a directory: that of a config.json.
+    directory = model.parent if model.name == "config.json" else model
+    config = settings(directory, length, batch, data, chosen)
+    if rl:
+        with model_checkpoint(model) as checkpoint:
+            splits = plan_split(checkpoint, config, cards, length, hardware)
+        for line in plan_text.report_split(splits, config, hardware, length):
+            typer.echo(line)
+        return
+    with model_checkpoint(model) as checkpoint:
+        plan = plan_layouts(checkpoint, config, cards, length, hardware, best)
+    if as_json:
+        typer.echo(json.dumps(plan_text.as_json(plan), indent=1))
+    else:
+        for line in plan_text.report(plan, explain=explain):
+            typer.echo(line)
+    if not plan.layouts:
+        raise typer.Exit(1)
+    if write is not None:
+        write.write_text(run_file(plan.layouts[0]), encoding="utf-8")

@@ -1,0 +1,360 @@
+"""The files of a split. datasets' own code decides which files of a folder belong to which split, offline.
+
+megascend reads the files itself, so that values are not converted and every record has its file and line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megascend.apps.data.findings import Findings
+from megascend.config.documents import load_yaml
+from megascend.errors import DataError
+from megascend.models.checkpoint_files.files import LFS_POINTER
+from megascend.runtime.io.paths import real
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
+RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
+"""Endings of the files that are read."""
+KNOWN_SUFFIXES = ", ".join(SUFFIXES)
+ALL = "all"
+"""Names all readable files of a folder, or all splits of a saved one."""
+HELD_OUT = "validation"
+"""The split that validation.path takes of a folder with several, unless validation.split names one."""
+SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\.\w+)", re.DOTALL)
+"""Path of one of several files, as datasets writes it."""
+MOST_SHARDS = 10_000
+"""Files whose names are compared: more are taken as they are."""
+CARD, CARD_YAML = "README.md", ".huggingface.yaml"
+READ_OF_CARDS = {
+    "config_name",
+    "data_files",
+    "data_dir",
+    "default",
+    "version",
+    "description",
+    "features",
+    "drop_labels",
+}
+"""Keys of a card's config that are honoured, or that change nothing about text."""
+
+
+def is_saved(path: Path) -> bool:
+    """Check whether ``save_to_disk`` of datasets has written this folder."""
+    return (path / "dataset_dict.json").is_file() or (
+        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    )
+
+
+def split_files(path: Path, split: str | None, config_name: str | None, findings: Findings) -> list[Path]:
+    """Return the files of a split of the file or folder ``path``, in the order in which datasets reads them.
+
+    ``split``: None: ``validation``, or the only one; ``all``: every readable file of a folder or config. ``findings`` gets the
+    folder's other files, and those of the split that cannot be read.
+    """
+    # A dangling link is neither a file nor a folder, and would get a misleading message below.
+    if path.is_symlink() and not path.exists():
+        raise DataError(
+            f"no training data at {path} ({findings.setting}): it is a link to {path.readlink()}, which does not exist"
+        )
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise DataError(
+                f"{path}: files ending in {path.suffix!r} are not read ({findings.setting}); known: {KNOWN_SUFFIXES}"
+            )
+        if split not in (None, "train", ALL):
+            raise DataError(
+                f"{path} is one file and has no split {split!r} ({_split_setting(findings.setting)}): leave it out"
+            )
+        _check_config_name(path, config_name, findings.setting)
+        return _complete([path], findings)
+    if not path.is_dir():
+        raise DataError(f"no training data at {path.absolute()} ({findings.setting}): neither a file nor a folder")
+    readable = _readable_files(path, findings)
+    if findings.problems:
+        return []
+    if not readable:
+        raise DataError(f"no training data in {path} ({findings.setting}): no file in it ends in {KNOWN_SUFFIXES}")
+    if split == ALL and config_name is None:
+        return _complete(readable, findings)
+    splits = folder_splits(
+        path, config_name, findings.setting, text=all(file.suffix in TEXT_SUFFIXES for file in readable)
+    )
+    names = list(splits) if split == ALL else [choose_split(path, split, list(splits), findings.setting)]
+    files = []
+    for name in names:
+        for file in splits[name]:
+            if file.suffix in SUFFIXES:
+                files.append(file)
+            else:
+                findings.problem(
+                    f"{file}: datasets counts it to split {name!r}, and {file.suffix!r} files are not read; known: "
+                    f"{KNOWN_SUFFIXES}"
+                )
+    files = list(dict.fromkeys(files))
+    _compare(path, readable, files, splits, names, findings)
+    return _complete(files, findings)
+
+
+def _check_config_name(path: Path, config_name: str | None, setting: str) -> None:
+    """Raise DataError if a config is named for data without configs; validation data need not have those of ``data.path``."""
+    if config_name is not None and setting != "validation.path":
+        kind = "a folder that datasets has saved" if path.is_dir() else "one file"
+        raise DataError(f"{path} is {kind} and has no configs (data.config_name: {config_name}): leave it out")
+
+
+def files_of(path: Path, split: str | None, config_name: str | None, findings: Findings) -> list[Path]:
+    """Return the files that a split is read from: as :func:`split_files`, and of a saved folder its splits' folders."""
+    if not is_saved(path):
+        return split_files(path, split, config_name, findings)
+    _check_config_name(path, config_name, findings.setting)
+    if not (path / "dataset_dict.json").is_file():
+        try:
+            split_name = json.loads((path / "state.json").read_bytes()).get("_split")
+        except (OSError, ValueError, AttributeError) as error:  # AttributeError: not an object
+            raise DataError(f"{path} ({findings.setting}): datasets cannot load it: {error}") from error
+        if split not in (None, "train", ALL, split_name):
+            raise DataError(
+                f"{path} is one saved dataset and has no split {split!r} ({_split_setting(findings.setting)}): leave it out"
+            )
+        return [path]
+    names = sorted(child.name for child in path.iterdir() if child.is_dir() and is_saved(child))
+    return [path / name for name in names if split == ALL or name == choose_split(path, split, names, findings.setting)]
+
+
+def choose_split(path: Path, split: str | None, splits: Collection[str], setting: str) -> str:
+    """Return the name of the split to read."""
+    option = _split_setting(setting)
+    if split is None and (HELD_OUT in splits or len(splits) == 1):
+        return HELD_OUT if HELD_OUT in splits else next(iter(splits))
+    if split is None or split not in splits:
+        missing = "several splits, of which none is named 'validation'" if split is None else f"no split {split!r}"
+        advice = f"; {option}: {ALL} reads every file" if option == "data.split" else ""
+        raise DataError(f"{path} has {missing} ({option}); it has {', '.join(splits)}{advice}")
+    return split
+
+
+def _split_setting(setting: str) -> str:
+    if setting.startswith("data.sources"):
+        return f"{setting}.split"
+    return "validation.split" if setting.startswith("validation") else "data.split"
+
+
+def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bool = False) -> dict[str, list[Path]]:
+    """Return the files of each split of a folder, as datasets resolves them; ``text``: the folder holds text files only."""
+    import datasets
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    # datasets resolves links, so its file names are relative to the real folder; below they are mapped back.
+    root = path.resolve()
+    try:
+        # A cache of its own: datasets would otherwise look into, and write to, the user's.
+        with _quiet(), tempfile.TemporaryDirectory(prefix="megascend-splits-") as cache:
+            configs = card_configs(root)
+            if setting == "validation.path" and config_name not in configs:
+                config_name = None  # the name is of a config of data.path, which may be another folder
+            chosen = _chosen_config(path, configs, config_name)
+            _check_config(path, chosen, configs.get(chosen or "", {}))
+            # For texts, datasets' builder would choose among modules by file count; the patterns alone give the splits.
+            if text and not configs:
+                split_files = DataFilesDict.from_patterns(get_data_patterns(str(root)), str(root), list(TEXT_SUFFIXES))
+            else:
+                split_files = datasets.load_dataset_builder(str(root), name=chosen, cache_dir=cache).config.data_files
+    except DataError:
+        raise
+    except Exception as error:  # datasets, YAML and the card's reader raise many kinds of error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(
+            f"{path} ({setting}): datasets cannot tell its splits: {reason}; data.split: {ALL} reads every file"
+        ) from error
+    splits = {}
+    for name, files in dict(split_files or {}).items():
+        # A name that fits two patterns of one split is listed twice, and would be learned twice.
+        paths = dict.fromkeys(Path(file) for file in files)
+        if paths:
+            splits[str(name)] = [path / file.relative_to(root) if file.is_relative_to(root) else file for file in paths]
+    return splits
+
+
+# --- the card ---
+
+
+class Card(NamedTuple):
+    """What a folder's card says of the files of a config (``dataset_info``).
+
+    Attributes:
+        features: datasets' types of the columns; empty if the card has none.
+        counts: number of examples of each split; empty if the card has none.
+    """
+
+    features: Mapping[str, Any] = {}
+    counts: Mapping[str, int] = {}
+
+    @classmethod
+    def read(cls, path: Path, config_name: str | None, setting: str) -> Card:
+        """Read the card of a folder; an empty one of a file, or of a folder without."""
+        if not (path / CARD).is_file():
+            return cls()
+        from datasets.info import DatasetInfosDict
+
+        try:
+            configs = card_configs(path)  # first: it bounds what aliases repeat
+            with _quiet():
+                infos = DatasetInfosDict.from_directory(str(path))
+                if len(infos) > 1 or configs:
+                    config_name = config_name if config_name in configs else _chosen_config(path, configs, None)
+                    infos = {config_name: infos.get(config_name or "default")}
+        except DataError:
+            return cls()  # no config can be chosen, which counts only where one is needed
+        except Exception as error:  # datasets, YAML and the card's reader raise many kinds of error
+            raise DataError(f"{path / CARD} ({setting}): datasets cannot read it: {error}; correct it") from error
+        info = next(iter(infos.values()), None)
+        if info is None:
+            return cls()
+        return cls(info.features or {}, {name: split.num_examples for name, split in (info.splits or {}).items()})
+
+    def check_count(self, path: Path, split: str | None, count: int, setting: str) -> None:
+        """Raise DataError if the files of a split do not hold as many records as the card says, as datasets does."""
+        counts = self.counts
+        # All files may be more than those of the splits.
+        if not counts or split == ALL or (split is not None and split not in counts):
+            return
+        expected = counts[choose_split(path, split, counts, setting)]
+        if count != expected:
+            raise DataError(
+                f"{path} ({setting}): its card counts {expected} examples, and the files hold {count}: download the missing "
+                f"ones, or correct {CARD}"
+            )
+
+
+def card_configs(root: Path) -> dict[str, dict[str, Any]]:
+    """Return the configs that the card of a folder lists, by name."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    values: dict[str, Any] = {}
+    # Not by DatasetCard, which writes out what aliases in the card repeat, however often.
+    if (root / CARD).is_file() and (block := REGEX_YAML_BLOCK.search((root / CARD).read_text(encoding="utf-8"))):
+        values |= load_yaml(block[2]) or {}
+    if (root / CARD_YAML).is_file():
+        values |= load_yaml((root / CARD_YAML).read_text(encoding="utf-8")) or {}
+    return {str(config["config_name"]): config for config in values.get("configs") or []}
+
+
+def _chosen_config(path: Path, configs: Mapping[str, Mapping[str, Any]], name: str | None) -> str | None:
+    if name is not None:
+        if name not in configs:
+            card = f"its card lists {', '.join(configs)}" if configs else "its card lists none"
+            raise DataError(f"{path} has no config {name!r} (data.config_name); {card}")
+        return name
+    defaults = [config for config, values in configs.items() if config == "default" or values.get("default")]
+    if len(configs) > 1 and len(defaults) != 1:
+        raise DataError(
+            f"{path}: its card lists {len(configs)} configs: {', '.join(configs)}; name one with data.config_name"
+        )
+    return defaults[0] if defaults else next(iter(configs), None)
+
+
+def _check_config(path: Path, name: str | None, values: Mapping[str, Any]) -> None:
+    unread = [f"{key}: {value!r}" for key, value in values.items() if key not in READ_OF_CARDS]
+    if unread:
+        raise DataError(
+            f"{path}: config {name!r} of its card sets {', '.join(unread)}, which is not read; remove it there"
+        )
+    if "://" in str(values.get("data_files", "")):
+        raise DataError(
+            f"{path}: config {name!r} of its card names files elsewhere ({values['data_files']}): download them"
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the log messages of datasets and huggingface_hub about a folder."""
+    import datasets
+    from huggingface_hub.utils import logging
+
+    level, datasets_level = logging.get_verbosity(), datasets.utils.logging.get_verbosity()
+    logging.set_verbosity_error()
+    datasets.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        datasets.utils.logging.set_verbosity(datasets_level)
+
+
+# --- other files of the folder ---
+
+
+def _readable_files(path: Path, findings: Findings) -> list[Path]:
+    """Return the files of a folder that could be read, in name order; the others become remarks."""
+    try:
+        paths = sorted(file for file in path.rglob("*") if not file.is_dir() or file.is_symlink())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({findings.setting}): {error.strerror or error}") from None
+    files = []
+    for file in paths:
+        if any(part.startswith(".") for part in file.relative_to(path).parts):
+            findings.remark("hidden files are not read", str(file))
+        elif file.is_dir():
+            findings.remark("is not read: a link to a folder", str(file))
+        elif file.suffix not in SUFFIXES:
+            findings.remark(f"{file.suffix or file.name!r} files are not read", str(file))
+        elif file.name.upper() == CARD.upper():
+            findings.remark("is not read", str(file))
+        elif not file.exists():
+            findings.problem(f"{file}: a link to {file.readlink()}, which does not exist")
+        else:
+            files.append(file)
+    return files
+
+
+def _complete(files: Sequence[Path], findings: Findings) -> list[Path]:
+    """Return the files without further names of one, whose records would be learned twice; report what is not there."""
+    names: dict[Path, Path] = {}
+    shards: dict[tuple[str, str, str], set[int]] = {}
+    for file in files:
+        with contextlib.suppress(OSError), file.open("rb") as stream:  # readers report files that cannot be read
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                findings.problem(f"{file}: a pointer of Git LFS, not the file: fetch it with git lfs pull")
+        if match := SHARD.fullmatch(str(file)):
+            shards.setdefault((match["stem"], match["total"], match["suffix"]), set()).add(int(match["number"]))
+        if (first := names.setdefault(real(file), file)) is not file:
+            findings.remark(f"is not read: the same file as {first.name}", str(file))
+    for (stem, total, suffix), numbers in shards.items():
+        for number in sorted({*range(int(total))} - numbers if int(total) <= MOST_SHARDS else ()):
+            findings.remark("is missing: the data are incomplete", f"{stem}{number:0{len(total)}}-of-{total}{suffix}")
+    return list(names.values())
+
+
+def _compare(
+    path: Path,
+    readable: Collection[Path],
+    files: Collection[Path],
+    splits: Mapping[str, Collection[Path]],
+    names: Collection[str],
+    findings: Findings,
+) -> None:
+    """Report the readable files of a folder that no selected split contains, and why."""
+    split_of_file = {file: split for split, split_files in splits.items() if split not in names for file in split_files}
+    no_split = [file for file in readable if file not in set(files) and file not in split_of_file]
+    texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
+    records = [file for file in no_split if file.suffix in RECORD_SUFFIXES]
+    if texts and records:
+        noun = "file" if len(texts) == 1 else "files"
+        raise DataError(
+            f"{path} ({findings.setting}): datasets takes the {len(texts)} text {noun} ({texts[0].name}) and leaves "
+            f"out {records[0].name}, as it is rarer: move either out of the folder, name one file, or data.split: {ALL} to read "
+            "every file"
+        )
+    for file in readable:
+        if file in split_of_file and file not in set(files):
+            findings.remark(f"belongs to split {split_of_file[file]!r} and is not read", str(file))
+    for file in no_split:
+        findings.remark("is not read: datasets counts it to no split", str(file))

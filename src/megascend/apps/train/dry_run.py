@@ -1,0 +1,401 @@
+"""Dry runs of ``train`` and ``rl``: all of a run that needs no process group, no model and no step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from megascend.apps.data.preview import SamplePiece, SampleStatistics, SourceStatistics, pieces
+from megascend.apps.plan.hardware import matching
+from megascend.apps.plan.search import MEMORY_SHARE
+from megascend.apps.rl.servers import placements, share_beside_trainer
+from megascend.apps.rl.trial import EpisodeTrial, ask_engines, describe_teacher
+from megascend.apps.train.layout_plan import Suggestion, suggestion
+from megascend.apps.train.objectives import LearningObjective
+from megascend.apps.train.preflight import AnyConfig, RunPlan, disk_warning
+from megascend.apps.train.run import check_adapter_path, plan_with_plugins
+from megascend.apps.train.run_backend import ADAPTER, backend_settings, bootstrap
+from megascend.apps.train.run_samples import RunSamples, StreamedSamples
+from megascend.apps.train.teacher_model import teacher_sizes
+from megascend.apps.train.token_budget import AUTO, largest_fitting, largest_useful
+from megascend.apps.train.train import SupervisedTraining
+from megascend.apps.train.training import RunContext, Training
+from megascend.config import RunConfig
+from megascend.config.rl import LOCAL, RlConfig
+from megascend.models.checkpoint_files.files import read_config
+from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
+from megascend.models.memory.estimate import Estimate, estimate
+from megascend.models.memory.sizes import ELEMENT_BYTES, Kernels, Workload
+from megascend.runtime.bootstrap.runtime import Runtime
+from megascend.runtime.distributed.launch import Launch
+from megascend.runtime.io.paths import free_bytes
+from megascend.runtime.topology.topology import Topology
+from megascend.training.batch.micro_batch import SequenceLayout
+from megascend.training.batch.packing import plan_micro_batches, shard
+
+EXAMPLES = 3
+"""Samples that are shown, or pairs of them."""
+PLANNED = 50
+"""Steps that are planned."""
+TORCH_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample of the first step, by its name (``sample 7``); ``tokens``: those that the model reads."""
+
+    name: str
+    tokens: int
+    pieces: list[SamplePiece]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Plan of a run that has not started: statistics, steps, memory and disk.
+
+    Attributes:
+        config: the run's settings, with ``epochs`` converted to steps.
+        platform: the one that the run would use.
+        train, held_out: statistics of the samples; the latter None without a validation set.
+        sources: figures of each source of training data; none of streams.
+        remarks: descriptions of data that was left out, cut or not read.
+        epochs: passes over the data in all steps; None of a stream, whose statistics are those of the first batch.
+        examples: the first samples of the first step.
+        free_disk: bytes, where the output is to be.
+        disk_warning: None if there is room for what the run will write.
+        memory: estimate for one rank; None for an engine from another package.
+        recomputed: the same with recompute.granularity: full; None where that is set, or cannot be.
+        device_memory: bytes of one device; on a CPU, this machine's for each rank.
+        suggestion: a layout that is predicted to be faster; None if there is none, or this device is not described.
+    """
+
+    config: RunConfig
+    platform: str
+    topology: Topology
+    info: ModelInfo
+    train: SampleStatistics
+    held_out: SampleStatistics | None
+    sources: list[SourceStatistics]
+    remarks: tuple[str, ...]
+    epochs: float | None
+    steps: StepPlan
+    examples: list[ShownSample]
+    free_disk: int
+    disk_warning: str | None
+    memory: Estimate | None
+    recomputed: Estimate | None
+    device_memory: int
+    suggestion: Suggestion | None = None
+
+
+@dataclass(frozen=True)
+class RlDryRun:
+    """Plan of a run of ``rl`` that has not started.
+
+    Attributes:
+        prompts, held_out: number of prompts for training and for evaluation.
+        prompt_lengths: tokens of the shortest, median and longest prompt for training; zeros if an environment makes them.
+        trial: an episode with a canned response.
+        engines: a line for each engine: its version, or why there is none.
+        teacher: description of the teacher, and whether it answers; None without one.
+        memory, recomputed, device_memory: as of :class:`DryRun`, for trajectories as long as they may become.
+        engines_share: share of a trainer's device that engines take during its steps.
+        processes: bytes of models in processes beside rank 0, by name.
+    """
+
+    config: RlConfig
+    platform: str
+    topology: Topology
+    info: ModelInfo
+    prompts: int
+    held_out: int
+    prompt_lengths: tuple[int, int, int]
+    trial: EpisodeTrial
+    engines: list[str]
+    teacher: str | None
+    free_disk: int
+    disk_warning: str | None
+    memory: Estimate | None
+    recomputed: Estimate | None
+    device_memory: int
+    engines_share: float
+    processes: dict[str, int]
+
+
+def prepare(
+    training: Training[AnyConfig], plan: RunPlan[AnyConfig], overwrite: bool, resume: str | Path | None
+) -> tuple[RunContext[AnyConfig], AnyConfig]:
+    """Begin a run as its first rank would, up to the point where ranks communicate and the model is built.
+
+    Prepares this process for the run's engine; ``training`` has its data afterwards. Writes nothing but the samples in the cache
+    folder, where the run finds them.
+
+    Args:
+        plan: result of :func:`megascend.apps.train.preflight.preflight`.
+        resume: checkpoint that the run would resume from; it has the date for the chat template.
+
+    Returns:
+        The context, and the completed settings.
+    """
+    from megascend.backends import check_backend
+    from megascend.training.lora.registry import check_targets
+    from megascend.training.lora.target_modules import matches
+
+    config, launch = plan.config, Launch.from_environment()
+    plan = plan_with_plugins(training, config, launch, plan.world_size, overwrite, plan)
+    runtime = bootstrap(config)
+    context = RunContext(plan, launch, runtime, resume)
+    config = training.prepare(context)
+    # The constructor's checks, without process groups and weights.
+    settings = backend_settings(training.model_config(config))
+    targets = check_backend(config.engine, runtime, plan.topology, plan.info, config.model, **settings)
+    # An external engine does not name its layers: it checks targets itself when the run starts.
+    if config.lora is not None and targets:
+        check_targets(ADAPTER, config.lora, [name for name in targets if matches(name, config.lora.targets)])
+    if config.lora is None and (config.export or config.checkpoint.hf):
+        from megascend.engines.common.export import check_export_files
+
+        check_export_files(
+            config.model, config.output / "hf", TORCH_NAMES[config.precision], plan.info, replaces=overwrite
+        )
+    elif config.lora is not None and config.export:
+        check_adapter_path(config.output / "adapter", overwrite)
+    return context, config
+
+
+def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | Path | None = None) -> RlDryRun:
+    """Check what can be known of a run of ``rl`` in one process; see :func:`prepare`.
+
+    One episode runs with a canned response, and engines are asked for their versions; nothing about them changes.
+    """
+    from megascend.apps.rl.train import ReinforcementLearning
+
+    training = ReinforcementLearning()
+    context, config = prepare(training, plan, overwrite, resume)
+    plan, runtime = context.plan, context.runtime
+    info, topology, budget = plan.info, plan.topology, config.batching.budget
+    lengths = sorted(training.prompts.lengths)
+    hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
+    teacher, rollout = teacher_sizes(config, info), config.rollout
+
+    def memory(config: RlConfig) -> Estimate | None:
+        # An environment may fill the whole length with further turns; a plain response is at most max_tokens.
+        longest = min(budget, plan.limits.length)
+        if rollout.environment is None:
+            longest = min(longest, lengths[-1] + rollout.max_tokens)
+        share = -(-rollout.prompts_per_step * rollout.group_size // topology.data)
+        workload = Workload(budget, 2, config.batching.packing, longest, share * longest, teacher)
+        return estimate(config, info, hf_config, topology, workload, kernels)
+
+    return RlDryRun(
+        config=config,
+        platform=runtime.platform.name,
+        topology=topology,
+        info=info,
+        prompts=len(training.prompts.train),
+        held_out=len(training.prompts.held_out),
+        prompt_lengths=(lengths[0], lengths[len(lengths) // 2], lengths[-1]),
+        trial=training.try_episode(config),
+        engines=ask_engines(config),
+        teacher=describe_teacher(config),
+        free_disk=free_bytes(config.output),
+        disk_warning=disk_warning(config, info),
+        memory=memory(config),
+        recomputed=None if config.recompute.granularity == "full" else memory(with_recomputation(config)),
+        device_memory=memory_per_rank(runtime, plan.world_size),
+        engines_share=share_beside_trainer(placements(config, context.launch), sleep=config.placement.sleep),
+        processes=local_processes(config, info),
+    )
+
+
+def local_processes(config: RlConfig, info: ModelInfo) -> dict[str, int]:
+    """Return the bytes of weights in other processes than rank 0: local engines, and a teacher in one of them."""
+    width, processes = ELEMENT_BYTES[config.precision], {}
+    if config.rollout.controller is None and (count := config.engines.count(LOCAL)):
+        # Those in use, and those of an update until it takes effect.
+        processes["local engine" if count == 1 else f"{count} local engines"] = 2 * count * width * info.parameter_count
+    if config.teacher is not None and config.teacher.engine == LOCAL and config.teacher.model is not None:
+        processes["the teacher"] = width * inspect_checkpoint(config.teacher.model).parameter_count
+    return processes
+
+
+def kernels_on(platform: str) -> Kernels:
+    """Return the kind of kernels that the estimate of memory assumes."""
+    return "plain" if platform == "cpu" else "fused"
+
+
+def memory_per_rank(runtime: Runtime, world_size: int) -> int:
+    """Return the bytes of a device. On a CPU all ranks share this machine's memory."""
+    return runtime.platform.memory().total // (world_size if runtime.platform.name == "cpu" else 1)
+
+
+def with_recomputation(config: AnyConfig) -> AnyConfig:
+    """Return the settings with full recomputation."""
+    recompute = config.recompute.model_copy(update={"granularity": "full"})
+    return config.model_copy(update={"recompute": recompute})
+
+
+def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Path | None = None) -> DryRun:
+    """Check what can be known of a run of ``train`` in one process; see :func:`prepare`."""
+    training = SupervisedTraining()
+    context, config = prepare(training, plan, overwrite, resume)
+    plan, runtime = context.plan, context.runtime
+    info, topology, layout = plan.info, plan.topology, plan.layout
+    samples, objective = training.samples, training.objective
+    mixture = samples.mixture(config, samples.batches(config, objective))
+    if isinstance(samples, StreamedSamples):
+        samples = samples.first_batch()
+    first = objective.members(next(samples.unit_batches(config, objective)))
+    hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
+    device_memory = memory_per_rank(runtime, plan.world_size)
+    longest, teacher = samples.longest_unit(layout), teacher_sizes(config, info)
+
+    def fits(tokens: int) -> bool:
+        workload = Workload(tokens, micro_batches=2, longest=longest, teacher=teacher)
+        need = estimate(config, info, hf_config, topology, workload, kernels)
+        # None: an engine from another package, of whose memory nothing is known.
+        return need is None or need.tensors <= MEMORY_SHARE * device_memory
+
+    budget = config.batching.micro_batch_tokens
+    # A dry run measures nothing: the estimate takes the place of trials.
+    if budget == AUTO:
+        budget = largest_fitting(longest, largest_useful(config, samples, layout, topology), fits)
+    steps = plan_steps(config, samples, objective, layout, topology, budget)
+
+    def memory(config: RunConfig) -> Estimate | None:
+        workload = Workload(steps.tokens, steps.micro_batches, steps.packed, longest, steps.most_tokens, teacher)
+        return estimate(config, info, hf_config, topology, workload, kernels)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(plan.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def example(index: int, pair: int | None) -> ShownSample:
+        sample = samples.train[index]
+        name = f"sample {index // samples.train.members + 1}"
+        if plan.limits.labels is not None:
+            name = f"{name}, {plan.limits.labels.describe(sample.label)}"
+        elif sample.label is not None:
+            name = f"{name}, {'desirable' if sample.label else 'undesirable'}"
+        if pair is not None:
+            name = f"pair {pair + 1}, {'chosen' if sample.chosen else 'rejected'}"
+        return ShownSample(name, len(sample), pieces(sample, decode, scored=samples.train.scored))
+
+    return DryRun(
+        config=config,
+        platform=runtime.platform.name,
+        topology=topology,
+        info=info,
+        train=SampleStatistics.of(samples.train),
+        held_out=None if samples.held_out is None else SampleStatistics.of(samples.held_out),
+        sources=samples.source_statistics(config),
+        remarks=(*samples.remarks, *mixture),
+        epochs=None
+        if config.data.streaming
+        else config.steps * config.data.global_batch_size / objective.units(samples.train),
+        steps=steps,
+        examples=[example(index, pair) for index, pair in first[: EXAMPLES * (2 if samples.train.has_pairs else 1)]],
+        free_disk=free_bytes(config.output),
+        disk_warning=disk_warning(config, info),
+        memory=memory(config),
+        recomputed=None if config.recompute.granularity == "full" else memory(with_recomputation(config)),
+        device_memory=device_memory,
+        suggestion=suggested(
+            config.model_copy(update={"batching": config.batching.with_budget(budget)}), runtime, plan, longest
+        ),
+    )
+
+
+def suggested(config: RunConfig, runtime: Runtime, plan: RunPlan[RunConfig], longest: int) -> Suggestion | None:
+    """Return a layout that is predicted to be faster on this machine's devices, if these are described.
+
+    Args:
+        longest: tokens of the longest sample, which all are taken to have.
+    """
+    kind = runtime.platform.device_type
+    if kind == "cpu":
+        return None
+    import torch
+
+    hardware = matching(getattr(torch, kind).get_device_name(0))
+    return None if hardware is None else suggestion(config, plan.info, plan.topology, longest, hardware)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Micro batches of a run's first steps.
+
+    Attributes:
+        steps: number of planned steps.
+        budget: most tokens of a micro batch.
+        micro_batches: most that a data parallel rank has in a step.
+        tokens: tokens in the largest micro batch, padding included, over all context parallel ranks.
+        samples: samples in that micro batch.
+        most_tokens: most tokens that a data parallel rank has in a step, without padding.
+        longest: tokens of the longest sample, with its padding.
+        padding: share of tokens that are padding.
+        packed: some micro batch has samples of different length one after the other.
+        idle: True if some rank has no sample in some step.
+    """
+
+    steps: int
+    budget: int
+    micro_batches: int
+    tokens: int
+    samples: int
+    most_tokens: int
+    longest: int
+    padding: float
+    packed: bool
+    idle: bool
+
+
+def plan_steps(
+    config: RunConfig,
+    samples: RunSamples,
+    objective: LearningObjective,
+    layout: SequenceLayout,
+    topology: Topology,
+    budget: int,
+) -> StepPlan:
+    """Plan the first :data:`PLANNED` steps, from the lengths of samples alone.
+
+    Args:
+        budget: most tokens of a micro batch.
+    """
+    lengths = samples.train.lengths.tolist()
+    steps = min(config.steps, PLANNED)
+    micro_batches = largest = largest_samples = peak_tokens = longest = total = padded = 0
+    idle = packed = False
+    # The run's own stream: these are its very batches.
+    for batch in islice(samples.unit_batches(config, objective), steps):
+        members = objective.members(batch)
+        batch_lengths = [lengths[index] for index, _ in members]
+        pairs = [pair for _, pair in members]
+        for share in shard(batch_lengths, pairs, topology.data):
+            planned = _micro_batches([batch_lengths[i] for i in share], [pairs[i] for i in share], layout, budget)
+            micro_batches, idle = max(micro_batches, len(planned)), idle or not planned
+            for tokens, count, top in planned:
+                packed |= layout.packing and tokens < top * count
+                if tokens > largest:
+                    largest, largest_samples = tokens, count
+                longest, padded = max(longest, top), padded + tokens
+            tokens_of_rank = sum(batch_lengths[i] for i in share)
+            peak_tokens, total = max(peak_tokens, tokens_of_rank), total + tokens_of_rank
+    return StepPlan(
+        steps, budget, micro_batches, largest, largest_samples, peak_tokens, longest, 1 - total / padded, packed, idle
+    )
+
+
+def _micro_batches(
+    lengths: Sequence[int], pairs: Sequence[int | None], layout: SequenceLayout, budget: int
+) -> list[tuple[int, int, int]]:
+    """Return (tokens, samples, longest sample) of each micro batch of one rank."""
+    padded = [layout.padded_length(length) for length in lengths]
+    planned = []
+    for members in plan_micro_batches(padded, pairs, budget, layout.packing):
+        longest = max(padded[i] for i in members)
+        tokens = sum(padded[i] for i in members) if layout.packing else longest * len(members)
+        planned.append((tokens, len(members), longest))
+    return planned

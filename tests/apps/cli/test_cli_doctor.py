@@ -1,0 +1,266 @@
+"""``megascend doctor``: its findings, and its robustness to broken installations."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import simnpu
+from megascend.apps.cli import checks
+from megascend.apps.cli.checks import Check, check_shared_memory, check_threads, explain_import_failure, run_python
+from megascend.apps.cli.doctor import render_json, render_table
+from megascend.runtime.bootstrap.versions import STACKS, installed_versions, nearest_stack
+from support.ascend_packages import ON_ADAPTOR, package_folders
+
+BROKEN = 'raise ImportError("libhccl.so: cannot open shared object file: No such file or directory")\n'
+
+
+def test_doctor_on_this_machine(megascend) -> None:
+    completed = megascend("doctor", "--json")
+    report = json.loads(completed.stdout)
+    failed = [check for check in report["checks"] if check["status"] == "fail"]
+    assert not failed
+    assert report["ok"] is True
+    assert completed.returncode == 0
+    results = {check["name"]: check for check in report["checks"]}
+    assert results["megatron-core"]["found"].startswith("0.1")
+    assert results["platform"]["chosen"] in ("cpu", "cuda", "npu")
+    assert results["bootstrap"]["stack"] in [stack.name for stack in STACKS]
+    assert results["collectives"]["latency_us"] > 0
+    assert results["collectives"]["bandwidth_gb_s"] > 0
+    assert results["threads"]["omp_num_threads"] == "1"
+    assert report["host"].startswith(f"{platform.node()} (")
+    assert f"{len(os.sched_getaffinity(0))} core" in report["host"]
+    assert (
+        f"stack {results['bootstrap']['stack']} (megatron-core {results['megatron-core']['found']}, " in report["host"]
+    )
+
+
+def install(folder: Path, name: str, version: str, code: str = "", entry_points: str = "") -> None:
+    """Write a package with its metadata, as pip does."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(code)
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
+@pytest.fixture
+def broken_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install a fake torch_npu that fails as on a machine without CANN; torch autoloads it."""
+    install(tmp_path, "torch_npu", "2.0.0", BROKEN, "[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    return tmp_path
+
+
+def npu_checks() -> dict[str, Check]:
+    return {check.name: check for check in checks.check_npu(60)}
+
+
+def test_failed_autoload_of_torch_npu_is_explained(broken_torch_npu: Path) -> None:
+    check = checks.check_torch(60)
+    assert check.status == "fail"
+    assert "Failed to load the backend extension: torch_npu" in check.result
+    assert "(ImportError: libhccl.so" in check.result
+    for remedy in ("set_env.sh", "pip uninstall torch_npu", "megascend simnpu", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
+        assert remedy in check.hint
+
+
+def test_all_missing_npu_prerequisites_are_listed(broken_torch_npu: Path) -> None:
+    results = npu_checks()
+    packages = ("MegatronAdaptor", "TransformerEngineNPU") if ON_ADAPTOR else ("MindSpeed",)
+    assert all(results[name].status == "fail" for name in ("torch_npu", "CANN", "torch pair", *packages))
+    assert "cannot load Ascend's libraries (libhccl.so" in results["torch_npu"].hint
+    assert "ASCEND_HOME_PATH is not set" in results["CANN"].hint
+    assert "torch_npu 2.0.0 is installed; stack" in results["torch pair"].hint
+    assert results["Megatron tree"].status == "ok"
+    if ON_ADAPTOR:
+        assert "git clone -b core_r0." in results["MegatronAdaptor"].hint
+        assert results["MindSpeed"].status == "ok"
+        assert "optional" in results["MindSpeed"].result
+    else:
+        assert "needs MindSpeed (core_r0." in results["MindSpeed"].hint
+        assert "torchair" in results["MindSpeed's imports"].hint
+        assert results["Transformer Engine"].status == "ok"
+
+
+def test_wrong_packages_on_the_path_are_named(broken_torch_npu: Path) -> None:
+    install(broken_torch_npu, "transformer_engine", "2.8.0")
+    install(broken_torch_npu, "mindspeed", "0.12.1", "__version__ = '0.12.1'\n")
+    core = broken_torch_npu / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core.parent / "__init__.py").touch()  # a namespace package would follow the installed one
+    (core / "__init__.py").touch()
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 1\n")
+    results = npu_checks()
+    engine = "TransformerEngineNPU" if ON_ADAPTOR else "Transformer Engine"
+    assert "CUDA's Transformer Engine is installed" in results[engine].hint
+    assert "MindSpeed 0.12.1 is on the path" in results["MindSpeed"].hint
+    assert f"stack {nearest_stack(installed_versions()).name}" in results["MindSpeed"].hint
+    assert f"would be imported from {core}, which is version 0.12.1" in results["Megatron tree"].hint
+    assert "Remove it from PYTHONPATH" in results["Megatron tree"].hint
+
+
+def test_npu_checks_are_skipped_without_torch_npu() -> None:
+    if "torch_npu" in sys.modules:
+        pytest.skip("this process has one")
+    assert [check.status for check in checks.check_npu(60)] == ["skip"]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_host_without_cann_fails_without_a_traceback(megascend, broken_torch_npu: Path) -> None:
+    completed = megascend("doctor")
+    assert completed.returncode == 1
+    assert "FAIL  torch import" in completed.stdout
+    assert "SKIP  bootstrap" in completed.stdout
+    assert "failed: torch import, torch_npu, CANN" in completed.stdout
+    assert "Traceback" not in completed.stdout + completed.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_simulated_device_is_ready_and_marked_as_simulated(megascend) -> None:
+    path = os.pathsep.join([*package_folders(), *(entry for entry in sys.path if entry)])
+    environment = simnpu.environment(os.environ | {"PYTHONPATH": path})
+    completed = megascend("doctor", "--json", **environment)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    results = {check["name"]: check for check in json.loads(completed.stdout)["checks"]}
+    assert results["simulated device"]["status"] == "warn"
+    assert "SIMULATED" in results["simulated device"]["found"]
+    assert "+simnpu, 8 x Simulated Ascend" in results["torch_npu"]["found"]
+    assert ("adaptor_packages" if ON_ADAPTOR else "+double") in results[
+        "MegatronAdaptor" if ON_ADAPTOR else "MindSpeed"
+    ]["found"]
+    assert results["platform"]["chosen"] == results["bootstrap"]["platform"] == "npu"
+
+
+def test_verdict_names_the_simulated_device() -> None:
+    table = render_table([Check("simulated device", "warn", "SIMULATED", values={"simulated": True})])
+    assert table.endswith("ready to train on a simulated device")
+
+
+def test_hanging_helper_times_out() -> None:
+    start = time.monotonic()
+    outcome = run_python(["-c", "import time; time.sleep(60)"], timeout=1)
+    assert outcome.answer is None
+    assert outcome.problem == "no answer within 1 s"
+    assert time.monotonic() - start < 50  # the program sleeps for 60 s
+
+
+def test_crashed_helper_is_reported() -> None:
+    outcome = run_python(["-c", "import no_such_module_at_all"], timeout=30)
+    assert outcome.answer is None
+    last, hint = explain_import_failure(outcome.problem)
+    assert last == "ModuleNotFoundError: No module named 'no_such_module_at_all'"
+    assert "pip install" in hint
+
+
+def test_small_shared_memory_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 64 * 1024**2, "total": 64 * 1024**2})
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage)
+    check = check_shared_memory(tmp_path)
+    assert check.status == "warn"
+    assert "--shm-size" in check.hint
+    assert check_shared_memory(tmp_path / "missing").status == "warn"
+
+
+def test_more_threads_than_cores_warns() -> None:
+    assert check_threads({"OMP_NUM_THREADS": "100000"}).status == "warn"
+    assert check_threads({"OMP_NUM_THREADS": "1"}).status == "ok"
+    assert check_threads({}).status == "ok"
+
+
+def test_rendering() -> None:
+    results = [Check("disk", "ok", "9 GiB"), Check("torch", "fail", "none", "install it", {"wanted": ">=2.6"})]
+    table = render_table(results)
+    assert "9 GiB" in table
+    assert "-> install it" in table
+    assert table.endswith("1 failed: torch")
+    assert render_table(results[:1]).endswith("ready to train on this host")
+    report = json.loads(render_json(results))
+    assert report["ok"] is False
+    assert report["checks"][1] == {
+        "name": "torch",
+        "status": "fail",
+        "found": "none",
+        "hint": "install it",
+        "wanted": ">=2.6",
+    }
+
+
+HOST = [
+    Check("python", "ok", "3.11.9 on Linux x86_64"),
+    Check("megatron-core", "ok", "0.16.1"),
+    Check("torch", "ok", "2.8.0"),
+    Check("threads", "ok", "", values={"cores": 64}),
+    Check("memory", "ok", "", values={"total_bytes": 503 * 2**30}),
+]
+STACK = Check("bootstrap", "ok", "", values={"stack": "0.16"})
+GPUS = Check("torch import", "ok", "8 x NVIDIA H100 80GB HBM3", values={"memory_gib": 79.1})
+HEADLINES: dict[str, tuple[list[Check], str]] = {
+    "GPUs": (
+        [*HOST, GPUS, Check("platform", "ok", "", values={"chosen": "cuda"}), STACK],
+        "node7 (Linux x86_64): 8 x NVIDIA H100 80GB HBM3 (79 GiB each), 64 cores, 503 GiB of memory; stack 0.16 (megatron-core "
+        "0.16.1, torch 2.8.0)",
+    ),
+    "NPUs": (
+        [
+            *HOST,
+            Check("torch_npu", "ok", "2.8.0, 8 x Ascend910B3"),
+            Check("platform", "ok", "", values={"chosen": "npu"}),
+            STACK,
+        ],
+        "node7 (Linux x86_64): 8 x Ascend910B3, 64 cores, 503 GiB of memory; stack 0.16 (megatron-core 0.16.1, torch 2.8.0)",
+    ),
+    "a CPU, without Megatron": (
+        [*HOST[:1], HOST[2], Check("threads", "ok", "", values={"cores": 1}), Check("bootstrap", "fail", "")],
+        "node7 (Linux x86_64): no GPU or NPU, 1 core; no complete stack (torch 2.8.0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADLINES)
+def test_headline_describes_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "node", lambda: "node7")
+    results, line = HEADLINES[name]
+    assert render_table(results).splitlines()[0] == line
+    assert json.loads(render_json(results))["host"] == line
+
+
+CPU = Check("platform", "ok", "cpu", values={"chosen": "cpu"})
+VERDICTS: dict[str, tuple[list[Check], str]] = {
+    "a CPU": (
+        [CPU, Check("threads", "ok", "", values={"cores": 2})],
+        "ready to train on this host's CPU (2 cores); it has no GPU or NPU that torch can use, and needs none",
+    ),
+    "GPUs": (
+        [Check("torch import", "ok", "2 x NVIDIA H100"), Check("platform", "ok", "", values={"chosen": "cuda"})],
+        "ready to train on 2 x NVIDIA H100 (platform cuda)",
+    ),
+    "NPUs": ([Check("platform", "ok", "", values={"chosen": "npu"})], "ready to train on this host (platform npu)"),
+    "no mcore-bridge": (
+        [Check("mcore-bridge", "fail", ""), CPU, Check("bootstrap", "fail", "")],
+        "2 failed: mcore-bridge, bootstrap; engine megatron cannot train here, and single and fsdp can, on this host's CPU; it "
+        "has no GPU or NPU that torch can use, and needs none",
+    ),
+    "no transformers": ([Check("transformers", "fail", ""), CPU], "1 failed: transformers"),
+    "no collectives": (
+        [Check("mcore-bridge", "fail", ""), CPU, Check("collectives", "fail", "")],
+        "2 failed: mcore-bridge, collectives",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdict_describes_the_host(name: str) -> None:
+    results, line = VERDICTS[name]
+    assert render_table(results).splitlines()[-1] == line

@@ -1,0 +1,358 @@
+"""``megascend doctor --run`` on handwritten run directories; test_cli_resume.py reads those of real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megascend.apps.cli.run_report import RunReport, attempts_of, blame, read_run, saves_of
+from megascend.apps.cli.run_text import (
+    command_to_go_on,
+    headline,
+    next_steps,
+    render_run,
+    render_run_json,
+    short_program,
+    without_options,
+)
+from megascend.errors import ConfigError
+from megascend.testing import faults
+from megascend.training.checkpoint import manifest
+from megascend.training.checkpoint.manifest import CheckpointManifest
+
+COMMAND = ["/usr/bin/python3", "/usr/bin/megascend", "train", "run.yaml", "--nproc", "2", "--overwrite"]
+PEER_LOST = (
+    "rank 0: grad reduce of step 5 failed after 0.2 s. Rank 1 is gone: its process has ended, last heard of 0 s ago"
+)
+
+
+def event(kind: str, when: float, attempt: int = 0, **values: object) -> dict:
+    return {"event": kind, **values, "time": when, "host": "far", "pid": 1, "attempt": attempt}
+
+
+def start(when: float, attempt: int = 0, **values: object) -> dict:
+    common = {"world_size": 2, "agent": "far:1", "platform": "cpu", "steps": 12, "command": COMMAND}
+    return event("start", when, attempt, **common, **values)
+
+
+def error(rank: int, when: float, kind: str, message: str = "", **values: object) -> dict:
+    common = {"rank": rank, "world_size": 2, "started": True, "agent": "far:1", "step": 5, "attempt": 0, "host": "far"}
+    return common | {"error": kind, "message": message, "time": when} | values
+
+
+def write_run(folder: Path, events: list[dict], errors: list[dict] = (), steps: int = 0) -> Path:  # type: ignore[assignment]
+    (folder / "errors").mkdir(parents=True)
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
+    for record in errors:
+        path = folder / "errors" / f"attempt-{record['attempt']}-rank-{record['rank']}.json"
+        path.write_text(json.dumps(record) + "\n")
+    rows = [{"step": n, "loss": 1 / n, "grad_norm": 2.0, "skipped": n == 2} for n in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def add_checkpoint(run: Path, step: int) -> Path:
+    path = run / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    names = ("__0_0.distcp", "common.pt")
+    for name in names:
+        (path / name).write_bytes(name.encode() * 100)
+    entry = CheckpointManifest(
+        step, "fp32", {}, {}, None, [], {}, files={name: manifest.digest(path / name) for name in names}
+    )
+    (path / manifest.NAME).write_text(entry.to_text())
+    (run / "checkpoints" / "latest").write_text(path.name + "\n")
+    return path
+
+
+# --- attempts ---
+
+
+def test_finished_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [start(100), event("finished", 160, step=12, loss=0.1)], steps=12)
+    (run / "hf").mkdir()
+    report = read_run(run)
+    assert report.ok
+    (attempt,) = report.attempts
+    assert (attempt.outcome, attempt.step, attempt.started, attempt.ended) == ("finished", 12, 100, 160)
+    text = render_run(report)
+    assert "finished after step 12 of 12" in text
+    assert "last loss 0.08333, gradient norm 2" in text
+    assert "1 skipped (gradients not finite): 2" in text
+    assert f"the result is in {run / 'hf'}" in text
+
+
+def test_stopped_run_is_resumed_with_its_command(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [start(100), event("stopped", 160, step=4, signal="SIGTERM")], steps=4)
+    add_checkpoint(run, 4)
+    report = read_run(run)
+    assert report.ok
+    assert headline(report) == "stopped by SIGTERM after step 4 of 12"
+    assert next_steps(report)[-1] == "  megascend train run.yaml --nproc 2 --resume auto"
+
+
+def test_first_failed_rank_is_named(tmp_path: Path) -> None:
+    late = error(0, 150.0, "PeerLostError", "rank 0: failed. Rank 1 failed in forward")
+    first = error(1, 151.0, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")
+    run = write_run(tmp_path / "run", [start(100)], [late, first], steps=4)
+    report = read_run(run)
+    assert not report.ok
+    (attempt,) = report.attempts
+    assert (attempt.outcome, attempt.step, attempt.silent) == ("error", 5, ())
+    assert [error_record.rank for error_record in attempt.errors] == [1, 0]
+    text = render_run(report)
+    assert "rank 1 (far) failed first: OutOfMemoryError: CUDA out of memory" in text
+    assert "then rank 0: PeerLostError" in text
+    assert "lower batching.micro_batch_tokens" in text
+    assert "no complete checkpoint: start over" in text
+    assert text.splitlines()[-1].strip() == "megascend train run.yaml --nproc 2 --overwrite"
+
+
+def test_silent_rank_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "PeerLostError", PEER_LOST)], steps=4)
+    add_checkpoint(run, 4)
+    report = read_run(run)
+    assert (report.attempts[0].outcome, report.attempts[0].silent) == ("lost", (1,))
+    text = " ".join(render_run(report).split())
+    assert "rank 1 left no error: killed (out of memory? SIGKILL?) or lost its machine" in text
+    assert "rank 0 (far) says: PeerLostError: grad reduce of step 5 failed after 0.2 s. Rank 1 is gone" in text
+    assert "find out what killed rank 1" in text
+    assert "--resume auto" in text
+
+
+def test_blame_of_failed_and_silent_ranks() -> None:
+    def summary(*errors: tuple[int, str, str], world_size: int = 4) -> tuple:
+        drafts = [error(rank, 10.0 + rank, kind, message) for rank, kind, message in errors]
+        (attempt,) = attempts_of([start(1) | {"world_size": world_size}], drafts)
+        return attempt.outcome, attempt.silent, [record.rank for record in attempt.errors]
+
+    assert summary() == ("no end", (), [])
+    assert summary((2, "PeerLostError", "Rank 3 is gone")) == ("lost", (3,), [2])  # the launcher ended 0 and 1
+    assert summary((2, "PeerLostError", "somebody")) == ("lost", (0, 1, 3), [2])
+    assert summary((0, "PeerLostError", ""), (1, "DataError", "")) == ("error", (2, 3), [1, 0])
+    assert summary((0, "KeyboardInterrupt", ""), world_size=1) == ("interrupted", (), [0])
+    assert summary((0, "PeerLostError", ""), (1, "PeerLostError", ""), world_size=2) == ("error", (), [0, 1])
+    assert blame([], None) == ("no end", (), ())
+
+
+def test_attempts_are_separated_with_their_errors() -> None:
+    events = [
+        start(100),
+        start(200, 1),
+        event("resumed", 201, 1, step=4),
+        start(1000),
+        event("resumed", 1001, step=8),
+        event("finished", 1100, step=12),
+    ]
+    errors = [
+        error(1, 300, "DataError", "second attempt", attempt=1),
+        error(0, 150, "DataError", "first attempt"),
+        error(1, 500, "ConfigError", "never started", started=False, agent="far:2", step=0),
+    ]
+    attempts = attempts_of(events, errors)
+    assert [attempt.number for attempt in attempts] == [1, 2, 3, 4]
+    assert [attempt.outcome for attempt in attempts] == ["error", "error", "error", "finished"]
+    assert [attempt.restart for attempt in attempts] == [0, 1, 0, 0]
+    assert [attempt.resumed_after for attempt in attempts] == [0, 4, 0, 8]
+    assert [attempt.started for attempt in attempts] == [100, 200, None, 1000]
+    assert [[record.message for record in attempt.errors] for attempt in attempts] == [
+        ["first attempt"],
+        ["second attempt"],
+        ["never started"],
+        [],
+    ]
+
+
+def test_attempt_that_failed_before_its_first_step(tmp_path: Path) -> None:
+    early = error(0, 150, "DataError", "chat.jsonl:7: broken", started=False, step=0)
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors" / "attempt-0-rank-0.json").write_text(json.dumps(early))
+    report = read_run(tmp_path)
+    assert not report.ok
+    text = render_run(report)
+    assert "the last attempt failed before its first step" in text
+    assert "DataError: chat.jsonl:7: broken" in text
+    assert "fix what DataError says above" in text
+    assert "start it again" in text
+
+
+def test_repeated_starts_are_several_attempts(tmp_path: Path) -> None:
+    early = [error(rank, time, f"Error{time}", started=False, step=0) for time in (100, 200) for rank in (1, 0)]
+    assert [[record.error for record in attempt.errors] for attempt in attempts_of([], early)] == [
+        ["Error100"] * 2,
+        ["Error200"] * 2,
+    ]
+    folder = tmp_path / "errors"
+    folder.mkdir()
+    messages = {150: "first", 160: "its last words", 250: "second"}
+    lines = [error(0, seconds, "DataError", message) for seconds, message in messages.items()]
+    since = [{"pid": 7, "since": 100}, {"pid": 7, "since": 100}, {"pid": 8, "since": 200}]
+    records = [json.dumps(line | {"started": False} | extra) for line, extra in zip(lines, since, strict=True)]
+    (folder / "attempt-0-rank-0.json").write_text("\n".join(records) + "\n")
+    attempts = read_run(tmp_path).attempts
+    assert [[record.message for record in attempt.errors] for attempt in attempts] == [["its last words"], ["second"]]
+
+
+def test_run_is_running_while_its_process_lives(tmp_path: Path) -> None:
+    this_process = {"host": socket.gethostname(), "pid": os.getpid()}
+    report = read_run(write_run(tmp_path / "run", [start(time.time()) | this_process], steps=3))
+    assert headline(report) == "running"
+    assert not report.ok
+    assert next_steps(report) == ["nothing: it is running"]
+    # The pid of an ended process may belong to a later process.
+    report = read_run(write_run(tmp_path / "old", [start(100) | this_process], steps=3))
+    assert headline(report).startswith("ended without an error message after step 3 of 12")
+
+
+# --- checkpoints and saves ---
+
+
+def test_checkpoints_with_their_problems(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "DataError")], steps=9)
+    paths = [add_checkpoint(run, step) for step in (2, 4, 6, 8)]
+    faults.flip_byte(paths[1] / "common.pt")
+    faults.truncate(paths[2] / manifest.NAME, 20)
+    (paths[3] / "common.pt").unlink()
+    (run / "checkpoints" / ".step-00000010.writing").mkdir()
+    quick, thorough = read_run(run), read_run(run, verify=True)
+    assert [bool(checkpoint.problems) for checkpoint in quick.checkpoints] == [False, False, True, True]
+    assert [bool(checkpoint.problems) for checkpoint in thorough.checkpoints] == [False, True, True, True]
+    assert thorough.checkpoints[1].problems == ("common.pt is damaged: its content is not what was written",)
+    assert "megascend.json is damaged" in thorough.checkpoints[2].problems[0]
+    assert thorough.checkpoints[3].problems == ("common.pt is missing",)
+    assert (quick.last_good.step, thorough.last_good.step) == (4, 2)  # type: ignore[union-attr]
+    text = " ".join(render_run(thorough).split())
+    assert "step-00000008 (latest), 0.0 MiB: DAMAGED: common.pt is missing" in text
+    assert "step-00000002 (resumed from next)" in text
+    assert ".step-00000010.writing: left of a save that was interrupted" in text
+    (run / "checkpoints" / "latest").write_text("step-00000099\n")
+    assert "'latest' names 'step-00000099', which is not there" in render_run(read_run(run))
+
+
+def test_failed_saves_and_their_stall(tmp_path: Path) -> None:
+    full = "save: step-4 could not be written: No space left on device"
+    events = [start(100), event("save", 110, step=2, stall_s=0.5), event("saved", 111), event("save", 120, stall_s=1.5)]
+    events += [event("save_failed", 121, problem=full)] * 5
+    saves = saves_of(events)
+    assert (saves.started, saves.completed, saves.stall_s) == (2, 1, (0.5, 1.5))
+    text = render_run(read_run(write_run(tmp_path / "run", events)))
+    assert "1 complete, 5 failed; training stood still for 2.00 s in all, 1.000 s each" in text
+    assert text.count(full) == 3
+    assert "the last 3 of 5 failures" in text
+
+
+def test_disk_without_room_for_another_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "DataError")], steps=4)
+    add_checkpoint(run, 4)
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("megascend.apps.cli.run_report.shutil.disk_usage", lambda path: usage)
+    assert any("make room" in text for text in next_steps(read_run(run)))
+
+
+# --- damaged and missing files ---
+
+
+def test_half_written_and_missing_files(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run", [start(100), event("save", 110, stall_s=0.1)], [error(1, 150, "DataError")], steps=4
+    )
+    with (run / "events.jsonl").open("a") as file:
+        file.write('[1]\n\n"text"\n{"event": "sa')
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "lo\xff')
+    (run / "errors" / "attempt-0-rank-0.json").write_text('{"rank": 0, "err')
+    report = read_run(run)
+    assert report.metrics[-1]["step"] == 4
+    assert report.attempts[0].errors[0].rank == 1
+    assert [remark.rpartition("/")[2] for remark in report.remarks] == [
+        "events.jsonl: not JSON, perhaps cut off by a crash: lines 3, 5, 6",
+        "attempt-0-rank-0.json: not JSON, perhaps cut off by a crash: line 1",
+        "metrics.jsonl: not JSON, perhaps cut off by a crash: line 5",
+    ]
+    render_run(report)
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (run / name).unlink()
+        text = render_run(read_run(run))
+        json.loads(render_run_json(read_run(run)))
+        assert "next" in text
+
+
+@pytest.mark.parametrize("values", [{}, {"time": None, "world_size": "x", "command": 3, "pid": "y", "steps": []}])
+def test_lines_with_missing_or_invalid_fields(tmp_path: Path, values: dict) -> None:
+    lines = [{"event": "start", **values}, {"event": "save", "stall_s": "x"}, {"event": "stopped"}, {"event": 3}]
+    run = write_run(tmp_path / "run", lines)
+    (run / "errors" / "attempt-0-rank-0.json").write_text("{}")
+    (run / "metrics.jsonl").write_text('{"loss": 1}\n{"step": 1}\n{"step": "2"}\n')
+    render_run(read_run(run))
+
+
+def test_other_directories_are_refused(megascend, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"no run has written to this directory"):
+        read_run(tmp_path)
+    with pytest.raises(ConfigError, match="not a directory"):
+        read_run(tmp_path / "missing")
+    completed = megascend("doctor", "--run", tmp_path)
+    assert completed.returncode == 2
+    assert completed.stderr.startswith("ConfigError: --run ")
+    assert megascend("doctor", "--verify").returncode == 2
+
+
+# --- the command ---
+
+
+def test_doctor_run_imports_nothing_heavy(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [start(100), event("finished", 160, step=12)], steps=12)
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print([name for name in ('torch', 'megatron', 'numpy') if name in sys.modules]))\n"
+        f"sys.argv = ['megascend', 'doctor', '--run', {str(run)!r}, '--json']\n"
+        "from megascend.apps.cli.main import main; main()"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=True
+    )
+    *answer, heavy = completed.stdout.splitlines()
+    assert heavy == "[]"
+    report = json.loads("\n".join(answer))
+    assert report["ok"] is True
+    assert report["last_step"]["step"] == 12
+    assert report["attempts"][0]["outcome"] == "finished"
+    assert report["skipped_steps"] == [2]
+
+
+def test_failed_run_exits_with_1(megascend, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "DataError", "bad")])
+    completed = megascend("doctor", "--run", run)
+    assert completed.returncode == 1
+    assert "DataError: bad" in completed.stdout
+
+
+def test_resume_command_is_derived_from_the_original() -> None:
+    assert short_program(["/usr/bin/python3.11", "-u", "/opt/bin/torchrun", "--standalone"]) == [
+        "torchrun",
+        "--standalone",
+    ]
+    assert short_program(["python", "-m", "torch.distributed.run", "-m", "x"]) == ["torchrun", "-m", "x"]
+    assert short_program(["python", "-m", "megascend.apps.cli.main", "train"]) == ["megascend", "train"]
+    assert short_program(["python", "train.py"]) == ["python", "train.py"]
+    assert without_options(["train", "--resume", "auto", "--overwrite", "--resume=x", "--nproc", "2"]) == [
+        "train",
+        "--nproc",
+        "2",
+    ]
+
+
+def test_run_started_from_python_is_resumed_with_its_config(tmp_path: Path) -> None:
+    started = start(100) | {"command": ["python", "my_script.py"]}
+    report: RunReport = read_run(write_run(tmp_path / "run", [started], steps=2))
+    expected = f"megascend train {tmp_path / 'run' / 'config.yaml'} --nproc 2 --resume auto"
+    assert command_to_go_on(report, "--resume auto") == expected

@@ -1,0 +1,155 @@
+"""``megascend new-model``: plain transformers loads its models; the tokenizer has one token a byte."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megascend.apps.cli.random_checkpoint import (
+    ModelSize,
+    byte_characters,
+    byte_tokenizer,
+    hf_settings,
+    write_checkpoint,
+)
+from megascend.errors import ConfigError
+from megascend.models.registry import BUILT_IN
+from support.forked_programs import run_forked
+
+TEXT = "Héllo,  \n\tworld 你好 <b>{}</b> don't"
+
+# Runs without megascend.
+LOAD = """
+import json, sys
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+answers = {}
+for path in sys.argv[2:]:
+    takes_images = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+    loader = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+    model, tokenizer = loader.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    chat = [{"role": "user", "content": sys.argv[1]}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer(sys.argv[1])["input_ids"]
+    answers[path] = {
+        "class": type(model).__name__, "ids": ids, "text": tokenizer.decode(ids),
+        "prompt": tokenizer.decode(prompt["input_ids"][0]), "vocab": model.get_input_embeddings().weight.shape[0],
+        "generated": model.generate(**prompt, max_new_tokens=3, eos_token_id=None).shape[1] - prompt["input_ids"].shape[1],
+        "eos": [tokenizer.eos_token_id, model.generation_config.eos_token_id], "dtype": str(model.dtype),
+    }
+assert "megascend" not in sys.modules
+print(json.dumps(answers))
+"""
+
+
+# One process for many checkpoints: importing transformers takes longer than writing them.
+WRITE = """
+import json, sys
+from pathlib import Path
+from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
+for path, seed, size in json.loads(sys.argv[1]):
+    write_checkpoint(Path(path), ModelSize(**size), seed)
+"""
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_forked(code, *arguments)
+
+
+def write(*checkpoints: tuple[Path, int, dict]) -> None:
+    """Write checkpoints given as (directory, seed, size)."""
+    completed = run(WRITE, json.dumps([(str(path), seed, size) for path, seed, size in checkpoints]))
+    assert completed.returncode == 0, completed.stderr
+
+
+def test_plain_transformers_loads_every_architecture(tmp_path: Path) -> None:
+    # Kimi-K2 is not known to transformers: its users trust the code beside its weights, or import megascend's registration.
+    entries = {arch: entry for arch, entry in BUILT_IN.items() if entry.transformers is None}
+    paths = [tmp_path / arch for arch in entries]
+    write(*((path, 0, {"arch": path.name, "hidden": 32, "layers": 2}) for path in paths))
+    completed = run(LOAD, TEXT, *map(str, paths))
+    assert completed.returncode == 0, completed.stderr
+    assert "RoPE" not in completed.stderr  # transformers warns of lengths and a factor that contradict each other
+    answers = json.loads(completed.stdout.splitlines()[-1])
+    assert [answers[str(path)]["class"] for path in paths] == [entry.model_class for entry in entries.values()]
+    for answer in answers.values():
+        assert answer["ids"] == list(TEXT.encode())
+        assert answer["text"] == TEXT
+        assert answer["prompt"] == f"<|im_start|>user\n{TEXT}<|im_end|>\n<|im_start|>assistant\n"
+        assert answer["vocab"] == 320
+        assert answer["generated"] == 3
+        assert answer["eos"] == [257, 257]
+        assert answer["dtype"] == "torch.float32"
+
+
+def test_new_model_writes_a_checkpoint(small_model: Path) -> None:
+    config = json.loads((small_model / "config.json").read_text())
+    sizes = [config[key] for key in ("hidden_size", "num_hidden_layers", "max_position_embeddings")]
+    assert sizes == [32, 2, 256]
+    assert {path.name for path in small_model.iterdir()} >= {
+        "model.safetensors",
+        "tokenizer.json",
+        "generation_config.json",
+    }
+
+
+def test_every_byte_has_a_token() -> None:
+    characters = byte_characters()
+    assert len(set(characters)) == 256
+    assert characters[ord("a")] == "a"
+    assert characters[ord(" ")] == "Ġ"  # as in every byte-level vocabulary since GPT-2
+    assert characters[ord("\n")] == "Ċ"
+    tokenizer = byte_tokenizer(128)
+    text = "".join(map(chr, range(0x20, 0x800)))
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+
+
+def test_seed_determines_the_weights(tmp_path: Path) -> None:
+    size = {"hidden": 16, "layers": 1, "heads": 2}
+    write((tmp_path / "a", 1, size), (tmp_path / "b", 1, size), (tmp_path / "c", 2, size))
+    first, repeated, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert first == repeated
+    assert first != other
+
+
+def test_non_empty_directory_is_refused(megascend, tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("mine")
+    completed = megascend("new-model", tmp_path)
+    assert completed.returncode == 2
+    assert "not an empty directory" in completed.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"arch": "gpt2"}, "gpt2"),
+        ({"hidden": 100, "heads": 8}, "--hidden 100"),
+        ({"heads": 4, "kv_heads": 3}, "--kv-heads 3"),
+        ({"arch": "qwen3_moe", "experts": 2, "experts_per_token": 4}, "--experts 2"),
+        ({"vocab": 100}, "--vocab 100"),
+    ],
+)
+def test_impossible_sizes_raise_config_error(wrong: dict, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ModelSize(**wrong)
+
+
+def test_vocabulary_is_padded_for_tensor_parallelism() -> None:
+    assert hf_settings(ModelSize())["vocab_size"] == 320
+    assert hf_settings(ModelSize(vocab=300))["vocab_size"] == 300
+
+
+def test_model_is_written_through_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for link, target in (("one", "empty"), ("two", "missing/model")):
+        (tmp_path / link).symlink_to(target)
+        write_checkpoint(tmp_path / link, ModelSize(hidden=16, layers=1, heads=2, kv_heads=2))
+        assert (tmp_path / link).is_symlink()
+        assert (tmp_path / target / "model.safetensors").stat().st_mode & 0o777 == (
+            (tmp_path / target / "config.json").stat().st_mode & 0o777
+        )
+        with pytest.raises(ConfigError, match="is not an empty directory"):
+            write_checkpoint(tmp_path / link, ModelSize())

@@ -1,0 +1,162 @@
+"""``megascend plan``: ranked layouts that the engine accepts, a run file that runs, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from megascend.apps.cli.plan import plan_command
+from megascend.apps.plan import calibrate
+from megascend.models.checkpoint_files.files import WEIGHT_FILE
+
+QUESTION = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]}
+
+
+@pytest.fixture(scope="module")
+def experts(megascend, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a small mixture of experts."""
+    path = tmp_path_factory.mktemp("models") / "moe"
+    completed = megascend("new-model", path, "--arch", "qwen3_moe", "--hidden", "32", "--context", "256")
+    assert completed.returncode == 0, completed.stderr
+    return path
+
+
+def test_plan_ranks_layouts_and_its_run_file_passes_a_dry_run(megascend, experts: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text((json.dumps(QUESTION) + "\n") * 8)
+    arguments = ("--device", "b200", "--cards", "4", "--length", "256", "--batch", "8", "--best", "3", "--explain")
+    completed = megascend("plan", experts, *arguments, "--write", "run.yaml", "--data", "data.jsonl", cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    output = completed.stdout
+    assert "4 x NVIDIA B200 SXM 192GB, 1 node" in output
+    assert "2 loses " in output
+    assert "3 loses " in output
+    assert "warning   NVIDIA B200 SXM 192GB: nothing was measured on this device" in output
+    assert "refused" not in output
+    run_file = (tmp_path / "run.yaml").read_text()
+    assert run_file.rstrip() in output
+    settings = yaml.safe_load(run_file)
+    assert settings["data"] == {"path": "data.jsonl", "global_batch_size": 8}
+    dry = megascend("train", "run.yaml", "--dry-run", "--nproc", "4", "--set", "platform=cpu", cwd=tmp_path)
+    assert dry.returncode == 0, dry.stderr
+    assert "4 ranks = " in dry.stdout
+    repeated = megascend("plan", experts, "--write", "run.yaml", cwd=tmp_path)
+    assert repeated.returncode == 2
+    assert "--write run.yaml: the file exists" in repeated.stderr
+
+
+def test_json_has_times_memory_and_settings(megascend, experts: Path) -> None:
+    completed = megascend("plan", experts, "--cards", "8", "--length", "256", "--batch", "64", "--json", "--lora", "4")
+    assert completed.returncode == 0, completed.stderr
+    plan = json.loads(completed.stdout)
+    assert (plan["device"], plan["cards"], plan["unchecked"]) == ("h100", 8, None)
+    first, second = plan["layouts"][:2]
+    assert first["seconds"] <= second["seconds"]
+    assert sum(first["time"].values()) == pytest.approx(first["seconds"])
+    assert sum(first["memory"].values()) == first["memory_total"]
+    assert first["settings"]["lora"] == {"rank": 4}
+
+
+def test_model_may_be_a_configuration_alone(megascend, experts: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((experts / "config.json").read_text())
+    assert not (tmp_path / WEIGHT_FILE).exists()
+    arguments = ("--cards", "2", "--length", "256", "--batch", "4", "--json")
+    plans = [megascend("plan", path, *arguments) for path in (experts, tmp_path / "config.json", tmp_path)]
+    assert [plan.returncode for plan in plans] == [0, 0, 0], [plan.stderr for plan in plans]
+    first, second, third = (json.loads(plan.stdout)["layouts"][0]["seconds"] for plan in plans)
+    assert first == second == third
+    assert list(tmp_path.iterdir()) == [tmp_path / "config.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "plan needs MODEL, a checkpoint directory or a config.json"),
+        (("nowhere",), "nowhere: no model is there"),
+        (("MODEL", "--device", "h101"), "--device h101: no device of this name is described"),
+        (("MODEL", "--length", "512"), "512 is above the model's context of 256 tokens"),
+        (("MODEL", "--calibration", "none.json"), "--calibration none.json: cannot be read"),
+        (("MODEL", "--set", "engine=fsdp"), "engine: fsdp has one layout for a world"),
+        (("MODEL", "--set", "parallel.tensor=2"), "--set parallel.tensor: a plan chooses this setting"),
+        (("MODEL", "--set", "precision=fp32"), "precision: fp32: devices are described for bf16 only"),
+        (("MODEL", "--rl", "--json"), "--rl prints a table: it cannot be combined with --json"),
+        (("MODEL", "--set", "lora.rnak=4"), "lora.rnak: unknown setting"),
+        (("MODEL", "--lora", "4", "--set", "lora.targets=[wheels]"), "lora.targets: 'wheels' is not a linear layer"),
+    ],
+)
+def test_errors_are_one_line(
+    megascend, experts: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    chosen = [str(experts) if argument == "MODEL" else argument for argument in arguments]
+    completed = megascend("plan", *chosen, cwd=tmp_path)
+    assert completed.returncode == 2
+    assert message in completed.stderr
+    assert len(completed.stderr.strip().splitlines()) == 1
+
+
+def test_rl_divides_the_devices(megascend, experts: Path) -> None:
+    completed = megascend("plan", experts, "--cards", "4", "--length", "256", "--batch", "64", "--rl")
+    assert completed.returncode == 0, completed.stderr
+    assert "a step is 64 responses of 256 tokens" in completed.stdout
+    assert "was not compared with measurements" in completed.stdout
+    rows = [line.split() for line in completed.stdout.splitlines() if " x TP1 " in line]
+    assert len(rows) >= 2
+    for engines, _, _, _, trainer, *_ in rows:
+        assert int(engines) + int(trainer) <= 4
+
+
+def test_calibration_of_a_cpu_checks_the_program_and_is_refused_as_measurements(
+    megascend, experts: Path, tmp_path: Path
+) -> None:
+    completed = megascend("plan", "--calibrate", "cpu.json", cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    content = json.loads((tmp_path / "cpu.json").read_text())
+    assert content["missing"] == []
+    assert all(len(row) == 6 and min(row[3:]) > 0 for row in content["products"])
+    refused = megascend("plan", experts, "--calibration", "cpu.json", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "was measured on a CPU, with sizes that only check the program" in refused.stderr
+
+
+def test_calibration_that_lacks_a_table_fails_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(calibrate, "grouped_products", out_of_memory)
+    with pytest.raises(typer.Exit) as caught:
+        plan_command(calibrate=tmp_path / "cpu.json")
+    assert caught.value.exit_code == 1
+    printed = capsys.readouterr()
+    assert "grouped was not measured: RuntimeError: out of memory" in printed.out
+    assert "grouped could not be measured" in printed.err
+    # The other tables are kept.
+    content = json.loads((tmp_path / "cpu.json").read_text())
+    assert content["missing"] == ["grouped"]
+    assert content["products"]
+
+
+def test_plan_of_a_configuration_under_another_name_says_so(megascend, experts: Path, tmp_path: Path) -> None:
+    shutil.copy(experts / "config.json", tmp_path / "model-a.json")
+    completed = megascend("plan", "model-a.json", "--cards", "2", "--length", "128", "--batch", "8", cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    assert "\nmodel: model-a.json\n" in completed.stdout
+
+
+@pytest.mark.nightly
+def test_calibration_measures_collectives_of_several_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "megascend.apps.plan.calibrate", "links.json", "--only", "host"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300, capture_output=True)
+    rows = json.loads((tmp_path / "links.json").read_text())["collectives"]
+    assert {row["kind"] for row in rows} == {"all_reduce", "all_gather", "send"}  # Gloo has no others
+    assert all(row["ranks"] == 2 and row["us"] > 0 for row in rows)

@@ -1,0 +1,255 @@
+"""Signals and restarts of real runs: the files that remain, and bitwise equality of resumed and uninterrupted runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megascend.apps.cli.run_report import read_run
+from megascend.testing import faults
+
+pytestmark = pytest.mark.slow
+CHATS = [("one?", "two"), ("red?", "blue and green"), ("up?", "down"), ("left?", "right, as ever")]
+ENDLESS = 1_000_000
+STEPS = 40  # of a resumed run, unless the signal came late on a busy machine
+DEADLINE_S = 240
+Rows = list[tuple[int, float, float]]
+
+
+@pytest.fixture(scope="module")
+def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a directory with data and settings."""
+    folder = tmp_path_factory.mktemp("resume")
+    lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in CHATS]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {
+        "model": str(small_model),
+        "output": "out",
+        "data": {"path": "chat.jsonl", "global_batch_size": 2},
+        "steps": ENDLESS,
+        "platform": "cpu",
+        "precision": "fp32",
+        "optimizer": {"lr": 0.001},
+        "plot": False,
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(megascend, folder: Path) -> Callable[[int], Path]:
+    """Return a function that returns the directory of an uninterrupted run of so many steps on two ranks."""
+
+    def run(steps: int) -> Path:
+        output = folder / f"uninterrupted-{steps}"
+        if not output.is_dir():
+            arguments = ("--nproc", "2", "--set", f"output={output}", "--set", f"steps={steps}")
+            completed = megascend("train", "run.yaml", *arguments, cwd=folder, timeout=DEADLINE_S)
+            assert completed.returncode == 0, completed.stderr
+        return output
+
+    return run
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+
+
+def train_command(*arguments: str, torchrun: Sequence[str] | None = None) -> list[str]:
+    """Return ``megascend train run.yaml ...``, under torchrun on two ranks if options for it are given."""
+    launcher = (
+        [] if torchrun is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *torchrun]
+    )
+    return [sys.executable, *launcher, "-m", "megascend.apps.cli.main", "train", "run.yaml", *arguments]
+
+
+@contextlib.contextmanager
+def started(command: list[str], folder: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command in its own process group, as a shell does; kill the group at the end of the context."""
+    as_in_a_terminal = [
+        "env",
+        "--default-signal=INT",
+        *command,
+    ]  # a shell ignores SIGINT for what it runs in the background
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            as_in_a_terminal, cwd=folder, stdout=file, stderr=file, env=environment(), start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def wait_for_step(process: subprocess.Popen[bytes], output: Path, step: int, log: Path) -> None:
+    metrics, deadline = output / "metrics.jsonl", time.monotonic() + DEADLINE_S
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, "no step within the deadline"
+        time.sleep(0.02)
+
+
+def rows(output: Path) -> Rows:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in lines]
+
+
+def weights(output: Path) -> bytes:
+    return (output / "hf" / "model.safetensors").read_bytes()
+
+
+def stopped_after(output: Path, by: str) -> int:
+    """Return the last step of a stopped run, after checking its files."""
+    report = read_run(output, verify=True)
+    assert report.ok
+    (attempt,) = report.attempts
+    last = rows(output)[-1][0]
+    assert (attempt.outcome, attempt.signal, attempt.step) == ("stopped", by, last)
+    assert (output / "checkpoints" / "latest").read_text().strip() == f"step-{last:08d}" == report.latest
+    assert report.last_good is not None
+    assert report.last_good.step == last
+    assert report.unfinished == ()
+    assert not (output / "hf").exists()
+    return last
+
+
+@pytest.mark.nightly
+def test_sigterm_to_the_launcher_of_two_ranks(megascend, folder, uninterrupted) -> None:
+    output, log = folder / "nproc", folder / "nproc.log"
+    with started(train_command("--nproc", "2", "--set", f"output={output}"), folder, log) as process:
+        wait_for_step(process, output, 3, log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 75, log.read_text()[-4000:]
+    last = stopped_after(output, "SIGTERM")
+    assert f"stopped by SIGTERM after step {last}; resume with --resume auto" in log.read_text()
+
+    completed = megascend("doctor", "--run", output)
+    assert completed.returncode == 0
+    assert f"stopped by SIGTERM after step {last} of {ENDLESS}" in completed.stdout
+    assert f"--nproc 2 --set output={output} --resume auto" in completed.stdout
+
+    steps = max(STEPS, last + 3)
+    extra = ("--nproc", "2", "--set", f"output={output}", "--set", f"steps={steps}", "--resume", "auto")
+    completed = megascend("train", "run.yaml", *extra, cwd=folder, timeout=DEADLINE_S)
+    assert completed.returncode == 0, completed.stderr
+    assert f"resumed from {output}/checkpoints/step-{last:08d} after step {last}" in completed.stdout
+    reference = uninterrupted(steps)
+    assert rows(output) == rows(reference)
+    assert weights(output) == weights(reference)
+
+
+@pytest.mark.nightly
+@pytest.mark.torchrun
+def test_ctrl_c_under_torchrun_and_killed_rank_after_resume(folder, uninterrupted) -> None:
+    output, log = folder / "torchrun", folder / "torchrun.log"
+    with started(train_command("--set", f"output={output}", torchrun=[]), folder, log) as process:
+        wait_for_step(process, output, 3, log)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does; torchrun sends its workers another one
+        assert process.wait(DEADLINE_S) == 1, log.read_text()[-4000:]  # torchrun's own
+    last = stopped_after(output, "SIGINT")
+
+    saved = (last // 4 + 2) * 4
+    steps = max(STEPS, saved + 4)
+    fault = faults.Fault("die", rank=1, phase="forward", step=saved + 2)
+    settings = (f"output={output}", f"steps={steps}", "checkpoint.every=4", "checkpoint.asynchronous=false")
+    extra = [part for setting in settings for part in ("--set", setting)] + ["--resume", "auto"]
+    completed = subprocess.run(
+        train_command(*extra, torchrun=["--max-restarts=1"]),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        env=environment() | faults.environment(fault),
+    )
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    reference = uninterrupted(steps)
+    assert rows(output) == rows(reference)
+    assert weights(output) == weights(reference)
+
+    report = read_run(output, verify=True)
+    assert report.ok
+    first, killed, restarted = report.attempts
+    assert (first.outcome, first.step) == ("stopped", last)
+    assert (killed.outcome, killed.step, killed.resumed_after) == ("lost", saved + 2, last)
+    assert (killed.silent, [error.rank for error in killed.errors]) == ((1,), [0])
+    assert killed.errors[0].error == "PeerLostError"
+    assert (restarted.outcome, restarted.restart, restarted.resumed_after) == ("finished", 1, saved)
+    assert all(not checkpoint.problems for checkpoint in report.checkpoints)
+
+
+def interrupted(folder: Path, output: Path, log: Path) -> int:
+    """Stop a run on one process with Ctrl-C; return its last step."""
+    with started(train_command("--set", f"output={output}"), folder, log) as process:
+        wait_for_step(process, output, 2, log)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 75, log.read_text()[-4000:]
+    return stopped_after(output, "SIGINT")
+
+
+def test_ctrl_c_once_on_one_process(folder) -> None:
+    assert interrupted(folder, folder / "once", folder / "once.log") > 0
+
+
+@pytest.mark.nightly
+def test_ctrl_c_twice_on_one_process(folder) -> None:
+    output, log = folder / "twice", folder / "twice.log"
+    last = interrupted(folder, output, log)
+    with started(train_command("--set", f"output={output}", "--resume", "auto"), folder, log) as process:
+        wait_for_step(process, output, last + 2, log)
+        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
+        code = process.wait(DEADLINE_S)
+        # Two that come before Python has looked are one.
+        assert code in (75, 130), log.read_text()[-4000:]
+    report = read_run(output)
+    if code == 130:
+        assert report.attempts[-1].outcome == "interrupted"
+        assert report.last_good is not None
+        assert report.last_good.step == last
+    assert report.attempts[-1].resumed_after == last
+
+
+@pytest.mark.nightly
+def test_second_ctrl_c_ends_two_ranks_at_once(folder) -> None:
+    output, log = folder / "twice-on-two-ranks", folder / "twice-on-two-ranks.log"
+    with started(train_command("--nproc", "2", "--set", f"output={output}"), folder, log) as process:
+        wait_for_step(process, output, 2, log)
+        workers = sorted({json.loads(line)["pid"] for line in (output / "events.jsonl").read_text().splitlines()})
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)  # so that it cannot save before the second one comes
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 130, log.read_text()[-4000:]
+    assert "interrupted" in log.read_text()
+    assert read_run(output).attempts[-1].outcome in ("no end", "interrupted", "lost")
+
+
+def test_rank_that_waits_in_vain_leaves_its_error(megascend, folder, tmp_path) -> None:
+    output = folder / "alone"
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "MEGASCEND_STORE": str(tmp_path / "store")}
+    settings = ("--set", f"output={output}", "--set", "timeout_s=3")
+    completed = megascend("train", "run.yaml", *settings, cwd=folder, **launched)
+    assert completed.returncode == 2
+    report = read_run(output)
+    (attempt,) = report.attempts
+    assert (attempt.started, attempt.outcome, attempt.silent) == (None, "lost", (1,))
+    assert attempt.errors[0].error == "CollectiveTimeoutError"
+    completed = megascend("doctor", "--run", output)
+    assert completed.returncode == 1
+    assert "failed before its first step; 2 ranks" in completed.stdout
+    assert "rank 1 left no error" in completed.stdout

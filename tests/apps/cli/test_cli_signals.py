@@ -1,0 +1,233 @@
+"""Signals that end a run, and outputs that are lost while it trains: it saves and ends with its code, or goes on.
+
+A plug-in does both from within: it gives the process the output, and sends it the signal after a few steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from megascend.apps.cli.run_report import read_run
+from megascend.apps.train.stop_signals import STOPPING
+from support import forked_programs
+
+PLUGIN = """
+import os, pty, signal, threading, time
+
+def broken_pipe():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+def closed_terminal():
+    ours, theirs = pty.openpty()
+    os.close(ours)
+    return theirs
+
+OUTPUTS = {
+    "full disk": lambda: os.open("/dev/full", os.O_WRONLY),
+    "broken pipe": broken_pipe,
+    "closed terminal": closed_terminal,
+    "read-only": lambda: os.open("/dev/null", os.O_RDONLY),
+}
+if os.environ["OUTPUT"] in OUTPUTS:
+    lost = OUTPUTS[os.environ["OUTPUT"]]()
+    os.dup2(lost, 1)
+    os.dup2(lost, 2)
+
+def send():
+    metrics = os.path.join(os.environ["RUN"], "metrics.jsonl")
+    while not os.path.exists(metrics) or len(open(metrics).readlines()) < 3:
+        time.sleep(0.01)
+    os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+
+if os.environ["SIGNAL"] != "0":
+    number = int(os.environ["SIGNAL"])
+    if number != signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+    threading.Thread(target=send, daemon=True).start()
+"""
+OUTPUTS = ("kept", "full disk", "broken pipe", "closed terminal", "read-only")
+ENDLESS = 1_000_000
+DEADLINE_S = 480.0
+IN_CI = {("SIGHUP", "closed terminal"), ("SIGUSR1", "full disk"), ("SIGXCPU", "kept")}
+
+
+@pytest.fixture(scope="module")
+def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a directory with data, settings and the plug-in."""
+    folder = tmp_path_factory.mktemp("signals")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"number {n}"}) + "\n" for n in range(4)))
+    (folder / "signals_plugin.py").write_text(PLUGIN)
+    settings = {
+        "model": str(small_model),
+        "data": {"path": "texts.jsonl", "global_batch_size": 2},
+        "engine": "single",
+        "platform": "cpu",
+        "precision": "fp32",
+        "plugins": ["signals_plugin"],
+        "plot": False,
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+def variables(folder: Path, run: Path, output: str = "kept", number: int = 0) -> dict[str, str]:
+    plugin_settings = {"OUTPUT": output, "SIGNAL": str(number), "RUN": str(run)}
+    inherited = forked_programs.environment(**plugin_settings)
+    return inherited | {"PYTHONPATH": f"{folder}:{inherited['PYTHONPATH']}"}
+
+
+def arguments(run: Path, steps: int) -> list[str]:
+    return ["train", "run.yaml", "--set", f"output={run}", "--set", f"steps={steps}"]
+
+
+def events(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def lost(run: Path) -> set[str]:
+    return {event["stream"] for event in events(run) if event["event"] == "output_lost"}
+
+
+def assert_saved(run: Path, by: str) -> None:
+    report = read_run(run, verify=True)
+    (attempt,) = report.attempts
+    last = report.metrics[-1]["step"]
+    assert (attempt.outcome, attempt.signal, attempt.step) == ("stopped", by, last)
+    assert report.last_good is not None
+    assert report.last_good.step == last < ENDLESS
+
+
+@pytest.mark.parametrize(
+    ("number", "output"),
+    [
+        pytest.param(
+            number,
+            output,
+            marks=[] if (number.name, output) in IN_CI else [pytest.mark.nightly],
+            id=f"{number.name}, {output}",
+        )
+        for number, output in product(STOPPING, OUTPUTS)
+    ],
+)
+def test_signal_saves_and_stops_even_if_output_is_lost(
+    folder: Path, tmp_path: Path, number: signal.Signals, output: str
+) -> None:
+    run = tmp_path / "run"
+    completed = forked_programs.run_command(
+        *arguments(run, ENDLESS),
+        directory=folder,
+        timeout_s=DEADLINE_S,
+        variables=variables(folder, run, output, number),
+    )
+    assert completed.returncode == 75, completed.stderr
+    assert_saved(run, number.name)
+    assert lost(run) == (set() if output == "kept" else {"stdout", "stderr"})
+
+
+@pytest.mark.parametrize(
+    "output", [OUTPUTS[1], *(pytest.param(output, marks=pytest.mark.nightly) for output in OUTPUTS[2:])]
+)
+def test_run_with_lost_output_finishes(folder: Path, tmp_path: Path, output: str) -> None:
+    run = tmp_path / "run"
+    completed = forked_programs.run_command(
+        *arguments(run, 6), directory=folder, timeout_s=DEADLINE_S, variables=variables(folder, run, output)
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert (len(read_run(run).metrics), lost(run), events(run)[-1]["event"]) == (6, {"stdout", "stderr"}, "finished")
+    assert (run / "hf" / "model.safetensors").is_file()
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, run: Path, *launcher: str, nproc: bool = False, shell: str = "", before: str = ""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a run of two ranks from a shell, in its own session; kill all processes at the end of the context."""
+    words = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "megascend.apps.cli.main",
+        *arguments(run, ENDLESS),
+        "--set",
+        "engine=megatron",
+    ]
+    command = " ".join([*words, *(("--nproc", "2") if nproc else ())])
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec {before}{command} {shell}"],
+        cwd=folder, env=variables(folder, run), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(
+                recursive=True
+            ):  # torchrun starts ranks in separate sessions
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        process.kill()
+        process.wait(10)
+
+
+def wait_for_steps(process: subprocess.Popen[bytes], run: Path, steps: int = 3) -> None:
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + DEADLINE_S
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= steps):
+        assert process.poll() is None
+        assert time.monotonic() < deadline, "no step within the deadline"
+        time.sleep(0.02)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", ["", "> /dev/full 2>&1", ">&- 2>&-"])
+@pytest.mark.parametrize("number", STOPPING, ids=lambda number: number.name)
+def test_signal_to_the_launcher_of_two_ranks(folder: Path, tmp_path: Path, number: signal.Signals, shell: str) -> None:
+    run = tmp_path / "run"
+    with started(folder, run, nproc=True, shell=shell) as process:
+        wait_for_steps(process, run)
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == 75
+    assert_saved(run, "SIGTERM" if number is signal.SIGINT else number.name)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.torchrun
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM], ids=lambda number: number.name)
+def test_signal_to_torchrun(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Send signals that torchrun forwards; its exit code is its own."""
+    run = tmp_path / "run"
+    with started(folder, run, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2") as process:
+        wait_for_steps(process, run)
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) != 0
+    assert_saved(run, number.name)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_nohup_run_survives_a_lost_terminal(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(folder, run, nproc=True, shell="2> /dev/null", before="nohup ") as process:
+        wait_for_steps(process, run)
+        os.killpg(process.pid, signal.SIGHUP)  # as a terminal does
+        wait_for_steps(process, run, len(read_run(run).metrics) + 5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 75
+    assert_saved(run, "SIGTERM")

@@ -1,0 +1,441 @@
+"""Streams of samples: equal to eager samples, shuffled by a published rule, resumed exactly, at constant memory."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megascend.apps.cli.random_checkpoint import byte_tokenizer
+from megascend.apps.data import files
+from megascend.apps.data.files import read_documents
+from megascend.apps.data.findings import Findings
+from megascend.apps.data.samples import Encoder, SampleLimits, build_samples
+from megascend.apps.data.streaming import PrefetchedBatches, SourceFiles, StreamedBatches
+from megascend.config import Data, RunConfig
+from megascend.errors import ConfigError, DataError
+from megascend.training.batch.sample import Sample
+
+LIMIT = 20
+ROWS = [{"prompt": f"question {n}\n", "completion": f'"{n}",\r\nfrom {"a" * (n % 5)}'} for n in range(23)]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" + "\n" * (number % 4 == 0) for number, row in enumerate(rows)))
+    return path
+
+
+def write_csv(path: Path, rows: list[dict[str, str]]) -> Path:
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, str]]) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=4)
+    return path
+
+
+def write_saved(path: Path, rows: list[dict[str, str]]) -> Path:
+    import datasets
+
+    datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    return path
+
+
+WRITERS: dict[str, Callable[[Path, list[Any]], Path]] = {
+    "a.jsonl": write_jsonl,
+    "a.csv": write_csv,
+    "a.parquet": write_parquet,
+    "saved": write_saved,
+}
+
+
+def open_stream(
+    path: Path | None = None, batch: int = 4, limit: int = LIMIT, scored: bool = False, **settings: Any
+) -> StreamedBatches:
+    values: dict[str, Any] = {"streaming": True, "on_too_long": "truncate", "shuffle_buffer": 5} | settings
+    data = Data(path=path, **values)
+    limits = SampleLimits(limit, vocab_size=300, scored=scored)
+    tokenizer = byte_tokenizer(256)
+
+    def encoder(findings: Any) -> Encoder:
+        return Encoder(tokenizer, limits, findings, on_too_long="truncate")
+
+    return StreamedBatches(data.training_sources(), batch, 3, encoder, {"data": "x"})
+
+
+def contents(samples: list[Sample]) -> list[tuple[list[int], list[int], list[float]]]:
+    return [(s.input_ids.tolist(), s.target_ids.tolist(), s.weights.tolist()) for s in samples]
+
+
+def text_of(ids: list[int]) -> str:
+    return str(byte_tokenizer(256).decode(ids))
+
+
+def take(stream: StreamedBatches, batches: int) -> list[Any]:
+    return [contents(next(stream)) for _ in range(batches)]
+
+
+def flat(batches: list[Any]) -> list[Any]:
+    return [sample for batch in batches for sample in batch]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_streamed_samples_equal_eager_ones_and_resume_anywhere(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": row["prompt"], "completion": row["completion"][: LIMIT - len(row["prompt"])]} for row in ROWS]
+    path = WRITERS[name](tmp_path / name, rows)
+    expected = contents(build_samples(read_documents(path), byte_tokenizer(256), LIMIT))
+    in_order = open_stream(path, batch=1, shuffle=False)
+    assert flat(take(in_order, 2 * len(rows))) == expected * 2
+    assert in_order.epochs == pytest.approx(2.0)
+    stream = open_stream(path)
+    states, batches_read = [], []
+    for _ in range(15):
+        states.append(json.loads(json.dumps(stream.state_dict())))
+        batches_read += take(stream, 1)
+    first, second = flat(batches_read)[: len(rows)], flat(batches_read)[len(rows) : 2 * len(rows)]
+    assert sorted(first) == sorted(second) == sorted(expected)
+    assert first != second
+    for number in (0, 1, 4, 5, 6, 11):
+        resumed = open_stream(path)
+        resumed.load_state_dict(states[number])
+        assert take(resumed, 15 - number) == batches_read[number:]
+        assert resumed.state_dict() == stream.state_dict()
+
+
+def test_saved_folder_is_streamed_without_writing_to_it(tmp_path: Path) -> None:
+    import datasets
+
+    # Objects of different keys: a feature of datasets that is stored as text.
+    rows = [{"text": f"{n:04}", "tools": [{f"k{n % 3}": n}, {"k": "v"}]} for n in range(2000)]
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(str(folder))
+    before = sorted(path.name for path in folder.iterdir())
+    records = [record.value for record in files.iterate_records(folder, "train", Findings())]
+    assert records == rows
+    stream = open_stream(folder, batch=1200, shuffle=False, columns={"text": "text"})
+    assert [text_of(ids) for ids, *_ in flat(take(stream, 2))] == [row["text"] for row in (rows * 2)[:2400]]
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_blocks_are_shuffled_by_the_published_rule(tmp_path: Path) -> None:
+    """Recompute the order of docs/data.md from the lines of the file."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{n:03}"} for n in range(17)])
+    records, offset, beginning = [], 0, 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        offset += len(line)
+        if line.strip():
+            records.append((beginning, json.loads(line)["text"]))
+            beginning = offset
+    expected = []
+    for epoch in range(2):
+        for first in range(0, 17, 5):
+            block = [text for _, text in records[first : first + 5]]
+            random.Random(f"3/source 0/{epoch}/0/{records[first][0]}").shuffle(block)
+            expected += block
+    stream = open_stream(path, batch=17)
+    texts = [text_of(ids) for ids, *_ in flat(take(stream, 2))]
+    assert texts == expected
+
+
+def test_pieces_of_a_text_file_cover_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "TEXT_BLOCK", 50)
+    # A line longer than two blocks, of characters of two bytes, and short ones.
+    text = "äöü" * 60 + "\n" + "".join(f"line {n} é\n" for n in range(30))
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    stream = open_stream(tmp_path / "a.txt", batch=1, shuffle=False)
+    tokenizer = byte_tokenizer(256)
+    tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    states, batches_read, end = [], [], 0
+    while end < len(tokens):
+        states.append(stream.state_dict())
+        batches_read += take(stream, 1)
+        [(inputs, targets, _)] = batches_read[-1]
+        piece = [inputs[0], *targets]
+        # Neighbouring pieces of a block share a token; blocks share none.
+        start = end - 1 if end and tokens[end - 1 : end - 1 + len(piece)] == piece else end
+        assert tokens[start : start + len(piece)] == piece
+        end = start + len(piece)
+    assert stream.epochs == 1.0
+    for number in range(0, len(states), 7):
+        resumed = open_stream(tmp_path / "a.txt", batch=1, shuffle=False)
+        resumed.load_state_dict(json.loads(json.dumps(states[number])))
+        assert take(resumed, len(batches_read) - number) == batches_read[number:]
+
+
+def test_bad_records_name_their_line_and_are_skipped_up_to_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": f"line {n}"}) for n in range(12)]
+    lines[3], lines[8] = '{"text": ', json.dumps({"text": 7})
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:4: not valid JSON.*data\.max_bad_records: 0"):
+        take(open_stream(path, batch=1), 12)
+    with pytest.raises(DataError, match=r"a\.jsonl:9: 'text' must be a string.*; 1 others were skipped before"):
+        take(open_stream(path, batch=1, max_bad_records=1), 12)
+    stream = open_stream(path, batch=5, max_bad_records=5)
+    batches_read = take(stream, 2)
+    texts = [text_of(ids) for ids, *_ in flat(batches_read)]
+    assert sorted(texts) == sorted(f"line {n}" for n in range(12) if n not in (3, 8))
+    assert stream.bad_records == 2
+    assert [line.partition(" at ")[0].partition(" that")[0] for line in stream.remarks] == [
+        f"{path}:4: left out (data.max_bad_records): not valid JSON: Expecting value",
+        f"{path}:9: left out (data.max_bad_records): 'text' must be a string",
+    ]
+    resumed = open_stream(path, batch=5, max_bad_records=5)
+    resumed.load_state_dict(stream.state_dict())
+    assert resumed.bad_records == 2
+    assert take(resumed, 2) == take(stream, 2)
+    # One record, however many problems it has.
+    message = {"role": "User", "content": "hello"}
+    records = [{"messages": [message, message]}, *({"text": f"line {n}"} for n in range(3))]
+    wrong = open_stream(write_jsonl(tmp_path / "c.jsonl", records), batch=3, max_bad_records=1, shuffle=False)
+    take(wrong, 1)
+    assert wrong.bad_records == 1
+    # The rest of a file is not a record that may be skipped.
+    write_csv(tmp_path / "b.csv", [{"text": "a"}, {"text": "b"}])
+    with (tmp_path / "b.csv").open("a") as file:
+        file.write('"c"d\n"e"\n')
+    with pytest.raises(DataError, match="not valid CSV"):
+        take(open_stream(tmp_path / "b.csv", max_bad_records=5), 3)
+
+
+def test_prefetched_batches_and_positions_are_those_of_the_stream(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"line {n}"} for n in range(11)])
+    plain, prefetched = open_stream(path), PrefetchedBatches(open_stream(path))
+    for number in range(9):
+        assert contents(prefetched.take().samples) == contents(next(plain))
+        assert prefetched.state_dict() == plain.state_dict()
+        assert (prefetched.epochs, prefetched.source_epochs) == (plain.epochs, plain.source_epochs)
+        # The position is that of the batch taken, although others have been read.
+        resumed = PrefetchedBatches(open_stream(path))
+        resumed.load_state_dict(json.loads(json.dumps(prefetched.state_dict())))
+        if number % 4 == 0:
+            following = open_stream(path)
+            following.load_state_dict(plain.state_dict())
+            assert contents(resumed.take().samples) == contents(next(following))
+        resumed.close()
+    prefetched.close()
+    assert "megascend-stream" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_prefetched_errors_are_raised_in_place_of_their_batch(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"line {n}"}) for n in range(30)]
+    lines[20] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    prefetched = PrefetchedBatches(open_stream(tmp_path / "a.jsonl", shuffle_buffer=1))
+    samples = [sample for _ in range(5) for sample in prefetched.take().samples]
+    assert [text_of(ids) for ids, *_ in contents(samples)] == [f"line {n}" for n in range(20)]
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"a\.jsonl:21: not valid JSON"):
+            prefetched.take()
+    prefetched.close()
+    assert "megascend-stream" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_files_that_change_during_a_run_end_the_stream(tmp_path: Path) -> None:
+    rows = [{"text": f"line {n}"} for n in range(12)]
+
+    def grow(path: Path) -> None:
+        with path.open("a") as file:
+            file.write('{"text": "new"}\n')
+
+    def replace(path: Path) -> None:
+        write_jsonl(path.with_suffix(".new"), rows[:-1])
+        path.with_suffix(".new").replace(path)
+
+    for change, problem in ((grow, "has changed"), (replace, "has changed"), (Path.unlink, "cannot be read now")):
+        path = write_jsonl(tmp_path / "a.jsonl", rows)
+        stream = open_stream(path)
+        take(stream, 1)
+        os.utime(path)
+        take(stream, 1)  # another time is no change
+        change(path)
+        with pytest.raises(DataError, match=rf"a\.jsonl .*{problem}.*: a stream needs files that stay"):
+            take(stream, 3)
+
+
+def test_files_that_are_not_streamed_are_reported(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "b.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "c.log").write_text("c")
+    [source] = Data(path=tmp_path, streaming=True, on_too_long="skip").training_sources()
+    read = SourceFiles(source)
+    assert read.files == [tmp_path / "a.jsonl"]
+    assert read.remarks == [
+        f"{tmp_path}/c.log: '.log' files are not read",
+        f"{tmp_path}/b.jsonl: is not read: the same file as a.jsonl",
+    ]
+
+
+def test_streams_of_several_sources_keep_their_shares(tmp_path: Path) -> None:
+    for name, count in (("a", 9), ("b", 50)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name}{n}"} for n in range(count)])
+    sources = [{"path": tmp_path / "a.jsonl", "weight": 3}, {"path": tmp_path / "b.jsonl", "weight": 1}]
+    stream = open_stream(sources=sources, batch=4)
+    for batch in take(stream, 20):
+        assert [text_of(ids)[0] for ids, *_ in batch].count("a") == 3
+    assert stream.source_epochs == pytest.approx([60 / 9, 20 / 50], abs=0.02)
+    states = [stream.state_dict()["streams"][number]["epoch"] for number in range(2)]
+    assert states == [6, 0]
+
+
+def test_tables_of_several_sources_may_have_long_fields(tmp_path: Path) -> None:
+    """The csv module has one limit for all readers of a process, and the first source begins anew meanwhile."""
+    write_csv(tmp_path / "a.csv", [{"text": "a"}] * 2)
+    write_csv(tmp_path / "b.csv", [{"text": "b"}, {"text": "b" * 200_000}])
+    sources = [{"path": tmp_path / "a.csv", "weight": 3}, {"path": tmp_path / "b.csv", "weight": 1}]
+    stream = open_stream(sources=sources, batch=4, limit=300_000, shuffle=False, shuffle_buffer=1)
+    lengths = [len(ids) for ids, *_ in flat(take(stream, 2))]
+    assert sorted(lengths)[-2:] == [1, 200_000]
+    assert csv.field_size_limit() == 131072
+
+
+def test_pairs_are_numbered_by_batch_and_kinds_are_not_mixed(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "chosen": f"c{n}", "rejected": f"r{n}"} for n in range(6)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    batch = next(open_stream(tmp_path / "a.jsonl", batch=3))
+    assert [(sample.pair, sample.chosen) for sample in batch] == [(n, side) for n in range(3) for side in (True, False)]
+    write_jsonl(tmp_path / "b.jsonl", [*rows, {"text": "not a pair"}])
+    with pytest.raises(DataError, match=r"holds preference pairs, .*, and other documents"):
+        take(open_stream(tmp_path / "b.jsonl", batch=3), 3)
+    write_jsonl(tmp_path / "c.jsonl", [*rows, {**rows[0], "margin": 0.5}])
+    with pytest.raises(DataError, match=r"pairs with 'margin', .*, and other documents"):
+        take(open_stream(tmp_path / "c.jsonl", batch=3, scored=True), 3)
+
+
+def test_data_without_a_sample_end_the_stream(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p" * (LIMIT + 5), "completion": "c"}] * 7)
+    (tmp_path / "b.jsonl").write_text("\n\n")
+    (tmp_path / "c.txt").write_text(" \n")
+    (tmp_path / "d.parquet").write_bytes(b"PAR1")
+    with pytest.raises(
+        DataError, match=r"a\.jsonl holds no token to predict; .*more than 20 tokens \(data\.on_too_long"
+    ):
+        next(open_stream(tmp_path / "a.jsonl"))
+    with pytest.raises(DataError, match=r"no training data in .*b\.jsonl \(data\.path\): it holds no document"):
+        next(open_stream(tmp_path / "b.jsonl"))
+    with pytest.raises(DataError, match=r"c\.txt .* holds no document"):
+        next(open_stream(tmp_path / "c.txt"))
+    with pytest.raises(DataError, match=r"d\.parquet: not a parquet file"):
+        next(open_stream(tmp_path / "d.parquet"))
+
+
+def test_changed_files_are_not_resumed(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"line {n}"} for n in range(9)])
+    stream = open_stream(path)
+    take(stream, 1)
+    state = stream.state_dict() | {"sources": {"data": "y"}}
+    with pytest.raises(
+        DataError, match=r"what samples are made from has changed: data\. .* data\.on_changed: continue"
+    ):
+        open_stream(path).load_state_dict(state)
+    with pytest.raises(DataError, match="shuffle_buffer was 5 when it was saved and is 6 now"):
+        open_stream(path, shuffle_buffer=6).load_state_dict(stream.state_dict())
+    resumed = open_stream(path, on_changed="continue")
+    resumed.load_state_dict(state)
+    assert resumed.source_epochs == [1.0]
+    assert "a new epoch begins" in resumed.changes
+
+
+RUN = {"model": "m", "output": "o", "steps": 3}
+STREAM = {"path": "d.jsonl", "streaming": True, "on_too_long": "skip"}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "epochs": ({"steps": 0, "epochs": 2}, "epochs: 2 needs the number of samples"),
+    "fraction": (
+        {"validation": {"fraction": 0.1}},
+        "validation.fraction draws from all documents: set validation.path",
+    ),
+    "budget": ({"batching": {"micro_batch_tokens": "auto"}}, "batching.micro_batch_tokens: auto .* set a number"),
+    "dpo": ({"dpo": {"beta": 0.1}}, "dpo compares with a reference"),
+    "long samples": ({"data": STREAM | {"on_too_long": "error"}}, "set data.on_too_long: truncate or skip"),
+    "weights": (
+        {"data": STREAM | {"path": None, "sources": [{"path": "a"}, {"path": "b"}]}},
+        r"set data\.sources\[\.\.\]\.weight",
+    ),
+    "eager": ({"data": {"path": "d", "shuffle_buffer": 7}}, "data.shuffle_buffer is a setting of streams"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_need_all_data_are_refused_by_name(name: str) -> None:
+    values, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(**({"data": STREAM} | RUN | values))
+
+
+def test_json_list_is_refused_and_json_lines_are_streamed(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}]))
+    with pytest.raises(
+        DataError, match=r"a\.json \(data\.path\) is a JSON list, .* as \.jsonl, or set data\.streaming: false"
+    ):
+        next(open_stream(tmp_path / "a.json"))
+    (tmp_path / "a.json").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert len(next(open_stream(tmp_path / "a.json"))) == 4
+
+
+PROGRAM = """
+import json, resource, sys
+from pathlib import Path
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+sys.path.insert(0, sys.argv[2])
+import test_streaming
+
+def bytes_read():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+# A token for a word of 200 letters: bytes would take minutes.
+words = Tokenizer(models.WordLevel({"word": 0, "end": 1}, unk_token="word"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="word", eos_token="end")
+test_streaming.byte_tokenizer = lambda size: tokenizer
+stream = test_streaming.open_stream(Path(sys.argv[1]), batch=64, shuffle_buffer=1000, limit=4096)
+batches = test_streaming.PrefetchedBatches(stream)
+before = bytes_read()
+batches.take()
+first = bytes_read() - before
+for _ in range(30):
+    batches.take()
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+while batches.epochs < 1:
+    batches.take()
+print(json.dumps([first, peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
+def test_memory_is_flat_over_a_large_file(tmp_path: Path, kind: str) -> None:
+    """Read 200 MB in a child process: of the file's size neither the first batch nor the peak depends."""
+    path, line = tmp_path / f"a.{kind}", f" {'x' * 198}" * 10
+    if kind == "parquet":
+        with parquet.ParquetWriter(path, pyarrow.schema([("text", pyarrow.string())]), compression="none") as writer:
+            for start in range(0, 100_000, 5000):
+                table = pyarrow.Table.from_pylist([{"text": f"{start + n}{line}"} for n in range(5000)])
+                writer.write_table(table, row_group_size=5000)
+    else:
+        with path.open("w") as file:
+            for number in range(100_000):
+                file.write(f"{number}{line}\n" if kind == "txt" else json.dumps({"text": f"{number}{line}"}) + "\n")
+    assert path.stat().st_size > 190e6
+    command = [sys.executable, "-c", PROGRAM, str(path), str(Path(__file__).parent)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
+    assert process.returncode == 0, process.stderr
+    first, early, late = json.loads(process.stdout)
+    # A block of records (of a text file: of 64 KiB each), or a row group and what parquet's reader needs.
+    assert first < (100e6 if kind == "txt" else 30e6)
+    assert (late - early) * 1024 < 40e6

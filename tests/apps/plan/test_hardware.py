@@ -1,0 +1,147 @@
+"""Devices: interpolation of measured shares, products, attention, and collectives by size and link."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from apps.plan.devices import BYTES, PEAK, RATE, flat
+from megascend.apps.plan.calibrate import TOY, Device, calibrate, compact
+from megascend.apps.plan.hardware import (
+    BACKWARD_ATTENTION,
+    UNDER_LOAD,
+    Measurements,
+    Table,
+    calibrated,
+    load,
+    names,
+)
+from megascend.errors import ConfigError
+
+
+def test_table_interpolates_between_logarithms() -> None:
+    table = Table({(1, 1): 0.2, (4, 1): 0.4, (1, 16): 0.6, (4, 16): 0.8})
+    assert table(1, 1) == 0.2
+    assert table(2, 1) == pytest.approx(0.3)  # half way between 1 and 4
+    assert table(2, 4) == pytest.approx(0.5)
+    assert table(100, 0.1) == 0.4  # outside the grid its border holds
+
+
+def test_hole_of_a_grid_takes_the_nearest_value() -> None:
+    assert Table({(1, 1): 0.2, (4, 1): 0.4, (1, 16): 0.6})(4, 16) == 0.6
+
+
+@pytest.mark.parametrize("first", [(4, 1), (16, 1)])
+def test_hole_takes_a_measured_value_whichever_is_asked_for_first(first: tuple[int, int]) -> None:
+    table = Table({(1, 1): 0.2, (64, 2): 0.8, (4, 10**6): 0.5, (16, 10**6): 0.5})
+    table(*first)
+    # (16, 1) is nearer to the hole (4, 1), which has the value of (1, 1), than to any measured point.
+    assert (table(4, 1), table(16, 1)) == (0.2, 0.8)
+
+
+def test_product_takes_its_flops_or_at_least_its_bytes() -> None:
+    device = flat()
+    assert device.product(4096, 2048, 1024, "forward") == pytest.approx(2 * 4096 * 2048 * 1024 / RATE)
+    # One token: the weight has to be read.
+    moved = 2 * (2048 + 2048 * 1024 + 1024)
+    assert device.product(1, 2048, 1024, "forward") == pytest.approx(moved / BYTES)
+
+
+def test_attention_is_causal() -> None:
+    # Two products of all pairs of tokens are 4 L^2 w, of which half are masked.
+    forward = 2 * 4096**2 * 1024 / RATE
+    assert flat().attention(8192, 4096, 1024, 128, backward=False) == pytest.approx(2 * forward)
+    assert flat().attention(8192, 4096, 1024, 128, backward=True) == pytest.approx(2 * forward * BACKWARD_ATTENTION)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "seconds"),
+    [
+        # In a node of four: latency of 1 us for each doubling, and three quarters of the bytes over the rank's link.
+        ("all_gather", [0, 1, 2, 3], 2e-6 + 0.75 * 1e9 / 100e9),
+        ("all_reduce", [0, 1, 2, 3], 2e-6 + 2 * 0.75 * 1e9 / 100e9),
+        ("reduce_scatter", [0, 1], 1e-6 + 0.5 * 1e9 / 100e9),
+        ("send", [0, 1], 1e-6 + 1e9 / 100e9),
+        # Two nodes with four members each use four network cards: 40 GB/s.
+        ("all_gather", list(range(8)), 2e-6 + 5e-6 + 7 / 8 * 1e9 / 40e9),
+        # One member in each node: its own card.
+        ("all_gather", [0, 4], 1e-6 + 5e-6 + 0.5 * 1e9 / 10e9),
+        ("send", [3, 4], 5e-6 + 1e9 / 10e9),
+        # Half of the rows leave the node.
+        ("all_to_all", list(range(8)), 5e-6 + 0.5 * 1e9 / 10e9),
+        ("all_to_all", [0, 1, 2, 3], 1e-6 + 0.75 * 1e9 / 100e9),
+        ("all_reduce", [5], 0.0),
+    ],
+)
+def test_collectives_by_hand(kind: str, ranks: list[int], seconds: float) -> None:
+    assert flat().collective(kind, 1e9, ranks) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("name", names())
+def test_described_devices_are_plausible(name: str) -> None:
+    device = load(name)
+    share = 2 * 8192 * 4096 * 4096 / device.product(8192, 4096, 4096, "forward") / device.peak
+    assert 0.4 < share < 0.95
+    assert device.sources
+    assert device.node.bytes_per_s > device.network.bytes_per_s
+    assert device.measured == (device.warning is None)
+
+
+def test_h100_and_h200_are_measured() -> None:
+    assert [name for name in names() if load(name).measured] == ["h100", "h200"]
+
+
+@pytest.mark.parametrize("name", ["h100", "h200"])
+def test_measured_large_products_are_those_of_the_calibration(name: str) -> None:
+    # NAME-measured.json: 8192 x 2048 x 6144, and the sustained rate that the program saw at its end.
+    content = json.loads(
+        (Path(load.__wrapped__.__code__.co_filename).parent / f"devices/{name}-measured.json").read_text()
+    )
+    [row] = [row for row in content["products"] if row[:3] == [8192, 2048, 6144]]
+    seconds = load(name).product(8192, 2048, 6144, "forward")
+    assert seconds == pytest.approx(row[3] * 1e-6 / UNDER_LOAD)
+
+
+def test_unknown_device_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"--device h101: no device of this name is described; known: .*h100"):
+        load("h101")
+
+
+def test_calibration_of_toy_sizes_is_refused(tmp_path: Path) -> None:
+    content = calibrate(Device("cpu", 2**16), TOY) | {"toy": True}
+    assert content["missing"] == []
+    path = tmp_path / "cpu.json"
+    path.write_text(compact(content))
+    assert json.loads(path.read_text()) == json.loads(json.dumps(content))
+    with pytest.raises(ConfigError, match="measured on a CPU"):
+        calibrated(load("h100"), path)
+    path.write_text(compact(content | {"toy": False, "grouped": []}))
+    with pytest.raises(ConfigError, match="lacks grouped"):
+        calibrated(load("h100"), path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        calibrated(load("h100"), path)
+
+
+def test_calibration_replaces_the_measurements(tmp_path: Path) -> None:
+    tables = {
+        "format": 1,
+        "device": "mine",
+        "products": [[1, 1, 1, 1.0, 1.0, 1.0]],
+        "grouped": [[1, 1, 1, 1, 1.0, 1.0, 1.0]],
+        "attention": [[1, 1, 1, 1, 1, 1.0, 1.0]],
+        "element-wise": [[1, 1.0]],
+        "memory": 10**9,
+    }
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(tables))
+    device = calibrated(load("ascend-910b"), path)
+    assert (device.measured, device.warning, device.memory) == (True, None, 10**9)
+    assert Measurements.from_calibration(tables, PEAK, BYTES).products["forward"](5, 5, 5) == pytest.approx(2e6 / PEAK)
+    for us in (0.0, -1.0, math.nan):
+        path.write_text(json.dumps(tables | {"element-wise": [[1, us]]}))
+        with pytest.raises(ConfigError, match=f"has a time of {us} us: measure again"):
+            calibrated(load("ascend-910b"), path)

@@ -1,0 +1,227 @@
+"""Time of a step on a device with a flat efficiency: compared with FLOPs and bytes counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from apps.plan.devices import BYTES, RATE, flat, without_traffic
+from megascend.apps.plan.hardware import BACKWARD_ATTENTION
+from megascend.apps.plan.layers import ALL_LAYERS, BF16, Cost, Execution
+from megascend.apps.plan.step import ADAM_BYTES, HOST_BYTES_PER_S, StepTime, StepWork, step_time
+from megascend.config import Parallel, Recompute
+from megascend.models.checkpoint_files.info import ModelShape
+from megascend.models.memory.parameters import StageParameters
+from megascend.models.memory.sizes import ModelSizes
+from megascend.runtime.topology.topology import Topology, plan
+
+H, LAYERS, HEADS, KEYS, WIDTH, FFN, VOCABULARY = 1024, 4, 8, 4, 128, 4096, 32000
+LENGTH = 2048
+DENSE = ModelSizes(
+    hidden=H,
+    heads=HEADS,
+    head_dim=WIDTH,
+    query=HEADS * WIDTH,
+    key_value=KEYS * WIDTH,
+    ffn=FFN,
+    expert_ffn=0,
+    shared_ffn=0,
+    experts=0,
+    topk=0,
+    vocabulary=VOCABULARY,
+    tied=False,
+    qk_norm=False,
+    gated=True,
+    latent=None,
+    with_experts=(False,) * LAYERS,
+)
+EXPERTS = replace(DENSE, ffn=0, experts=16, topk=4, expert_ffn=512, with_experts=(True,) * LAYERS)
+LAYER_WEIGHTS = H * (HEADS + 2 * KEYS) * WIDTH + HEADS * WIDTH * H + 3 * H * FFN
+ATTENTION = 2 * LENGTH * HEADS * WIDTH
+"""FLOPs of a token in one layer's attention, forward."""
+
+
+def topology(world: int = 1, experts: int | None = None, **sizes: Any) -> Topology:
+    shape = ModelShape(H, LAYERS, HEADS, KEYS, VOCABULARY, FFN, experts, 512 if experts else None)
+    expert_tensor = 1 if sizes.get("expert", 1) > 1 else None
+    return plan(
+        Parallel(**sizes, expert_tensor=expert_tensor, sequence=True if sizes.get("tensor", 1) > 1 else None),
+        world,
+        shape,
+    )
+
+
+def parameters(dense: int = 0, experts: int = 0, stages: int = 1) -> list[StageParameters]:
+    return [StageParameters(dense, experts, VOCABULARY, 0, 0, ()) for _ in range(stages)]
+
+
+def products(time: StepTime) -> float:
+    return sum(time.parts.get(part, 0.0) for part in ("products", "attention", "output head", "recomputation"))
+
+
+@pytest.mark.parametrize(("frozen", "factor"), [(False, 6), (True, 4)])
+def test_products_are_six_flops_for_a_weight_or_four_if_frozen(frozen: bool, factor: int) -> None:
+    work = StepWork(2 * LENGTH, LENGTH, 3, rank=8 if frozen else 0, adapted=frozenset())
+    time = step_time(DENSE, topology(), parameters(), work, without_traffic(flat()))
+    weights = LAYERS * LAYER_WEIGHTS + H * VOCABULARY
+    attention = LAYERS * ATTENTION * (1 + BACKWARD_ATTENTION)
+    assert products(time) == pytest.approx(6 * LENGTH * (factor * weights + attention) / RATE)
+    assert time.parts["output head"] == pytest.approx(6 * LENGTH * factor * H * VOCABULARY / RATE)
+
+
+def test_full_recomputation_repeats_the_forward_pass_of_layers() -> None:
+    work = StepWork(LENGTH, LENGTH, 2, Recompute(granularity="full"))
+    time = step_time(DENSE, topology(), parameters(), work, without_traffic(flat()))
+    forward = LAYERS * (2 * LAYER_WEIGHTS + ATTENTION)
+    assert time.parts["recomputation"] == pytest.approx(2 * LENGTH * forward / RATE)
+
+
+def test_selective_recomputation_repeats_its_modules() -> None:
+    work = StepWork(LENGTH, LENGTH, 1, Recompute(granularity="selective", modules=("mlp",)))
+    time = step_time(DENSE, topology(), parameters(), work, without_traffic(flat()))
+    assert time.parts["recomputation"] == pytest.approx(LENGTH * LAYERS * 2 * 3 * H * FFN / RATE)
+
+
+def test_adapters_add_two_products_forward_and_four_backward() -> None:
+    plain, adapted = (
+        step_time(DENSE, topology(), parameters(), work, without_traffic(flat()))
+        for work in (
+            StepWork(LENGTH, LENGTH, 1, rank=8, adapted=frozenset()),
+            StepWork(LENGTH, LENGTH, 1, rank=8, adapted=ALL_LAYERS),
+        )
+    )
+    qkv, out = (HEADS + 2 * KEYS) * WIDTH, HEADS * WIDTH
+    # A of each slice has the layer's input, and B a part of its output.
+    elements = 8 * ((3 * H + qkv) + (out + H) + (2 * H + 2 * FFN) + (FFN + H))
+    assert products(adapted) - products(plain) == pytest.approx(6 * LENGTH * LAYERS * elements / RATE)
+
+
+def test_norms_and_activation_move_their_bytes() -> None:
+    device = flat()
+    layer = Cost(DENSE, topology(), device, LENGTH, LENGTH).layer(0)
+    hidden = BF16 * LENGTH * H
+    # Two norms read and write; two additions read two and write one.
+    assert layer.forward["layernorm"]["element-wise"] == pytest.approx(4 * hidden / BYTES)
+    assert layer.forward["mlp"]["element-wise"] == pytest.approx(3 * BF16 * LENGTH * FFN / BYTES)
+
+
+def test_tensor_parallel_ranks_divide_products_and_gather_twice_a_block() -> None:
+    device = without_traffic(flat())
+    single, pair = (Cost(DENSE, topology(size, tensor=size), device, LENGTH, LENGTH).layer(0) for size in (1, 2))
+    for part in ("products", "attention"):
+        assert pair.forward_costs[part] == pytest.approx(single.forward_costs[part] / 2)
+        assert pair.backward[part] == pytest.approx(single.backward[part] / 2)
+    # Forward: a gather and a scatter around attention, and around the MLP.
+    collective = device.collective("all_gather", BF16 * LENGTH * H, [0, 1])
+    assert pair.forward_costs["tensor parallel"] == pytest.approx(4 * collective)
+
+
+def test_collectives_in_pieces_hide_beside_products() -> None:
+    device = without_traffic(flat())
+    layout = topology(4, tensor=4)
+    exposed, hidden = (
+        Cost(DENSE, layout, device, LENGTH, LENGTH, execution=Execution(tensor_overlap=overlap)).layer(0)
+        for overlap in (False, True)
+    )
+    assert hidden.forward_costs["tensor parallel"] < exposed.forward_costs["tensor parallel"]
+    # The first or the last piece of four is never hidden.
+    assert hidden.forward_costs["tensor parallel"] >= exposed.forward_costs["tensor parallel"] / 4 * 0.999
+
+
+def test_experts_multiply_the_rows_that_arrive() -> None:
+    device = without_traffic(flat())
+    single = Cost(EXPERTS, topology(1, 16), device, LENGTH, LENGTH).layer(0)
+    four = Cost(EXPERTS, topology(4, 16, expert=4), device, LENGTH, LENGTH).layer(0)
+    rows = 4 * LENGTH
+    assert single.forward["moe"]["experts"] == pytest.approx(2 * rows * 3 * H * 512 / RATE)
+    # Equal loads: as many rows arrive as are sent, for a quarter of the experts.
+    assert four.forward["moe"]["experts"] == pytest.approx(single.forward["moe"]["experts"])
+    exchange = device.collective("all_to_all", BF16 * rows * H, [0, 1, 2, 3])
+    assert four.forward["moe"]["expert parallel"] == pytest.approx(2 * exchange)
+    assert four.backward["expert parallel"] == pytest.approx(2 * exchange)
+
+
+def test_tokens_that_cross_nodes_once_send_less() -> None:
+    device = without_traffic(flat())
+    layout = topology(16, 16, expert=16)
+    repeated, once = (
+        Cost(EXPERTS, layout, device, LENGTH, LENGTH, execution=Execution(node_copies=copies)).layer(0)
+        for copies in (None, 2)
+    )
+    assert once.forward["moe"]["expert parallel"] < 0.7 * repeated.forward["moe"]["expert parallel"]
+
+
+def test_ring_attention_hides_messages_behind_computation() -> None:
+    slow, fast = (
+        Cost(DENSE, topology(8, context=8), device, 8 * LENGTH, 8 * LENGTH).layer(0)
+        for device in (without_traffic(flat(network=1e9)), without_traffic(flat(network=1e12)))
+    )
+    assert fast.forward_costs["attention"] == pytest.approx(LENGTH * 2 * 8 * LENGTH * HEADS * WIDTH / RATE)
+    assert fast.forward_costs["context parallel"] == 0.0
+    assert slow.forward_costs["context parallel"] > 0.0
+
+
+def test_window_limits_attention() -> None:
+    all_tokens, window = (
+        Cost(DENSE, topology(), without_traffic(flat()), 8192, 8192, windows=(reach,) * LAYERS).layer(0)
+        for reach in (None, 512)
+    )
+    # 512 tokens and two tiles of 128 on each row, of 4096 on average.
+    assert window.forward_costs["attention"] == pytest.approx(all_tokens.forward_costs["attention"] * 768 / 4096)
+
+
+def test_update_moves_the_share_of_the_optimizer_and_reduces_gradients() -> None:
+    count = 10**9
+    work = StepWork(LENGTH, LENGTH, 1)
+    time = step_time(DENSE, topology(4), parameters(count), work, flat())
+    assert time.parts["optimizer"] == pytest.approx(((ADAM_BYTES + 4) * count / 4 + 4 * count) / BYTES)
+    assert time.parts["gradient reduction"] == pytest.approx(flat().collective("reduce_scatter", 4 * count, range(4)))
+    assert time.parts["parameter gathering"] == pytest.approx(flat().collective("all_gather", 2 * count, range(4)))
+    offloaded = step_time(DENSE, topology(4), parameters(count), replace(work, offloaded=0.5), flat())
+    # Main parameter and moments of half the share; both directions at once.
+    assert offloaded.parts["optimizer"] == pytest.approx(0.5 * 12 * count / 4 / HOST_BYTES_PER_S)
+    hidden = step_time(
+        DENSE, topology(4), parameters(count), replace(work, overlap_grad_reduce=True, micro_batches=4), flat()
+    )
+    assert hidden.parts["gradient reduction"] < time.parts["gradient reduction"]
+    assert hidden.parts["gradient reduction"] >= time.parts["gradient reduction"] / 8 * 0.999
+
+
+def test_host_that_launches_slowly_is_the_limit() -> None:
+    quick, slow, captured = (
+        step_time(DENSE, topology(), parameters(), StepWork(64, 64, 1, execution=execution), flat(launch_s=launch))
+        for launch, execution in (
+            (0.0, Execution()),
+            (1e-4, Execution()),
+            (1e-4, Execution(captured=True)),
+        )
+    )
+    kernels = LAYERS * 55 + 26 + 6  # layers, head, embedding
+    assert slow.seconds - slow.parts["step"] == pytest.approx(kernels * 1e-4, rel=0.01)
+    assert captured.seconds == pytest.approx(quick.seconds)
+
+
+def test_parts_are_the_step() -> None:
+    layout = topology(4, pipeline=4)
+    time = step_time(DENSE, layout, parameters(10**8, stages=4), StepWork(LENGTH, LENGTH, 8), flat(gap_s=1e-6))
+    assert sum(time.parts.values()) == pytest.approx(time.seconds)
+    assert sum(time.busy.values()) < time.bound <= time.seconds
+    assert time.spans()[-1].end <= time.seconds
+    # Three of four stages wait for the fourth, which has the head, too.
+    assert time.parts["pipeline bubble"] > 0
+
+
+def test_stage_with_most_layers_sets_the_pace() -> None:
+    work, device = StepWork(LENGTH, LENGTH, 8), without_traffic(flat())
+    even, uneven = (
+        step_time(DENSE, topology(2, pipeline=2, pipeline_layout=layout), parameters(stages=2), work, device)
+        for layout in (None, "Ettt|tL")
+    )
+    layer = LENGTH * 3 * (2 * LAYER_WEIGHTS + ATTENTION + (BACKWARD_ATTENTION - 2) * ATTENTION / 3) / RATE
+    (first, last), (longer, shorter) = ([stage.total for stage in time.durations] for time in (even, uneven))
+    assert longer - first == pytest.approx(last - shorter)
+    assert longer - first == pytest.approx(layer)
+    busy, even_busy = (sum(time.busy.values()) for time in (uneven, even))
+    assert busy - even_busy == pytest.approx(8 * (max(longer, shorter) - max(first, last)))

@@ -1,0 +1,354 @@
+"""A prompt that fails on one engine goes to another; when all fail, the run ends with the engine's error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megascend.apps.rl.rollout import collector
+from megascend.apps.rl.rollout.buffer import RolloutBuffer
+from megascend.apps.rl.rollout.collector import RolloutCollector, Task
+from megascend.apps.rl.rollout.controller import client
+from megascend.apps.rl.rollout.episodes import GradedResponses
+from megascend.errors import DataError, EngineError, EngineLostError
+from weightwire.engine import Completion, Sampling
+
+DEADLINE_S = 60.0
+
+
+class Prompts:
+    """Prompts that are the numbers from 0."""
+
+    def __init__(self) -> None:
+        self.drawn = -1
+
+    def __next__(self) -> list[dict[str, Any]]:
+        self.drawn += 1
+        return [{"prompt": self.drawn}]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+
+class Engine:
+    """Engine double that answers at once, or raises EngineLostError."""
+
+    def __init__(self, name: str, fails: type[EngineError] | None = None) -> None:
+        self.name, self.fails, self.requests, self.weights = name, fails, [], 0
+
+    async def generate(self, tokens: list[int], sampling: Sampling, n: int) -> list[Completion]:
+        self.requests.append(tokens[0])
+        if self.fails is not None:
+            raise self.fails(f"{self.name} has failed")
+        return [Completion((number,), (-0.5,), "stop", self.weights, self.weights) for number in range(n)]
+
+    async def version(self) -> int:
+        if self.fails is EngineLostError:
+            raise EngineLostError(f"{self.name} is lost")
+        return self.weights
+
+    async def revive(self) -> bool:
+        return False
+
+    async def close(self) -> None:
+        pass
+
+
+@contextmanager
+def collecting(monkeypatch: pytest.MonkeyPatch, *engines: Engine, **changes: Any) -> Iterator[RolloutCollector]:
+    monkeypatch.setattr(collector, "BACKOFF_S", 0.01)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokens[0])
+
+    grading: dict[str, Any] = {"reward": lambda response, prompt: float(response)}
+    grading |= {name: changes.pop(name) for name in ("reward", "locate") if name in changes}
+    episodes = GradedResponses(lambda prompt: [prompt["prompt"]], decode, **grading)
+    changes = {"sampling": Sampling(max_tokens=1)} | changes
+    task = Task(episodes, decode, group_size=2, **changes)
+    rollouts = RolloutCollector(engines, Prompts(), RolloutBuffer(4, 0), task)
+    try:
+        rollouts.updated(0)
+        rollouts.start(step=0, offset=0)
+        yield rollouts
+    finally:
+        rollouts.close()
+
+
+def test_a_prompt_that_fails_at_one_engine_is_answered_by_another(monkeypatch):
+    failing, sound = Engine("one", fails=EngineError), Engine("two")
+    with collecting(monkeypatch, failing, sound) as rollouts:
+        groups = rollouts.take(0, DEADLINE_S)
+    assert groups is not None
+    assert sorted(group.number for group in groups) == sorted(sound.requests) == [0, 1, 2, 3]
+    assert len(failing.requests) == 1  # although it has the least work
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_prompt_whose_logprobs_are_not_finite_is_answered_by_another_engine(value, monkeypatch, caplog):
+    class Broken(Engine):
+        async def generate(self, tokens: list[int], sampling: Sampling, n: int) -> list[Completion]:
+            completions = await super().generate(tokens, sampling, n)
+            return [*completions[:-1], replace(completions[-1], logprobs=(value,))]
+
+    broken, sound = Broken("one"), Engine("two")
+    with caplog.at_level(logging.WARNING), collecting(monkeypatch, broken, sound) as rollouts:
+        groups = rollouts.take(0, DEADLINE_S)
+    assert groups is not None
+    assert all(trajectory.logprobs == (-0.5,) for group in groups for trajectory in group.trajectories)
+    with (
+        collecting(monkeypatch, Broken("one")) as rollouts,
+        pytest.raises(EngineError, match=f"log-probability {value}"),
+    ):
+        rollouts.take(0, DEADLINE_S)
+
+
+def test_prompt_of_an_evaluation_that_fails_at_one_engine_is_answered_by_another(monkeypatch):
+    failing, sound = Engine("one", fails=EngineError), Engine("two")
+    with collecting(monkeypatch, failing, sound) as rollouts:
+        groups = rollouts.evaluate([{"prompt": number} for number in range(100, 104)], 1.0, 2).result(DEADLINE_S)
+        assert [group.trajectories[0].prompt_tokens for group in groups] == [(100,), (101,), (102,), (103,)]
+        sound.fails = EngineError
+        with pytest.raises(EngineError, match="has failed"):
+            rollouts.evaluate([{"prompt": 104}], 1.0, 2).result(DEADLINE_S)
+        assert [*failing.requests, *sound.requests].count(104) == collector.ATTEMPTS
+
+
+def test_an_engine_that_does_not_close_is_left_with_a_warning(monkeypatch, caplog):
+    """Log a warning when closing takes too long, so that the run's own error is not masked."""
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    engine = Engine("one")
+    engine.close = hang
+    assert client.RELEASE_S < collector.CLOSE_S
+    monkeypatch.setattr(collector, "CLOSE_S", 0.05)
+    with caplog.at_level(logging.WARNING), collecting(monkeypatch, engine) as rollouts:
+        rollouts.take(0, DEADLINE_S)
+    assert "did not close within 0.05 s" in caplog.text
+
+
+def test_prompt_failed_by_all_engines_raises_the_engines_error(monkeypatch):
+    engines = Engine("one", fails=EngineError), Engine("two", fails=EngineError)
+    with collecting(monkeypatch, *engines) as rollouts, pytest.raises(EngineError, match="has failed"):
+        rollouts.take(0, DEADLINE_S)
+    request_counts = [engine.requests.count(number) for number in range(4) for engine in engines]
+    assert max(request_counts) <= 2
+    assert (
+        max(first + second for first, second in zip(request_counts[::2], request_counts[1::2], strict=True))
+        == collector.ATTEMPTS
+    )
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (lambda response, prompt: 0.0, "gave the 80 responses 0 to all of them"),
+        (lambda response, prompt: 1e-12 * float(response), "gave the 80 responses 1e-12 to all of them"),
+        (lambda response, prompt: float(prompt["prompt"] % 2), "gave the 80 responses 0 to 1"),
+    ],
+    ids=["constant", "tiny differences", "constant for each prompt"],
+)
+def test_groups_without_signal_end_the_run_at_the_bound(reward, expected, monkeypatch, caplog):
+    engine = Engine("one")
+    with (
+        collecting(monkeypatch, engine, reward=reward, max_equal_groups=40) as rollouts,
+        caplog.at_level(logging.WARNING),
+        pytest.raises(DataError, match="step 1: the last 40 groups have no learning signal") as raised,
+    ):
+        rollouts.take(0, DEADLINE_S)
+    message = str(raised.value)
+    assert expected in message
+    assert "test_collector.py:<lambda>" in message
+    assert "rollout.max_groups_without_signal (40)" in message
+    (warning,) = caplog.messages
+    assert "the last 20 groups have no learning signal" in warning
+    assert "the run ends after 40" in warning
+    assert len(engine.requests) < 50
+
+
+def test_truncated_responses_are_reported(monkeypatch):
+    class CutOff(Engine):
+        async def generate(self, tokens, sampling, n):
+            return [
+                replace(completion, finish_reason="length")
+                for completion in await super().generate(tokens, sampling, n)
+            ]
+
+    with (
+        collecting(monkeypatch, CutOff("one"), reward=lambda response, prompt: 0.0, max_equal_groups=4) as rollouts,
+        pytest.raises(DataError, match="8 of them were cut off at max_tokens: 1"),
+    ):
+        rollouts.take(0, DEADLINE_S)
+
+
+def test_group_with_signal_resets_the_count(monkeypatch):
+    """Give every seventh prompt a signal: the limit of 11 is never reached and batches of four fill."""
+    reward = lambda response, prompt: float(response) * (prompt["prompt"] % 7 == 6)  # noqa: E731
+    with collecting(monkeypatch, Engine("one"), reward=reward, max_equal_groups=11) as rollouts:
+        groups = rollouts.take(0, DEADLINE_S)
+    assert groups is not None
+    assert [group.number % 7 for group in groups] == [6, 6, 6, 6]
+
+
+@pytest.mark.parametrize("bounded", [True, False], ids=["kept", "no bound"])
+def test_groups_without_signal_are_warned_of_without_a_bound(bounded, monkeypatch, caplog):
+    """Warn also where the groups are trained on."""
+    settings = {"drop_equal": False, "max_equal_groups": 8} if bounded else {}
+    reward = lambda response, prompt: float(response) * (prompt["prompt"] >= 50)  # noqa: E731
+    engine = Engine("one")
+    with caplog.at_level(logging.WARNING), collecting(monkeypatch, engine, reward=reward, **settings) as rollouts:
+        for step in range(12 if bounded else 1):
+            engine.weights = step
+            rollouts.updated(step)
+            assert rollouts.take(step, DEADLINE_S) is not None
+    assert [message.split(" groups")[0].split()[-1] for message in caplog.messages] == ["20", "40"]
+    assert "no limit is set" in caplog.messages[0]
+
+
+def test_equal_groups_that_have_a_signal_are_neither_warned_of_nor_dropped(monkeypatch, caplog):
+    settings: dict[str, Any] = {"equal_groups_have_signal": True, "max_equal_groups": 8}
+    engine = Engine("one")
+    with (
+        caplog.at_level(logging.WARNING),
+        collecting(monkeypatch, engine, reward=lambda *_: 1.0, **settings) as rollouts,
+    ):
+        for step in range(6):
+            engine.weights = step
+            rollouts.updated(step)
+            assert rollouts.take(step, DEADLINE_S) is not None
+        assert rollouts.counts().equal == 0
+    assert caplog.messages == []
+
+
+def test_reward_error_names_the_prompt_line(monkeypatch):
+    with (
+        collecting(
+            monkeypatch, Engine("one"), reward=lambda *_: None, locate=lambda p: f"p.jsonl:{p['prompt']}"
+        ) as rollouts,
+        pytest.raises(DataError, match=r"^p.jsonl:\d: the reward function .* returned None, not a finite number"),
+    ):
+        rollouts.take(0, DEADLINE_S)
+
+
+def test_a_reward_that_never_returns_is_named(monkeypatch):
+    never = threading.Event()
+
+    def stuck(response, prompt):
+        never.wait()
+        return 0.0
+
+    with collecting(monkeypatch, Engine("one"), reward=stuck, locate=lambda prompt: "p.jsonl:3") as rollouts:
+        assert rollouts.take(0, 0.2) is None
+        assert "stuck has not returned for 0 s for the prompt at p.jsonl:3" in rollouts.describe_wait()
+        never.set()
+    with collecting(monkeypatch, Engine("one")) as rollouts:
+        assert rollouts.take(0, DEADLINE_S) is not None
+        assert rollouts.describe_wait() == "no engine has answered"
+        assert rollouts.completed_episodes() >= 4
+
+
+def test_a_reward_that_never_returns_for_one_prompt_is_reported(monkeypatch, caplog):
+    never = threading.Event()
+    monkeypatch.setattr("megascend.apps.rl.rollout.episodes.SLOW_S", 0.05)
+
+    def stuck(response, prompt):
+        if prompt["prompt"] == 2:
+            never.wait()
+        return float(response)
+
+    with collecting(monkeypatch, Engine("one"), reward=stuck, locate=lambda p: f"p.jsonl:{p['prompt']}") as rollouts:
+        while "p.jsonl:2; they continue" not in caplog.text:
+            assert rollouts.take(0, 0.1) is None  # three of four groups
+        never.set()
+        groups = rollouts.take(0, DEADLINE_S)
+        assert groups is not None
+        assert sorted(group.number for group in groups) == [0, 1, 2, 3]
+    reported = [record.getMessage() for record in caplog.records if "has not returned" in record.getMessage()]
+    assert all("stuck has not returned for 0 s for the prompt at p.jsonl:2; they continue" in line for line in reported)
+
+
+def test_a_reward_that_never_returns_keeps_no_process_alive():
+    program = """
+import time
+from megascend.apps.rl.rollout.episodes import Graders
+graders = Graders(2)
+for _ in range(3):
+    graders.submit({}, lambda: time.sleep(1000))
+graders.close()
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S, check=True)
+
+
+def test_reward_that_is_cancelled_ends_the_run(monkeypatch):
+    def cancelled(response, prompt):
+        raise asyncio.CancelledError
+
+    with (
+        collecting(monkeypatch, Engine("one"), reward=cancelled) as rollouts,
+        pytest.raises(DataError, match=r"cancelled was cancelled at prompt \d, although the run has not ended"),
+    ):
+        rollouts.take(0, DEADLINE_S)
+
+
+def test_what_a_reward_function_writes_into_its_example_stays_its_own(monkeypatch):
+    seen = []
+
+    def judge(response: str, example: Any) -> float:
+        seen.append(json.dumps(example))
+        example["prompt"], example["cache"] = -1, object()
+        return float(response)
+
+    engine = Engine("one")
+    with collecting(monkeypatch, engine, reward=judge) as rollouts:
+        rollouts.take(0, DEADLINE_S)
+        json.dumps(rollouts.state_dict())
+    assert sorted(seen) == sorted([json.dumps({"prompt": number}) for number in range(4)] * 2)
+
+
+class Seeded(Engine):
+    """Engine double that records the seed of every response, as vLLM and SGLang derive it."""
+
+    def __init__(self) -> None:
+        super().__init__("seeded")
+        self.seeds: list[int] = []
+
+    async def generate(self, tokens: list[int], sampling: Sampling, n: int) -> list[Completion]:
+        assert sampling.seed is not None
+        self.seeds += [sampling.seed + number for number in range(n)]
+        return [Completion((number,), (-0.5,), "stop", self.weights, self.weights) for number in range(n)]
+
+
+def test_no_two_responses_of_a_run_have_one_seed(monkeypatch):
+    seeds = {
+        collector._seed(run, number) + child
+        for run in (1234, 1235)
+        for number in range(-500, 5_000)
+        for child in range(32)
+    }
+    assert len(seeds) == 2 * 5_500 * 32
+    assert min(seeds) >= 0
+    engine = Seeded()
+    with collecting(monkeypatch, engine, sampling=Sampling(1, seed=7)) as rollouts:
+        rollouts.take(0, DEADLINE_S)
+        trained = len(engine.seeds)
+        prompts = [{"prompt": number} for number in range(4)]
+        rollouts.evaluate(prompts, 1.0, 8).result(DEADLINE_S)
+        rollouts.evaluate(prompts, 1.0, 8).result(DEADLINE_S)
+    assert len(set(engine.seeds)) == trained + 32
+    assert engine.seeds[trained:][:32] == engine.seeds[trained:][32:], "evaluations are compared with each other"

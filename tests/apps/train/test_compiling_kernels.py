@@ -1,0 +1,264 @@
+"""Kernels compiled ahead of a run on CUDA: the job, from the model's files and the settings, and its process."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from megascend.apps.train import prefetch
+from megascend.apps.train.prefetch import compiling_kernels, job_of
+from megascend.apps.train.preflight import RunPlan, check_run
+from megascend.config import RunConfig
+from megascend.runtime.distributed.launch import Launch
+from megascend.testing.tiny_models import write_tiny_checkpoint
+from megascend.training.kernels import compile_ahead
+from megascend.training.kernels.compile_ahead import Attention, Job, capability
+
+
+@pytest.fixture(autouse=True)
+def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Set Triton's cache folder and a fake version, so that Triton need not be installed."""
+    version = compile_ahead.metadata.version
+    monkeypatch.setattr(compile_ahead.metadata, "version", lambda name: "3.6.0" if name == "triton" else version(name))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    (tmp_path / "triton").mkdir()
+    return tmp_path / "triton"
+
+
+def plan(
+    folder: Path, arch: str = "qwen3", settings: dict[str, Any] | None = None, **overrides: Any
+) -> RunPlan[RunConfig]:
+    model = write_tiny_checkpoint(folder / f"{arch}-{len(overrides)}", arch, **overrides)
+    values = {"model": str(model), "output": str(folder / "out"), "data": {"path": str(folder / "x.jsonl")}}
+    config = RunConfig.model_validate(values | (settings or {}))
+    return check_run(config, config.parallel.tensor * config.parallel.context, overwrite=False)
+
+
+def test_job_has_the_sizes_of_the_model(tmp_path, triton):
+    run = plan(tmp_path)
+    raw = json.loads((run.config.model / "config.json").read_text())
+    job = job_of(run)
+    groups = raw["num_key_value_heads"]
+    assert job == Job(
+        dtype="bfloat16",
+        device=0,
+        packed=(True, False),
+        attention=Attention(groups, raw["num_attention_heads"] // groups, raw["head_dim"], raw["head_dim"], True, True),
+        gated=raw["intermediate_size"],
+        vocabulary=raw["vocab_size"],
+        done_file=job.done_file,
+    )
+    assert Path(job.done_file).parent == triton
+    assert Job.parse(job.to_text()) == job
+
+
+def test_job_depends_on_settings(tmp_path):
+    full = job_of(plan(tmp_path))
+    assert full.attention is not None
+    assert full.gated is not None
+    lora = job_of(plan(tmp_path, settings={"lora": {"rank": 4}, "precision": "fp32"}))
+    assert lora.attention == replace(full.attention, trained=False)
+    assert lora.dtype == "float32"
+    assert job_of(plan(tmp_path, settings={"batching": {"packing": False}})).packed == (False,)
+    divided = job_of(plan(tmp_path, settings={"parallel": {"tensor": 2}}))
+    assert divided.attention == replace(full.attention, groups=full.attention.groups // 2)
+    assert (divided.gated, divided.vocabulary) == (full.gated // 2, -(-full.vocabulary // 2))
+    assert len({full.done_file, lora.done_file, divided.done_file}) == 3
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "overrides", "attention", "gated"),
+    [
+        ("llama", {}, {}, True, True),
+        ("qwen3", {"parallel": {"context": 2}}, {}, False, True),
+        ("qwen3", {}, {"head_dim": 24}, False, True),
+        ("qwen3", {}, {"hidden_act": "gelu"}, True, False),
+        ("qwen3_moe", {}, {}, True, False),
+    ],
+)
+def test_job_omits_kernels_that_are_not_used(tmp_path, arch, settings, overrides, attention, gated):
+    job = job_of(plan(tmp_path, arch, settings, **overrides))
+    assert (job.attention is not None, job.gated is not None) == (attention, gated)
+    if arch == "llama":
+        assert job.attention is not None
+        assert not job.attention.norms
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Record the started processes. ``CDLL(None)`` stands in for CUDA's driver here, but not in those processes."""
+    processes: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(compile_ahead, "DRIVER", None)
+    monkeypatch.setattr(
+        prefetch.subprocess,
+        "Popen",
+        lambda *arguments, **options: processes.append(popen(*arguments, **options)) or processes[-1],
+    )
+    return processes
+
+
+def ended(process: subprocess.Popen[bytes], within_s: float = 60) -> int | None:
+    process.wait(within_s)
+    return process.returncode
+
+
+def test_failed_process_logs_a_warning(tmp_path, started, caplog, monkeypatch):
+    monkeypatch.setattr(Job, "to_text", lambda job: "no job")
+    with compiling_kernels(plan(tmp_path), Launch()):
+        assert ended(started[0]) == 1
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "kernels could not be compiled ahead, so the first step takes seconds longer (exit code 1)" in record.message
+    assert "JSONDecodeError" in record.message
+
+
+def test_process_sees_the_users_variables_and_none_of_the_launcher(tmp_path, started, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("USER_VARIABLE", "1")
+    with compiling_kernels(plan(tmp_path), Launch()):
+        process, variables, deadline = psutil.Process(started[0].pid), {}, time.monotonic() + 60
+        # Until it has begun its program, a new process shows the environment that this one began with.
+        while "USER_VARIABLE" not in variables and time.monotonic() < deadline:
+            variables = process.environ()
+    assert "RANK" not in variables
+    assert variables["USER_VARIABLE"] == "1"
+
+
+def test_process_without_a_device_ends_silently(tmp_path, started, triton, caplog):
+    with compiling_kernels(plan(tmp_path), Launch()):
+        assert ended(started[0]) == 0  # this machine has no CUDA driver
+    assert caplog.text == ""
+    assert list(triton.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"text_config": 3}', '{"partial_rotary_factor": "all"}', '{"rope_parameters": [1]}'],
+    ids=["no JSON", "a list", "no section", "a word", "a list of RoPE"],
+)
+def test_invalid_configuration_starts_no_process(tmp_path, started, text):
+    run = plan(tmp_path)
+    path = run.config.model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(text)) if text[:2] == '{"' else text)
+    with compiling_kernels(run, Launch()):
+        pass
+    assert started == []
+
+
+def test_run_starts_without_room_for_temporary_files(tmp_path, started, monkeypatch, caplog):
+    def full() -> None:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(prefetch.tempfile, "TemporaryFile", full)
+    with compiling_kernels(plan(tmp_path), Launch()):
+        pass
+    assert started == []
+    assert "no process for compiling kernels ahead (No usable temporary directory found)" in caplog.text
+
+
+def test_process_does_not_import_user_modules(tmp_path, started, monkeypatch):
+    (tmp_path / "tokenize.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "triton")
+    popen_options: dict[str, Any] = {}
+    popen = prefetch.subprocess.Popen
+    monkeypatch.setattr(
+        prefetch.subprocess,
+        "Popen",
+        lambda command, **options: popen_options.update(options) or popen(command, **options),
+    )
+    run = plan(tmp_path)
+    assert Path(job_of(run).done_file).parent == tmp_path / "triton"
+    with compiling_kernels(run, Launch()):
+        assert ended(started[0]) == 0
+    assert popen_options["env"]["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_busy_process_is_killed(tmp_path, started, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/sleep")
+    monkeypatch.setattr(Job, "to_text", lambda job: "100")
+    popen = prefetch.subprocess.Popen
+    monkeypatch.setattr(prefetch.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options))
+    with compiling_kernels(plan(tmp_path), Launch()):
+        assert started[0].poll() is None
+    assert started[0].returncode == -9
+
+
+def test_no_process_is_started_if_it_is_useless(tmp_path, started, triton, monkeypatch):
+    def begin(launch: Launch = Launch(), **settings: Any) -> None:  # noqa: B008  frozen
+        with compiling_kernels(plan(tmp_path, settings=settings), launch):
+            pass
+
+    begin(platform="cpu")
+    begin(engine="fsdp")
+    begin(Launch(rank=1, local_rank=1, world_size=2, local_size=2))
+    Path(job_of(plan(tmp_path)).done_file).touch()
+    begin()
+    monkeypatch.setattr(compile_ahead, "DRIVER", "libnosuchdriver.so.1")
+    begin(precision="fp32")
+    monkeypatch.setattr(compile_ahead, "DRIVER", None)
+    with monkeypatch.context() as broken:
+        broken.setattr(compile_ahead.metadata, "version", missing)
+        begin(precision="fp32")
+    assert started == []
+    begin(precision="fp32")
+    assert len(started) == 1
+
+
+def missing(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+class Driver:
+    """Fake CUDA driver of one device, with the constants of cuda.h."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+
+    def cuInit(self, flags: int) -> int:
+        assert flags == 0
+        return 0
+
+    def cuDeviceGet(self, handle: Any, number: int) -> int:
+        handle._obj.value = 7
+        return 0 if number == 0 else 101
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, handle: ctypes.c_int) -> int:
+        assert handle.value == 7
+        value._obj.value = {75: 9, 76: 0}[attribute]
+        return self.code
+
+
+def test_capability_is_read_from_the_driver(monkeypatch):
+    drivers = iter([Driver(), Driver(), Driver(3)])
+    monkeypatch.setattr(
+        compile_ahead,
+        "ctypes",
+        SimpleNamespace(CDLL=lambda name: next(drivers), c_int=ctypes.c_int, byref=ctypes.byref),
+    )
+    assert capability(0) == 90
+    with pytest.raises(OSError, match="device 1: error 101"):
+        capability(1)
+    with pytest.raises(OSError, match="device 0: error 3"):
+        capability(0)
+
+
+def test_starting_module_imports_nothing_heavy():
+    heavy = ("torch", "triton", "transformers")
+    program = f"import sys, megascend.apps.train.prefetch; print([name for name in {heavy} if name in sys.modules])"
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert completed.stdout.strip() == "[]"

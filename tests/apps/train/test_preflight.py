@@ -1,0 +1,151 @@
+"""Checks before a run: the limits of its samples, its tokenizer, and free disk space."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from megascend.apps.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
+from megascend.apps.train import preflight
+from megascend.apps.train.preflight import check_run, disk_warning, required_disk_bytes
+from megascend.config import RunConfig
+from megascend.errors import CheckpointError, DataError
+from megascend.models.checkpoint_files.tokenizer import load_tokenizer
+from megascend.runtime.io.paths import format_bytes
+from megascend.testing import write_tiny_checkpoint
+from megascend.training.batch.packing import plan_micro_batches, round_up
+
+CHECKPOINT, FP32, BF16 = 14, 4, 2
+"""Bytes of a parameter."""
+CASES: dict[str, tuple[dict[str, Any], int, int, str]] = {
+    "the model": ({}, 1, 128, "max_position_embeddings: 128"),
+    "a setting": ({"batching": {"max_length": 100}}, 1, 100, "batching.max_length: 100"),
+    "a micro batch": ({"batching": {"micro_batch_tokens": 91}}, 1, 91, "batching.micro_batch_tokens: 91"),
+    "CP 2": ({"batching": {"micro_batch_tokens": 91}, "parallel": {"context": 2}}, 2, 88, "micro_batch_tokens: 91"),
+    "CP 2 of fsdp": (
+        {"batching": {"micro_batch_tokens": 91}, "parallel": {"context": 2}, "engine": "fsdp"},
+        2,
+        90,
+        "micro_batch_tokens: 91",
+    ),
+    "TP 2 with SP, padded": (
+        {"batching": {"micro_batch_tokens": 91, "packing": False}, "parallel": {"tensor": 2, "sequence": True}},
+        2,
+        90,
+        "micro_batch_tokens: 91",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", max_position_embeddings=128)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_smallest_limit_and_its_setting(name: str, model: Path) -> None:
+    settings, world_size, length, setting = CASES[name]
+    config = RunConfig.model_validate({"model": model, "output": "o", "data": {"path": "d"}} | settings)
+    limits = check_run(config, world_size, overwrite=False).limits
+    assert limits.length == length
+    assert setting in limits.setting
+    # The longest sample fits into a micro batch, and with a budget as the limit one token more does not.
+    budget, multiple = config.batching.micro_batch_tokens, limits.multiple
+    assert plan_micro_batches([round_up(length, multiple)], [None], budget, limits.packing) == [[0]]
+    if "micro_batch_tokens" in setting:
+        with pytest.raises(DataError, match=r"over batching\.micro_batch_tokens"):
+            plan_micro_batches([round_up(length + 1, multiple)], [None], budget, limits.packing)
+
+
+def test_plan_reaches_ranks_without_torch(tmp_path: Path) -> None:
+    """Pickle the plan, as for ranks that have not imported torch yet."""
+    write_checkpoint(tmp_path / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2))
+    program = f"""
+import pickle, sys
+from megascend.apps.train.preflight import check_run
+from megascend.config import RunConfig
+folder = {str(tmp_path)!r}
+config = RunConfig(
+    model=folder + "/model",
+    output=folder + "/out",
+    data={{"path": folder + "/data.jsonl"}},
+    classification={{"num_labels": 2}},
+)
+plan = check_run(config, 2, overwrite=False)
+print(pickle.loads(pickle.dumps(plan)) == plan, plan.topology.data, "torch" in sys.modules)
+"""
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert completed.stdout.split() == ["True", "2", "False"]
+
+
+def test_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
+    """Load the tokenizer that transformers builds if tokenizer.json is missing."""
+    byte_tokenizer(256).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert load_tokenizer(tmp_path)("ab")["input_ids"] == [97, 98]
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer"):
+        load_tokenizer(tmp_path)
+    empty = Tokenizer(models.BPE(vocab={"<unk>": 0}, merges=[], unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=empty, unk_token="<unk>").save_pretrained(tmp_path / "empty")
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(CheckpointError, match=r"empty: the tokenizer knows 1 token, .*tokenizer.json"):
+        load_tokenizer(tmp_path / "empty")
+
+
+# --- room on the disk ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_of_a_parameter"),
+    [
+        ({}, CHECKPOINT + BF16),  # one checkpoint if a signal stops it, and the export
+        ({"export": False}, CHECKPOINT),
+        ({"precision": "fp32", "checkpoint": {"every": 5}}, 3 * CHECKPOINT + FP32),  # two stay, one is being written
+        ({"steps": 100, "checkpoint": {"every": 5, "keep_last": 1, "keep_every": 20}}, 7 * CHECKPOINT + BF16),
+        ({"checkpoint": {"every": 5, "hf": True}}, 3 * (CHECKPOINT + BF16) + BF16),
+        ({"lora": {}}, 0),
+    ],
+)
+def test_disk_needed_by_settings(settings: dict, bytes_of_a_parameter: int) -> None:
+    config = RunConfig.model_validate({"model": "m", "output": "o", "data": {"path": "d"}} | settings)
+    assert required_disk_bytes(config, 1000) == 1000 * bytes_of_a_parameter
+
+
+def test_disk_warning_counts_files_of_the_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 1000
+    info: Any = SimpleNamespace(parameter_count=count)
+    config = RunConfig.model_validate(
+        {"model": tmp_path / "model", "output": tmp_path / "new" / "out", "data": {"path": "d"}}
+    )
+    assert disk_warning(config, info) is None
+    required_bytes = required_disk_bytes(config, count)
+    monkeypatch.setattr(preflight, "free_bytes", lambda path: 5000)
+    warning = disk_warning(config, info)
+    assert warning is not None
+    assert (
+        f"out has 4.9 KiB free, and checkpoints and export will take about {format_bytes(required_bytes)}: make room"
+        in warning
+    )
+    earlier = config.output / "checkpoints" / "step-000005"
+    earlier.mkdir(parents=True)
+    (earlier / "file").write_bytes(bytes(required_bytes - 5001))
+    assert disk_warning(config, info) is not None
+    (earlier / "file").write_bytes(bytes(required_bytes - 5000))
+    assert disk_warning(config, info) is None
+
+
+def test_sizes_in_words() -> None:
+    assert [format_bytes(count) for count in (0, 2048, 3 * 2**20, 2**31)] == [
+        "0 bytes",
+        "2.0 KiB",
+        "3.0 MiB",
+        "2.0 GiB",
+    ]

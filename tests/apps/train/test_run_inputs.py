@@ -1,0 +1,183 @@
+"""What a resumed run compares with its checkpoint: every setting, the weights of other models, and the code of rewards."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from pydantic import BaseModel
+from safetensors.torch import load_file, save_file
+
+from megascend.apps.rl.train import ReinforcementLearning
+from megascend.apps.train.resume import differences
+from megascend.apps.train.run_inputs import RunInputs, fingerprint
+from megascend.apps.train.train import SupervisedTraining
+from megascend.config import Lora, RunConfig
+from megascend.config.rl import RlConfig
+from megascend.errors import CheckpointError, ConfigError
+from megascend.testing.tiny_models import write_tiny_checkpoint
+
+RL: dict[str, Any] = {
+    "model": "model",
+    "output": "output",
+    "objective": {"preset": "gspo"},
+    "reference": {"model": "reference", "penalty": "reward"},
+    "teacher": {"model": "teacher", "rewards": True},
+    "evaluation": {"prompts": "held_out.jsonl"},
+    "rollout": {"prompts": "prompts.jsonl", "environment": {"name": "game.py:Game", "options": {"level": 1}}},
+    "sync": {"sharded": True},
+}
+SUPERVISED: dict[str, Any] = {
+    "model": "model",
+    "output": "output",
+    "data": {"path": "data.jsonl"},
+    "distillation": {"teacher": "teacher", "loss": "jsd"},
+    "validation": {"path": "held_out.jsonl"},
+}
+PREFERENCES: dict[str, Any] = {"model": "model", "output": "output", "data": {"path": "pairs.jsonl"}, "dpo": {}}
+
+
+def leaves(section: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of all settings that are no sections."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(RlConfig, RL), (RunConfig, SUPERVISED), (RunConfig, PREFERENCES)],
+    ids=["rl", "train", "preferences"],
+)
+def test_every_setting_that_changes_is_reported(kind: type[RlConfig | RunConfig], settings: dict[str, Any]) -> None:
+    config = kind(**settings)
+    saved = config.model_dump(mode="json")
+    assert differences(saved, config) == []
+    keys = list(leaves(config))
+    assert len(keys) > 80
+    for key in keys:
+        changed = config.model_dump(mode="json")
+        *path, name = key.split(".")
+        section = changed
+        for part in path:
+            section = section[part]
+        # A value that no setting has: it is compared as it is.
+        section[name] = {"another": 1} if isinstance(section[name], dict) else "another"
+        reported = differences(changed, config)
+        assert any(line.startswith((f"{key}:", f"{key}.")) for line in reported), key
+
+
+def test_options_of_an_environment_are_reported_one_by_one() -> None:
+    saved = RlConfig(**RL).model_dump(mode="json")
+    saved["rollout"]["environment"]["options"] = {"level": 2, "hints": True}
+    assert differences(saved, RlConfig(**RL)) == [
+        "rollout.environment.options.hints: True -> None",
+        "rollout.environment.options.level: 2 -> 1",
+    ]
+
+
+class OneRank:
+    """Stands for the backend of one process."""
+
+    rank = 0
+
+    def from_rank_0(self, make: Any) -> Any:
+        return make()
+
+
+def inputs(weights: dict[str, Path] | None = None, code: dict[str, str] | None = None, **packages: str) -> RunInputs:
+    return RunInputs(cast("Any", OneRank()), weights or {}, code or {}, packages)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("inputs") / "model", "llama")
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (RlConfig(**RL), {"reference.model": "reference", "teacher.model": "teacher"}),
+        (RlConfig(**RL | {"reference": {}, "teacher": None}), {"reference.model": "model"}),
+        (
+            RlConfig(**RL | {"reference": None, "teacher": {"engine": "http://host:1"}, "lora": Lora(), "sync": {}}),
+            {"model": "model"},
+        ),
+        (RunConfig(**SUPERVISED), {"distillation.teacher": "teacher"}),
+        (RunConfig(**PREFERENCES), {"model": "model"}),
+        (RunConfig(**SUPERVISED | {"distillation": None}), {}),
+    ],
+    ids=["reference and teacher", "base model", "adapter", "distillation", "preferences", "model alone"],
+)
+def test_other_models_of_a_run_are_compared(config: Any, settings: dict[str, str]) -> None:
+    training: Any = ReinforcementLearning() if isinstance(config, RlConfig) else SupervisedTraining()
+    if isinstance(config, RunConfig):
+        training.objective = SimpleNamespace(has_reference=config.dpo is not None)
+    assert training.weights(config) == {name: Path(path) for name, path in settings.items()}
+
+
+def test_other_weights_are_refused_wherever_they_differ_at_an_end(checkpoint: Path, tmp_path: Path) -> None:
+    saved = inputs({"teacher.model": checkpoint}).state_dict()
+    with pytest.raises(CheckpointError):
+        inputs({"teacher.model": tmp_path})
+    inputs({"teacher.model": checkpoint}).compare(saved)
+    inputs({"teacher.model": checkpoint}).compare(None)
+    tensors = load_file(checkpoint / "model.safetensors")
+    (tmp_path / "other").mkdir()
+    for name in tensors:
+        other = {key: value.clone() for key, value in tensors.items()}
+        other[name].view(-1)[-1] += 1
+        save_file(other, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+        assert fingerprint(tmp_path / "other") != fingerprint(checkpoint), name
+    with pytest.raises(
+        ConfigError, match=r"teacher\.model: the weights in .*other are not those that the run began with"
+    ):
+        inputs({"teacher.model": tmp_path / "other"}).compare(saved)
+    # A teacher that the checkpoint does not have is a setting that changed.
+    inputs({"reference.model": tmp_path / "other"}).compare(saved)
+
+
+def test_other_code_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = {"reward": tmp_path / "rewards.py", "game": tmp_path / "a_game_of_this_test.py"}
+    for path in files.values():
+        path.write_text("x = 1\n", encoding="utf-8")
+    code = {
+        "rollout.reward": f"{files['reward']}:reward",
+        "rollout.environment": "a_game_of_this_test:Game",
+        "plugins: a_game_of_this_test": "a_game_of_this_test",
+    }
+    saved = inputs(code=code, verifiers="pytest").state_dict()
+    assert saved["code"]["verifiers"] == importlib.metadata.version("pytest")
+    with caplog.at_level(logging.WARNING, "megascend"):
+        inputs(code=code, verifiers="pytest").compare(saved)
+        assert caplog.records == []
+        for name, path in files.items():
+            path.write_text("x = 2\n", encoding="utf-8")
+            caplog.clear()
+            inputs(code=code).compare(saved)
+            warned = {record.getMessage().partition(": the code")[0] for record in caplog.records}
+            assert warned == ({"rollout.reward"} if name == "reward" else set(code))
+
+
+def test_code_of_a_run_is_that_of_rewards_environments_and_plugins() -> None:
+    training = ReinforcementLearning()
+    config = RlConfig(**RL | {"plugins": ("a.plugin",)})
+    assert training.code(config) == {"plugins: a.plugin": "a.plugin", "rollout.environment": "game.py:Game"}
+    rollout = {"prompts": "prompts.jsonl", "reward": "rewards.py:reward"}
+    assert training.code(RlConfig(**RL | {"rollout": rollout})) == {"rollout.reward": "rewards.py:reward"}
+    packaged = RlConfig(**RL | {"rollout": {"environment": {"name": "verifiers:gsm8k"}}})
+    packages = {"rollout.environment": "gsm8k", "rollout.environment: verifiers": "verifiers"}
+    assert (training.code(packaged), training.packages(packaged)) == ({}, packages)
+    # A taskset that verifiers brings itself has no version of its own.
+    assert inputs(environment="no package of this name").state_dict()["code"] == {"environment": "without a version"}

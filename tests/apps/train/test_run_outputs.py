@@ -1,0 +1,312 @@
+"""Outputs of a run: metrics, plot and progress lines; refusal to overwrite."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megascend.apps.tracking.trackers import Trackers
+from megascend.apps.train import plot
+from megascend.apps.train.plot import plot_metrics
+from megascend.apps.train.preflight import check_lora, check_packages
+from megascend.apps.train.resume import check_start
+from megascend.apps.train.run_directory import RUN_FILES, clear_output
+from megascend.apps.train.run_log import BarDisplay, PlainDisplay, RunLog, StepClock, clock
+from megascend.apps.train.train import StepRecord, TrainCounts, end_line
+from megascend.config import Data, Lora, RunConfig
+from megascend.errors import ConfigError, MissingDependencyError
+from megascend.models.checkpoint_files.info import inspect_checkpoint
+from megascend.runtime.distributed.launch import Launch
+from megascend.testing.parity import case_checkpoint
+
+
+def record(step: int, **changes: object) -> StepRecord:
+    values: dict = {
+        "step": step,
+        "loss": 1.0 / step,
+        "grad_norm": 2.0,
+        "lr": 1e-3,
+        "tokens": 10,
+        "total_tokens": 20,
+        "tokens_per_s": 100.0,
+        "skipped": False,
+        "epoch": 0.1 * step,
+        "peak_memory_bytes": 5,
+        "seconds": float(step),
+        "step_seconds": 1.0,
+        "dispatch_seconds": 0.25,
+    }
+    return StepRecord(**(values | changes))
+
+
+def test_metrics_are_lines_of_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(tmp_path / "run", steps=2) as log:
+        assert not (tmp_path / "run").exists()  # a run without a step leaves no files
+        log.write(record(1))
+        log.write(record(2, loss=float("nan"), grad_norm=float("inf"), skipped=True))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert first["loss"] == 1.0
+    assert first["tokens_per_s"] == 100.0
+    assert (first["step_seconds"], first["dispatch_seconds"]) == (1.0, 0.25)
+    assert (second["loss"], second["grad_norm"], second["skipped"]) == (None, None, True)
+    assert "SKIPPED" in capsys.readouterr().out
+
+
+def test_resumed_log_has_earlier_rows(tmp_path: Path) -> None:
+    with RunLog(tmp_path, steps=2) as log:
+        log.write(record(1))
+        log.write(record(2))
+    with RunLog(tmp_path, steps=2, steps_done=2) as resumed:
+        pass
+    assert [row["step"] for row in resumed.rows] == [1, 2]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(tmp_path / "run", steps=1, trackers=Trackers({"tensorboard": {}}, tmp_path, {}), enabled=False) as log:
+        log.write(record(1))
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_long_steps_report_progress_by_time() -> None:
+    """Use a fake clock: 8 micro batches of 10 s a step, and two steps done by an earlier process."""
+    seconds = 0.0
+    progress = StepClock(steps=5, steps_done=2, now=lambda: seconds)
+    lines = []
+    for step in (3, 4):
+        for micro_batches_done in range(8):
+            lines.append(progress.micro_batch(micro_batches_done, 8))
+            seconds += 10.0
+        seconds += 20.0  # the update
+        progress.step_done(step)
+    reported = [index for index, line in enumerate(lines) if line]
+    assert reported == [3, 6, 11, 14]
+    assert (
+        lines[3] == "step 3/5  micro batch 3/8  0:30 in the step, 0:50 to its end  ETA 3:30"
+    )  # 80 s for each of two more
+    assert lines[11] == "step 4/5  micro batch 3/8  0:30 in the step, 0:50 to its end  ETA 2:30"  # 100 s for the last
+
+
+def test_plain_progress_prints_every_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = 0.0
+    pace = StepClock(100, now=lambda: seconds)
+    display = PlainDisplay(pace)
+    for step in range(1, 101):
+        seconds += 2.0
+        pace.step_done(step)
+        display.show(record(step))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 21
+    assert lines[0] == "step 1/100  epoch 0.10  loss 1.0000  grad norm 2.000  100 tokens/s  elapsed 0:02  ETA 3:18"
+    assert lines[-1] == "step 100/100  epoch 10.00  loss 0.0100  grad norm 2.000  100 tokens/s  elapsed 3:20  ETA 0:00"
+    assert clock(3725) == "1:02:05"
+
+
+def test_last_validation_stays_in_the_line_also_after_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = {2: 1.5, 4: 1.25}
+    with RunLog(tmp_path, steps=6) as log:
+        for step in range(1, 6):
+            log.write(record(step, validation_loss=losses.get(step), mfu=0.4321))
+    with RunLog(tmp_path, steps=6, steps_done=5) as resumed:
+        resumed.write(record(6))
+    middles = [line.partition("loss ")[2].partition("  grad")[0] for line in capsys.readouterr().out.splitlines()]
+    assert middles == [
+        "1.0000",
+        "0.5000  validation 1.5000",
+        "0.3333  validation 1.5000 (step 2)",
+        "0.2500  validation 1.2500",
+        "0.2000  validation 1.2500 (step 4)",
+        "0.1667  validation 1.2500 (step 4)",
+    ]
+
+
+def test_line_has_the_utilisation_where_it_is_known() -> None:
+    assert record(1, mfu=0.4321).summary().endswith("100 tokens/s  MFU 43.2%")
+    assert record(1).summary().endswith("100 tokens/s")
+
+
+def test_pace_after_resume_is_that_of_this_process() -> None:
+    seconds = 10.0
+    pace = StepClock(100, steps_done=50, now=lambda: seconds)
+    assert pace.remaining_s is None
+    seconds += 30.0
+    pace.step_done(60)
+    assert (pace.elapsed_s, pace.remaining_s) == (30.0, 120.0)
+
+
+def test_plot_has_a_panel_per_metric_and_a_log_axis_over_decades() -> None:
+    rows = [
+        record(step, loss=8.0 * 0.9**step, grad_norm=1.0 + step % 3, lr=1e-3 * step).to_dict() for step in range(1, 81)
+    ]
+    rows[39]["validation_loss"] = 2.5
+    figure = plot.draw(rows, "a run", plot.PANELS)
+    loss, rate, norm, speed = figure.axes
+    assert [axes.get_title("left").split()[0] for axes in figure.axes] == ["loss", "learning", "gradient", "tokens"]
+    assert [axes.get_yscale() for axes in figure.axes] == ["log", "linear", "linear", "linear"]
+    assert [line.get_label() for line in loss.lines] == ["each step", "smoothed", "validation"]
+    assert list(loss.lines[2].get_ydata()) == [2.5]
+    assert list(loss.lines[1].get_ydata()) == pytest.approx(
+        [row["loss"] for row in rows], rel=1e-4
+    )  # smoothing keeps an exponential decay
+    assert [len(axes.lines) for axes in (rate, norm, speed)] == [1, 2, 2]
+    assert rate.lines[0].get_ydata()[-1] == pytest.approx(0.08)
+    assert norm.get_ylim()[0] == 0
+    short = plot.draw(rows[:5], "a run", plot.PANELS).axes[0]
+    assert (short.get_yscale(), len(short.lines)) == ("linear", 1)
+
+
+def test_smoothed_is_a_local_mean_that_follows_trends() -> None:
+    nan = float("nan")
+    assert plot.smoothed([1.0, 2.0, 3.0, 4.0, 5.0], 2) == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert plot.smoothed([0.0, 6.0, 0.0, 6.0, 9.0], 1) == pytest.approx([0.0, 2.0, 4.0, 5.0, 9.0])
+    assert plot.smoothed([0.0, 6.0, nan, 6.0, 9.0], 1) == pytest.approx([0.0, 3.0, nan, 7.5, 9.0], nan_ok=True)
+
+
+@pytest.mark.parametrize("width", [80, 120, 40])
+def test_bar_display_fits_the_terminal_width(width: int) -> None:
+    seconds = 0.0
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    pace = StepClock(120_000, now=lambda: seconds)
+    display = BarDisplay(pace, console)
+    seconds = 3725.0
+    pace.step_done(12_340)
+    display.show(record(12_340, validation_loss=1.25, tokens_per_s=123_456.0))
+    console.print(display.lines())
+    first, *remaining_lines = console.file.getvalue().splitlines()
+    assert max(len(line) for line in (first, *remaining_lines)) <= width
+    assert first.startswith("step 12340/120000 ")
+    figures = ["loss", "0.0001", "validation", "1.2500", "grad", "norm", "2.000", "123,456", "tokens/s"]
+    assert " ".join(remaining_lines).split() == figures
+    if width >= 80:
+        assert first.rstrip().endswith("epoch 1234.00  elapsed 1:02:05  ETA 9:01:39")
+        assert "━" in first
+
+
+def test_plot_connects_the_values_of_a_metric_of_few_steps() -> None:
+    """A line through every step would break at each None, and draw nothing of an evaluation every third step."""
+    rows = [{"step": step, "eval_reward": step / 10 if step % 3 == 0 else None} for step in range(1, 61)]
+    panel = plot.Panel("eval_reward", "reward of evaluations", "tab:cyan", smoothed=True)
+    (line,) = plot.draw(rows, "a run", [panel]).axes[0].lines
+    assert list(line.get_xdata()) == list(range(3, 61, 3))
+    assert list(line.get_ydata()) == pytest.approx([step / 10 for step in range(3, 61, 3)])
+    assert (line.get_marker(), line.get_linestyle()) == (".", "-")
+
+
+def test_plot_has_a_line_for_each_part_and_no_panel_without_values() -> None:
+    rows = [{"step": step, "reward": 0.5, "rewards": {"right": step / 10}, "entropy": None} for step in range(1, 9)]
+    rows[3]["rewards"] = {"right": 0.4, "format": 1.0}
+    panels = [plot.Panel(name, name, "tab:blue", smoothed=True) for name in ("entropy", "reward", "rewards", "lag")]
+    reward, parts = plot.draw(rows, "a run", panels).axes
+    assert [axes.get_title("left") for axes in (reward, parts)] == ["reward", "rewards"]
+    right, form = parts.lines
+    assert (right.get_label(), form.get_label()) == ("right", "format")
+    assert list(right.get_ydata()) == pytest.approx([step / 10 for step in range(1, 9)])
+    assert list(form.get_ydata()) == pytest.approx([float("nan")] * 3 + [1.0] + [float("nan")] * 4, nan_ok=True)
+    assert [text.get_text() for text in parts.get_legend().get_texts()] == ["right", "format"]
+    long = plot.draw([{"step": step, "rewards": {"right": 1.0}} for step in range(1, 81)], "a run", panels)
+    assert [text.get_text() for text in long.axes[0].get_legend().get_texts()] == ["right"]
+    assert len(long.axes[0].lines) == 2  # each step, and the smoothed line
+
+
+def test_plot_is_a_png(tmp_path: Path) -> None:
+    rows = [record(step).to_dict() for step in range(1, 20)]
+    rows[5] = record(6, loss=float("nan"), skipped=True).to_dict()
+    plot_metrics(rows, tmp_path / "metrics.png", title="a run")
+    data = (tmp_path / "metrics.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width > height > 300
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.png"]
+
+
+def test_missing_package_raises_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    config = RunConfig(model=tmp_path, output=tmp_path, data=Data(path=tmp_path))
+    with pytest.raises(MissingDependencyError, match=r"plot: true needs matplotlib.*megascend\[track\]"):
+        check_packages(config)
+    check_packages(config.model_copy(update={"plot": False}))
+
+
+def test_unknown_lora_target_raises_before_training(parity_folder: Path, tmp_path: Path) -> None:
+    model = case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
+
+    def check(*targets: str) -> None:
+        config = RunConfig(model=model, output=tmp_path, data=Data(path=tmp_path), lora=Lora(targets=targets))
+        check_lora(config, inspect_checkpoint(model))
+
+    check("q_proj", "experts.down_proj", "model.layers.1.self_attn.o_proj", "lm_head", "embed_tokens")
+    for target in ("proj", "gate", "gate_proj", "layers.2.self_attn.q_proj"):
+        with pytest.raises(
+            ConfigError, match=rf"lora\.targets: '{target}' .* has down_proj, embed_tokens, gate_up_proj, k_proj"
+        ):
+            check("q_proj", target)
+
+
+def test_clear_output_removes_only_run_files(tmp_path: Path) -> None:
+    check_start(tmp_path / "new", False, None, Launch())
+    (tmp_path / "notes.txt").write_text("mine")
+    check_start(tmp_path, False, None, Launch())
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, hf, adapter.*--overwrite"):
+        check_start(tmp_path, False, None, Launch())
+    check_start(tmp_path, True, None, Launch())
+    clear_output(tmp_path, RUN_FILES)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    with pytest.raises(ConfigError, match="not a directory"):
+        check_start(tmp_path / "notes.txt", True, None, Launch())
+
+
+def test_end_line_counts_skipped_steps(tmp_path: Path) -> None:
+    config = RunConfig(model=tmp_path, output=Path("out"), data=Data(path=tmp_path), steps=6)
+    assert end_line(config, TrainCounts(seconds=2.4, loss=5.5)) == "6 steps in 2 s, last loss 5.5000; see out"
+    skipping = TrainCounts(seconds=2.4, loss=5.5, skipped=5, validation_loss=6.0)
+    assert end_line(config, skipping) == (
+        "6 steps in 2 s, 5 of them skipped (non-finite gradients), last loss 5.5000, validation loss 6.0000; see out"
+    )
+
+
+def test_resume_truncates_later_rows_in_place(tmp_path: Path) -> None:
+    with RunLog(tmp_path, steps=4) as log:
+        for step in (1, 2, 3):
+            log.write(record(step))
+    metrics = tmp_path / "metrics.jsonl"
+    (tmp_path / "elsewhere").mkdir()
+    metrics.rename(tmp_path / "elsewhere" / "m")
+    metrics.symlink_to("elsewhere/m")
+    with metrics.open("a") as file:
+        file.write('{"step": 4, "lo')
+    before = metrics.stat().st_ino
+    with RunLog(tmp_path, steps=4, steps_done=2) as log:
+        log.write(record(3, loss=7.0))
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert rows == log.rows
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 0.5), (3, 7.0)]
+    assert (metrics.is_symlink(), metrics.stat().st_ino) == (True, before)
+
+
+def test_rows_wait_for_disk_space_and_for_an_earlier_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    output, waiting = tmp_path / "run", [True]
+    with RunLog(output, steps=4, holds_earlier_run=lambda: waiting[0]) as log:
+        log.write(record(1))
+        assert not output.exists()
+        waiting[0] = False
+        output.write_text("in the way")  # as if the directory could not be created
+        log.write(record(2))
+        log.write(record(3))
+        output.unlink()
+        log.write(record(4))
+    assert [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert caplog.text.count("its lines are kept until it can be") == 1
