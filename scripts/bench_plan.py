@@ -30,9 +30,10 @@ from megascend.config import Lora, Parallel, Recompute, TrainerConfig
 from megascend.config.training import Adam
 from megascend.models.base import LatentAttention, LinearAttention
 from megascend.models.checkpoint_files.files import TensorHeader
-from megascend.models.checkpoint_files.info import ModelInfo, ModelShape
+from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.memory.estimate import estimate
 from megascend.models.memory.sizes import ModelSizes, Workload
+from megascend.runtime.topology.model_shape import ModelShape
 from megascend.runtime.topology.topology import Topology, plan
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""Compare the peak memory of training steps with the estimates of ``megascend.models.memory``, for every engine and several layouts.
+"""Compare the peak memory of training steps with the estimates of ``megascend.models.memory``, on every engine and in layouts.
 
     python scripts/measure_memory.py                              # small models on the CPU, bytes of all tensors; two minutes
     python scripts/measure_memory.py --platform cuda              # 0.9 and 1.3 billion parameters on one GPU, torch's peak

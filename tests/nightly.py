@@ -123,7 +123,7 @@ NIGHTLY = {
         "lost_rank_is_named_where_frames_are_relayed": "reliability/test_hang_and_death.py; relayed frames in the same file",
     },
     "engines/fsdp/test_fsdp.py": {
-        "policy_and_preference_losses_equal_hugging_faces": "engines/step/test_loss_in_every_layout.py; engines/single/test_single.py",
+        "policy_and_preference_losses_equal_hugging_faces": "engines/step/test_loss_in_every_layout.py; engine single",
     },
     "engines/fsdp/test_fsdp_adapters.py": {
         "dropout_is_drawn_alike_in_every_layout_and_on_the_megatron_engine": "fused layers draw one mask: test_adapter_layers.py",

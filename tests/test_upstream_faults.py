@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from megascend import Adam, Batching, Parallel, Recompute, Sample
 from megascend.errors import ConfigError, DistributedTestError, TopologyError
-from megascend.models.checkpoint_files.info import ModelShape
+from megascend.models.checkpoint_files.info import shape_of
 from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed, tiny_config
 from megascend.testing.parity import (
@@ -37,7 +37,7 @@ from support.covering import FIRST_STACK_ONLY, MEGATRON_CORE, first_stack_only, 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 STACK_0_16, STACK_0_18, STACK_0_19 = (Version(minor) <= MEGATRON_CORE for minor in ("0.16", "0.18", "0.19"))
 WHOLE_BATCH = 4096  # tokens: one micro batch
-MOE_SHAPE = ModelShape.from_hf_config(tiny_config("qwen3_moe"))
+MOE_SHAPE = shape_of(tiny_config("qwen3_moe"))
 
 
 def compare(case: Case, parity_folder: Path, steps: int = 10, lengths: tuple[int, ...] | None = None) -> Differences:

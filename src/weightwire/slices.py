@@ -1,6 +1,7 @@
 """Arithmetic of slices: boxes of a tensor, by offsets and sizes along each dimension. Pure, no torch.
 
-The geometry is that of :mod:`megascend.training.checkpoint.slices`, which imports it from here: an engine's environment has no megascend.
+The geometry is that of :mod:`megascend.training.checkpoint.slices`, which imports it from here: an engine's environment has no
+megascend.
 """
 
 from __future__ import annotations

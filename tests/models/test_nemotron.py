@@ -19,7 +19,7 @@ from megascend.errors import MissingDependencyError, VersionError
 from megascend.models import architecture_named
 from megascend.models.base import StateSpace
 from megascend.models.checkpoint_files.exported import prediction_tensors
-from megascend.models.checkpoint_files.info import ModelShape
+from megascend.models.checkpoint_files.info import shape_of
 from megascend.models.families.nemotron import step_limits
 from megascend.models.memory.activations import LayerKind, state_space_bytes
 from megascend.testing import run_distributed
@@ -94,7 +94,7 @@ def test_layers_are_read_as_transformers_reads_them(settings: dict[str, Any]) ->
 
 def test_number_of_experts_of_a_model_without_experts_is_ignored() -> None:
     text = normalised(hybrid_override_pattern="M-*", n_routed_experts=8)
-    assert ModelShape.from_hf_config(text).num_experts is None
+    assert shape_of(text).num_experts is None
     assert architecture_named("nemotron_h").unsupported(text) == []
     assert architecture_named("nemotron_h").megatron_settings(text)["num_moe_experts"] is None
 

@@ -18,7 +18,7 @@ import docs_tables
 from megascend.models import architecture_of, expert_layers, text_config
 from megascend.models.base import LatentAttention, LinearAttention, StateSpace, single_mixers
 from megascend.models.checkpoint_files.architectures import transformers_config
-from megascend.models.checkpoint_files.info import ModelInfo, ModelShape, linear_layers
+from megascend.models.checkpoint_files.info import ModelInfo, linear_layers, shape_of
 from megascend.models.memory.estimate import Estimate
 from megascend.models.memory.parameters import elements, stages
 from megascend.models.registry import BUILT_IN
@@ -168,7 +168,7 @@ def _meaning(config: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
     layers = expert_layers(text)
     return {
         "architecture": architecture,
-        "shape": ModelShape.from_hf_config({"tie_word_embeddings": info.shape.tied, **config}),
+        "shape": shape_of({"tie_word_embeddings": info.shape.tied, **config}),
         "latent": LatentAttention.from_config(text),
         "linear": LinearAttention.from_config(text),
         "state space": StateSpace.from_config(text),

@@ -15,7 +15,7 @@ from megascend.config import Parallel, Recompute
 from megascend.errors import ConfigError, TopologyError, VersionError
 from megascend.models import architecture_named
 from megascend.models.base import IndexedAttention, LatentAttention
-from megascend.models.checkpoint_files.info import ModelShape
+from megascend.models.checkpoint_files.info import shape_of
 from megascend.models.memory import activations
 from megascend.models.memory.activations import LayerKind, sparse_attention_bytes
 from megascend.runtime.topology.topology import plan
@@ -256,7 +256,7 @@ def test_sparse_attention_saves_the_counted_bytes(parity_folder: Path, precision
     assert indexed is not None
     width = {"bf16": 2, "fp32": 4}[precision]
     kind = LayerKind(fused=False, bytes=width, packed=True, frozen=False, rank=0, longest=max(lengths))
-    topology = plan(Parallel(), 1, ModelShape.from_hf_config(settings))
+    topology = plan(Parallel(), 1, shape_of(settings))
     expected = sparse_attention_bytes(latent, indexed, 4, topology, kind) + width * 64
     assert sum(lengths) * expected == pytest.approx(measured, rel=0.03)
 

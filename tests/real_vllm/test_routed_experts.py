@@ -36,7 +36,7 @@ from megascend.testing.tiny_models import write_tiny_checkpoint
 from support.vllm_server import ROOT, TOKENS, Reference, Server, far, vllm_python
 from weightwire.engine import Completion, RoutedExperts, Sampling
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines" / "step"))
 from replayed_routing import Block
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly]

@@ -20,7 +20,7 @@ from megascend.config.serve import ServeConfig
 from support.vllm_server import START_S, vllm_python
 from weightwire.vllm.contract import CPU_VARIABLES
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "apps" / "serve"))
 from serve_ranks import KEYS, service
 
 BOUND = 1e-5

@@ -1,4 +1,4 @@
-"""Published models as checkpoints without weights, and plans of them (:mod:`megascend.models.checkpoint_files.sparse_checkpoint`)."""
+"""Published models as checkpoints without weights, and plans of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Detection, on a CPU, of places where the host would wait for a device.
 
 A program that never reads a device value runs ahead of the device. On a GPU ``torch.cuda.set_sync_debug_mode`` reports reads;
-on a CPU nothing waits. So some tensors are treated as device tensors: results of :func:`~megascend.training.kernels.host_copy.to_device`
-or ``Tensor.to(device)``, tensors created with ``device=`` a torch.device, and all tensors computed from them.
+on a CPU nothing waits. So some tensors are treated as device tensors: results of
+:func:`~megascend.training.kernels.host_copy.to_device` or ``Tensor.to(device)``, tensors created with ``device=`` a torch.device,
+and all tensors computed from them.
 """
 
 from __future__ import annotations

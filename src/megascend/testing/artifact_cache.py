@@ -26,7 +26,7 @@ from megascend.runtime.io.hashing import cache_key
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
 LIMIT_BYTES = 256 * 2**20
-"""Size of all entries together, beyond which :func:`megascend.runtime.io.shared.prune` removes some. A test run needs about 60 MiB."""
+"""Size of all entries together, beyond which :func:`megascend.runtime.io.shared.prune` removes some. A test run needs 60 MiB."""
 
 
 def folder() -> Path:

@@ -12,9 +12,9 @@ from megascend.apps.plan.hardware import BACKWARD_ATTENTION
 from megascend.apps.plan.layers import ALL_LAYERS, BF16, Cost, Execution
 from megascend.apps.plan.step import ADAM_BYTES, HOST_BYTES_PER_S, StepTime, StepWork, step_time
 from megascend.config import Parallel, Recompute
-from megascend.models.checkpoint_files.info import ModelShape
 from megascend.models.memory.parameters import StageParameters
 from megascend.models.memory.sizes import ModelSizes
+from megascend.runtime.topology.model_shape import ModelShape
 from megascend.runtime.topology.topology import Topology, plan
 
 H, LAYERS, HEADS, KEYS, WIDTH, FFN, VOCABULARY = 1024, 4, 8, 4, 128, 4096, 32000

@@ -21,7 +21,8 @@ from megascend.models.checkpoint_files.files import (
     with_dtype,
     write_ends,
 )
-from megascend.models.checkpoint_files.info import ModelShape, check_vocabulary
+from megascend.models.checkpoint_files.info import check_vocabulary
+from megascend.runtime.topology.model_shape import ModelShape
 
 TENSORS = {"a.weight": torch.zeros(3, 2), "b.bias": torch.zeros(5, dtype=torch.bfloat16), "c": torch.tensor(1.0)}
 SHAPES = {"a.weight": (3, 2), "b.bias": (5,), "c": ()}

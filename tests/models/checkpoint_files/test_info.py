@@ -14,7 +14,8 @@ from safetensors.numpy import save_file
 
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.files import tensor_headers
-from megascend.models.checkpoint_files.info import ModelShape, inspect_checkpoint, is_tied, linear_layers
+from megascend.models.checkpoint_files.info import inspect_checkpoint, is_tied, linear_layers, shape_of
+from megascend.runtime.topology.model_shape import ModelShape
 from megascend.testing import write_tiny_checkpoint
 from megascend.testing.parity import case_checkpoint
 from megascend.testing.reference import run_reference
@@ -157,9 +158,9 @@ def test_outer_setting_ties_the_embeddings_of_multimodal_models(tmp_path: Path) 
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     for outer, inner in ((False, True), (True, False)):
         config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"] = outer, inner
-        assert ModelShape.from_hf_config(config).tied is outer
+        assert shape_of(config).tied is outer
     del config["tie_word_embeddings"]
     config["text_config"]["tie_word_embeddings"] = True
-    assert ModelShape.from_hf_config(config).tied is True
+    assert shape_of(config).tied is True
     del config["text_config"]["tie_word_embeddings"]
-    assert ModelShape.from_hf_config(config).tied is False
+    assert shape_of(config).tied is False

@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 
 from megascend.errors import ConfigError
-from megascend.models.checkpoint_files.info import ModelShape
+from megascend.models.checkpoint_files.info import shape_of
+from megascend.runtime.topology.model_shape import ModelShape
 from megascend.testing import tiny_config
 
 BASE = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 1000}
 
 
 def shape(**config: Any) -> ModelShape:
-    return ModelShape.from_hf_config(BASE | config)
+    return shape_of(BASE | config)
 
 
 def test_shape_of_a_dense_model() -> None:
-    assert ModelShape.from_hf_config(tiny_config("qwen3", tie_word_embeddings=True)) == ModelShape(
+    assert shape_of(tiny_config("qwen3", tie_word_embeddings=True)) == ModelShape(
         hidden_size=64,
         num_layers=4,
         num_heads=4,
@@ -36,10 +37,10 @@ def test_without_grouped_queries_every_head_is_a_group() -> None:
 
 
 def test_qwen3_moe_has_no_dense_mlp() -> None:
-    sizes = ModelShape.from_hf_config(tiny_config("qwen3_moe"))
+    sizes = shape_of(tiny_config("qwen3_moe"))
     assert (sizes.num_experts, sizes.moe_ffn_hidden_size, sizes.ffn_hidden_size) == (4, 64, None)
-    assert ModelShape.from_hf_config(tiny_config("qwen3_moe", mlp_only_layers=[0])).ffn_hidden_size == 128
-    assert ModelShape.from_hf_config(tiny_config("qwen3_moe", decoder_sparse_step=2)).ffn_hidden_size == 128
+    assert shape_of(tiny_config("qwen3_moe", mlp_only_layers=[0])).ffn_hidden_size == 128
+    assert shape_of(tiny_config("qwen3_moe", decoder_sparse_step=2)).ffn_hidden_size == 128
 
 
 def test_shape_of_mixtral() -> None:
@@ -68,12 +69,12 @@ def test_qwen2_moe_shared_expert() -> None:
 
 
 def test_text_part_of_a_multimodal_model() -> None:
-    sizes = ModelShape.from_hf_config({"text_config": BASE | {"intermediate_size": 128}, "tie_word_embeddings": True})
+    sizes = shape_of({"text_config": BASE | {"intermediate_size": 128}, "tie_word_embeddings": True})
     assert (sizes.hidden_size, sizes.tied) == (64, True)
 
 
 def test_shape_of_gpt2() -> None:
-    sizes = ModelShape.from_hf_config({"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 50, "n_positions": 64})
+    sizes = shape_of({"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 50, "n_positions": 64})
     assert (sizes.hidden_size, sizes.num_layers, sizes.ffn_hidden_size, sizes.max_position) == (32, 3, 128, 64)
 
 
@@ -92,4 +93,4 @@ def test_zero_experts_is_a_dense_model() -> None:
 )
 def test_unusable_configs_raise_config_error(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelShape.from_hf_config(config)
+        shape_of(config)

@@ -20,9 +20,10 @@ from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files import safetensors_writer
 from megascend.models.checkpoint_files.exported import prediction_tensors
 from megascend.models.checkpoint_files.files import WEIGHT_INDEX, read_config, tensor_headers
-from megascend.models.checkpoint_files.info import ModelInfo, ModelShape
+from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.checkpoint_files.safetensors_writer import SafetensorsWriter
 from megascend.models.checkpoint_files.writer import CheckpointWriter
+from megascend.runtime.topology.model_shape import ModelShape
 from megascend.testing import faults
 
 TENSORS = {

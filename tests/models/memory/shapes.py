@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from megascend.models.checkpoint_files.files import TensorHeader
-from megascend.models.checkpoint_files.info import ModelInfo, ModelShape
+from megascend.models.checkpoint_files.info import ModelInfo, shape_of
 
 QWEN3_1_7B: dict[str, Any] = {
     "model_type": "qwen3",
@@ -72,7 +72,7 @@ def info_of(config: dict[str, Any]) -> ModelInfo:
                 mlp + "down_proj.weight": (hidden, width),
             }
     return ModelInfo(
-        shape=ModelShape.from_hf_config(config),
+        shape=shape_of(config),
         tensors={name: TensorHeader("BF16", shape) for name, shape in shapes.items()},
         parameter_count=sum(math.prod(shape) for shape in shapes.values()),
         active_matmul_parameters=0,

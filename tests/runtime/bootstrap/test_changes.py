@@ -69,7 +69,7 @@ root = megascend.__path__[0] + "/"
 def ours(value):  # by file: functools.wraps copies __module__. The reference Transformer Engine is listed as a whole.
     if isinstance(value, types.FunctionType):
         file = value.__code__.co_filename
-        return file.startswith(root) and not file.startswith(root + "reference_te/")
+        return file.startswith(root) and not file.startswith(root + "reference/te/")
     kind = value if isinstance(value, type) else type(value)
     module = str(kind.__module__)
     return module.startswith("megascend.") and not module.startswith("megascend.reference.te")

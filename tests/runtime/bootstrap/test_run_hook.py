@@ -31,8 +31,8 @@ RUNTIME = "megascend/runtime/bootstrap/runtime.py"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "megascend" / "bootstrap").mkdir(parents=True)
-    for package in ("megascend", "megascend/runtime/bootstrap"):
+    (tmp_path / "megascend" / "runtime" / "bootstrap").mkdir(parents=True)
+    for package in ("megascend", "megascend/runtime", "megascend/runtime/bootstrap"):
         (tmp_path / package / "__init__.py").write_text("")
     (tmp_path / RUNTIME).write_text(BOOTSTRAP)
     (tmp_path / "mindspeed.py").write_text("print('body of mindspeed')\n")

@@ -202,16 +202,3 @@ from mcore_bridge import ModelConfig
 print('fine')
 """
     assert run_started(program).endswith("fine\n")
-
-
-def test_package_bootstrap_is_callable():
-    program = """
-import megascend.bootstrap
-import megascend
-runtime = megascend.bootstrap('cpu', engine='megatron')
-from megascend.runtime.bootstrap import Runtime, bootstrap, current_runtime
-assert isinstance(runtime, Runtime) and bootstrap() is runtime and current_runtime('test') is runtime
-assert megascend.bootstrap.__call__.__doc__ == bootstrap.__doc__
-print('one')
-"""
-    assert run(program).endswith("one\n")

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from megascend.config import Parallel
 from megascend.errors import TopologyError
-from megascend.models.checkpoint_files.info import ModelShape
+from megascend.models.checkpoint_files.info import shape_of
 from megascend.runtime.bootstrap.runtime import Runtime
+from megascend.runtime.topology.model_shape import ModelShape
 from megascend.runtime.topology.topology import (
     ATTENTION_AXES,
     EXPERT_AXES,
@@ -32,9 +33,9 @@ from megascend.runtime.topology.topology import (
 )
 from megascend.testing import tiny_config
 
-DENSE = ModelShape.from_hf_config(tiny_config("qwen3", num_attention_heads=8, num_key_value_heads=4))
+DENSE = shape_of(tiny_config("qwen3", num_attention_heads=8, num_key_value_heads=4))
 WITH_HEAD = replace(DENSE, prediction_head=True)
-MOE = ModelShape.from_hf_config(tiny_config("qwen3_moe", num_attention_heads=8, num_key_value_heads=4))
+MOE = shape_of(tiny_config("qwen3_moe", num_attention_heads=8, num_key_value_heads=4))
 
 
 @st.composite
@@ -252,7 +253,7 @@ def test_pipeline_layouts_are_megatrons(layout: str, sizes: tuple[int, ...]) -> 
     ],
 )
 def test_widths_that_do_not_divide(overrides: dict[str, Any], parallel: dict[str, Any], message: str) -> None:
-    model = ModelShape.from_hf_config(tiny_config("qwen3", **overrides))
+    model = shape_of(tiny_config("qwen3", **overrides))
     with pytest.raises(TopologyError, match=message):
         plan(Parallel(**parallel), 4, model)
 

@@ -14,7 +14,7 @@ import megascend
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # options after the command's name belong to the command
 PLATFORMS = ("auto", "cpu", "cuda", "npu")
-SITE = Path(megascend.__file__).parent / "bootstrap" / "run_site"
+SITE = Path(megascend.__file__).parent / "runtime" / "bootstrap" / "run_site"
 PLATFORM_VARIABLE = "MEGASCEND_RUN_PLATFORM"
 
 

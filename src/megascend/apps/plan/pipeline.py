@@ -1,7 +1,7 @@
 """How long a step of Megatron's pipeline schedules takes.
 
-The order of a stage's passes is what Megatron runs (:mod:`megascend.runtime.topology.schedule`); starts and ends follow from it, from the
-duration of each pass, and from the rule that a pass needs its neighbour's result.
+The order of a stage's passes is what Megatron runs (:mod:`megascend.runtime.topology.schedule`); starts and ends follow from it,
+from the duration of each pass, and from the rule that a pass needs its neighbour's result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Every legal layout of a run on a cluster, with its memory and its time; the best ones, and the losses of the others. Pure.
 
-Sizes are legal if :func:`megascend.runtime.topology.topology.plan` and the declaration of the model's family accept them, the code that
-refuses layouts when a run starts. What the engine refuses beyond that, :func:`megascend.apps.train.layout_plan.checked` asks it.
+Sizes are legal if :func:`megascend.runtime.topology.topology.plan` and the declaration of the model's family accept them, the
+code that refuses layouts when a run starts. What the engine refuses beyond that, :func:`megascend.apps.train.layout_plan.checked`
+asks it.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def train_rl(
     """Train as ``config`` says, on one process or as one rank of many (torchrun's environment variables).
 
     Rank 0 talks to the engines: they sample while the trainer learns, at most ``rollout.max_lag`` steps behind it. What is
-    written to ``config.output``, and how a run is stopped and resumed: as :func:`megascend.apps.train.train.train`. A resumed run has
-    the prompts, groups and versions of the checkpoint; what was being sampled is sampled again.
+    written to ``config.output``, and how a run is stopped and resumed: as :func:`megascend.apps.train.train.train`. A resumed run
+    has the prompts, groups and versions of the checkpoint; what was being sampled is sampled again.
 
     Args:
         engines: makes the engines on rank 0 in place of those that ``config.engines`` names; the run closes them.

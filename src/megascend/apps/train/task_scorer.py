@@ -1,7 +1,7 @@
 """Scores of texts by a backend's model for lm-eval-harness, on any engine and layout.
 
-Rank 0 runs the harness (:mod:`megascend.apps.train.harness`), which builds prompts and computes metrics. The other ranks follow it:
-every request for log-probabilities or responses is sent to all of them as tokens, and computed by all.
+Rank 0 runs the harness (:mod:`megascend.apps.train.harness`), which builds prompts and computes metrics. The other ranks follow
+it: every request for log-probabilities or responses is sent to all of them as tokens, and computed by all.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from megascend.engines.step.policy import policy_output
 from megascend.engines.step.step import Step
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.files import read_config
-from megascend.models.checkpoint_files.info import ModelInfo, ModelShape, inspect_checkpoint
+from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint, shape_of
 from megascend.models.memory.sizes import ModelSizes, TeacherSizes
 from megascend.training.batch.loss import Loss
 from megascend.training.batch.losses import teacher_loss
@@ -159,7 +159,7 @@ def check_teacher_model(
         info: description of the student's checkpoint.
     """
     check_vocabulary(directory, setting, tokenizer)
-    size, expected = ModelShape.from_hf_config(read_config(directory)).vocab_size, info.shape.vocab_size
+    size, expected = shape_of(read_config(directory)).vocab_size, info.shape.vocab_size
     if size != expected:
         raise ConfigError(
             f"{setting}: {directory} has a vocabulary of {size} tokens, and {config.model} one of {expected}: whole "
@@ -178,7 +178,7 @@ def check_teacher_model(
 
 def check_context(directory: Path, setting: str, limits: SampleLimits) -> None:
     """Raise ConfigError if samples may be longer than a teacher's context, beyond which its scores mean nothing."""
-    context = ModelShape.from_hf_config(read_config(directory)).max_position
+    context = shape_of(read_config(directory)).max_position
     if context is not None and limits.length > context:
         raise ConfigError(
             f"{setting}: {directory} has a context of {context} tokens, and samples may have {limits.length} ({limits.setting}): "

@@ -19,7 +19,7 @@ from megascend.errors import ConfigError
 from megascend.models.selfcheck.check import require_agreement_in_process
 from megascend.models.selfcheck.in_process import Subject
 from megascend.models.selfcheck.trial_inputs import ImageTokens
-from megascend.training.batch.images import joined, positions
+from megascend.training.batch.images import SampleImages, joined, positions
 
 
 class TransformersEngine(Engine):
@@ -98,7 +98,8 @@ class TransformersSubject(Subject):
         samples: Sequence[Tensor], rows: Tensor, images: ImageTokens, packed: bool
     ) -> dict[str, Tensor]:
         """Return positions and images of samples as an engine passes them to the model, in place of plain positions."""
-        present = [images.images(ids) for ids in samples]
+        trial = map(images.images, samples)
+        present = [None if parts is None else SampleImages(*parts) for parts in trial]
         parts = [
             positions(ids, None if item is None else item.grids, images.layout)
             for ids, item in zip(samples, present, strict=True)

@@ -10,8 +10,9 @@ heads' keys share: kv_lora_rank + qk_rope_head_dim numbers a layer and token, on
 projection from the latent to keys is applied to the query, and that to values to the mean of the latents, so that the latents of
 earlier tokens are never expanded: softmax(q W_k c) (W_v c) = W_v softmax((q W_k) c) c.
 
-Linear attention (mcore-bridge's GatedDeltaNet) caches the states of :class:`megascend.engines.common.linear_attention.LayerState`, those
-of a rank's heads. Its two functions of ``fla`` are replaced where its module looks them up.
+Linear attention (mcore-bridge's GatedDeltaNet) caches the states of
+:class:`megascend.engines.common.linear_attention.LayerState`, those of a rank's heads. Its two functions of ``fla`` are replaced
+where its module looks them up.
 """
 
 from __future__ import annotations

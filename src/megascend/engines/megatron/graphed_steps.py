@@ -1,9 +1,9 @@
 """Micro batches as replayed CUDA graphs, which need no host time per kernel.
 
-A micro batch is padded to one of a few shapes (:mod:`megascend.training.batch.step_shapes`). All that changes between calls is the content
-of static memory: tokens, segments, coefficients, parameters or factors of adapters, and gradients. The first micro batch of a
-shape runs eagerly on that memory; the second is captured, which executes nothing, and then replayed, as are all later ones. The
-loss, the normalisation and all reported numbers are computed outside the graph, on the original micro batch.
+A micro batch is padded to one of a few shapes (:mod:`megascend.training.batch.step_shapes`). All that changes between calls is
+the content of static memory: tokens, segments, coefficients, parameters or factors of adapters, and gradients. The first micro
+batch of a shape runs eagerly on that memory; the second is captured, which executes nothing, and then replayed, as are all later
+ones. The loss, the normalisation and all reported numbers are computed outside the graph, on the original micro batch.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ At position i the head joins the model's hidden state with the embedding of toke
 predicts token i + 2 with the model's own output layer. Megatron-Core has the layer; its inputs, its targets and its loss are
 megascend's. Megatron-Core shifts them with ``roll_tensor``, on every rank and for every micro batch, and divides the loss of each
 micro batch by its own number of targets, so that the sum depends on how samples are divided. Here they are shifted within each
-sample before it is cut (:class:`megascend.training.batch.micro_batch.MtpTargets`), and the loss is normalised over the global batch
-(:mod:`megascend.engines.step.loss`). Rotary positions stay those of the hidden states: attention depends on their differences only.
+sample before it is cut (:class:`megascend.training.batch.micro_batch.MtpTargets`), and the loss is normalised over the global
+batch (:mod:`megascend.engines.step.loss`). Rotary positions stay those of the hidden states: attention depends on their
+differences only.
 """
 
 from __future__ import annotations

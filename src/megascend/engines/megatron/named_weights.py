@@ -71,8 +71,8 @@ def named_weights(
     Args:
         chunks: the model chunks of this rank, without wrappers.
         headers: headers of the checkpoint's tensors, without those that are not built
-            (:attr:`megascend.models.checkpoint_files.info.ModelInfo.export_tensors`). Tensors that are fused there are joined; names, shapes
-            and dtypes are compared with them. Used by receivers.
+            (:attr:`megascend.models.checkpoint_files.info.ModelInfo.export_tensors`). Tensors that are fused there are joined;
+            names, shapes and dtypes are compared with them. Used by receivers.
         copies: names of ``headers`` that repeat another weight, by its name: it is yielded again, under that name.
         merge: ``(name, tensor) -> tensor``, applied to every tensor, on receivers.
         receivers: global ranks that get the tensors.

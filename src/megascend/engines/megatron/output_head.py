@@ -26,7 +26,8 @@ class OutputHead:
 
     The model's output layer remains a module of the model, for the hooks of Megatron's DDP and for checkpoints, but its forward
     only gathers the hidden states of sequence parallel ranks. Adapters of it append ``A x`` to them there
-    (:mod:`megascend.training.lora.applied_adapters`); the ``lora_delta`` that multiplies those columns by B is passed to every call.
+    (:mod:`megascend.training.lora.applied_adapters`); the ``lora_delta`` that multiplies those columns by B is passed to every
+    call.
     """
 
     def __init__(self, model: Any, vocab_size: int, *, overlap_grad_reduce: bool) -> None:

@@ -26,6 +26,7 @@ from megascend.models.checkpoint_files.exported import OUTPUT, derived_tensors, 
 from megascend.models.checkpoint_files.files import FLOATS, TensorHeader, read_config, tensor_headers
 from megascend.models.checkpoint_files.quantised import QuantisedHeader, dequantised_headers, read_tensor
 from megascend.models.checkpoint_files.scalar_head import HeadKind, ScalarHead
+from megascend.runtime.topology.model_shape import ModelShape
 from weightwire.manifest import LAYER
 
 if TYPE_CHECKING:
@@ -37,86 +38,51 @@ COMPARED_BYTES = 2**24
 """Bytes of two files that are compared at a time."""
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a decoder-only transformer.
-
-    Attributes:
-        num_query_groups: key/value heads; equal to ``num_heads`` without grouped-query attention (and with MLA).
-        ffn_hidden_size: width of the dense MLPs, or None if every layer is a mixture of experts.
-        num_experts: routed experts of an MoE layer, or None for a dense model.
-        moe_ffn_hidden_size: width of one routed expert, or None for a dense model.
-        shared_expert_ffn_hidden_size: width of all shared experts together, or None if there are none.
-        max_position: longest sequence the model was made for, or None if the config does not say.
-        tied: True if the output layer is the embedding.
-        expert_bias: True if the layers of an expert have biases.
-        prediction_head: True if a head for multi-token prediction is trained.
-    """
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_query_groups: int
-    vocab_size: int
-    ffn_hidden_size: int | None
-    num_experts: int | None = None
-    moe_ffn_hidden_size: int | None = None
-    shared_expert_ffn_hidden_size: int | None = None
-    max_position: int | None = None
-    tied: bool = False
-    expert_bias: bool = False
-    prediction_head: bool = False
-
-    @property
-    def is_moe(self) -> bool:
-        return self.num_experts is not None
-
-    @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read a ``config.json``, or its ``text_config`` (names of Qwen2/3, Llama, Mixtral, Qwen3-MoE, DeepSeek and GPT-2)."""
-        text = config.get("text_config")
-        if text is not None and not isinstance(text, Mapping):
-            raise ConfigError(f"the model config's text_config must be an object, found {text!r:.60}")
-        # Multimodal models: the decoder's sizes are in text_config, but tie_word_embeddings may be at the top level, where
-        # transformers reads it; its own default in a text_config that it saves may differ (Qwen3-VL-MoE).
-        if text is not None:
-            outer = config.get("tie_word_embeddings")
-            config = dict(text) if outer is None else {**text, "tie_word_embeddings": outer}
-        architecture = architecture_of(config)
-        config = architecture.normalise(config)
-        num_heads = required_size(config, "num_attention_heads", "n_head", "num_heads")
-        has_latent_attention = config.get("kv_lora_rank") is not None  # MLA: K and V are made per head
-        num_experts = optional_size(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-        ffn = optional_size(config, "intermediate_size", "ffn_hidden_size", "n_inner")
-        hidden_size = required_size(config, "hidden_size", "n_embd", "d_model")
-        moe_ffn = optional_size(config, "moe_intermediate_size", "expert_intermediate_size") or ffn
-        shared = optional_size(config, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
-        shared_count = optional_size(config, "n_shared_experts", "num_shared_experts")
-        # DeepSeek counts its shared experts, which are computed as one wide MLP; Qwen gives that MLP's width.
-        if shared is None and shared_count and moe_ffn:
-            shared = shared_count * moe_ffn
-        if num_experts is None and ffn is None:
-            if "n_embd" not in config:
-                raise ConfigError(f"the model config ({config.get('model_type')}) has no intermediate_size")
-            ffn = 4 * hidden_size  # GPT-2's default
-        return cls(
-            hidden_size=hidden_size,
-            num_layers=required_size(config, "num_hidden_layers", "n_layer", "num_layers"),
-            num_heads=num_heads,
-            # Latent attention has no groups: keys and values are expanded from the latent for every head.
-            num_query_groups=num_heads
-            if has_latent_attention
-            else optional_size(config, "num_key_value_heads", "num_query_groups", "multi_query_group_num") or num_heads,
-            vocab_size=required_size(config, "vocab_size", "padded_vocab_size"),
-            # intermediate_size of a model whose layers all have experts is a left-over that no tensor has.
-            ffn_hidden_size=ffn if num_experts is None or _has_dense_layers(config) else None,
-            num_experts=num_experts,
-            moe_ffn_hidden_size=moe_ffn if num_experts is not None else None,
-            shared_expert_ffn_hidden_size=shared if num_experts is not None else None,
-            max_position=optional_size(config, "max_position_embeddings", "n_positions", "seq_length"),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            expert_bias=num_experts is not None and architecture.biases == "all",
-        )
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Read a ``config.json``, or its ``text_config`` (names of Qwen2/3, Llama, Mixtral, Qwen3-MoE, DeepSeek and GPT-2)."""
+    text = config.get("text_config")
+    if text is not None and not isinstance(text, Mapping):
+        raise ConfigError(f"the model config's text_config must be an object, found {text!r:.60}")
+    # Multimodal models: the decoder's sizes are in text_config, but tie_word_embeddings may be at the top level, where
+    # transformers reads it; its own default in a text_config that it saves may differ (Qwen3-VL-MoE).
+    if text is not None:
+        outer = config.get("tie_word_embeddings")
+        config = dict(text) if outer is None else {**text, "tie_word_embeddings": outer}
+    architecture = architecture_of(config)
+    config = architecture.normalise(config)
+    num_heads = required_size(config, "num_attention_heads", "n_head", "num_heads")
+    has_latent_attention = config.get("kv_lora_rank") is not None  # MLA: K and V are made per head
+    num_experts = optional_size(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    ffn = optional_size(config, "intermediate_size", "ffn_hidden_size", "n_inner")
+    hidden_size = required_size(config, "hidden_size", "n_embd", "d_model")
+    moe_ffn = optional_size(config, "moe_intermediate_size", "expert_intermediate_size") or ffn
+    shared = optional_size(config, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    shared_count = optional_size(config, "n_shared_experts", "num_shared_experts")
+    # DeepSeek counts its shared experts, which are computed as one wide MLP; Qwen gives that MLP's width.
+    if shared is None and shared_count and moe_ffn:
+        shared = shared_count * moe_ffn
+    if num_experts is None and ffn is None:
+        if "n_embd" not in config:
+            raise ConfigError(f"the model config ({config.get('model_type')}) has no intermediate_size")
+        ffn = 4 * hidden_size  # GPT-2's default
+    return ModelShape(
+        hidden_size=hidden_size,
+        num_layers=required_size(config, "num_hidden_layers", "n_layer", "num_layers"),
+        num_heads=num_heads,
+        # Latent attention has no groups: keys and values are expanded from the latent for every head.
+        num_query_groups=num_heads
+        if has_latent_attention
+        else optional_size(config, "num_key_value_heads", "num_query_groups", "multi_query_group_num") or num_heads,
+        vocab_size=required_size(config, "vocab_size", "padded_vocab_size"),
+        # intermediate_size of a model whose layers all have experts is a left-over that no tensor has.
+        ffn_hidden_size=ffn if num_experts is None or _has_dense_layers(config) else None,
+        num_experts=num_experts,
+        moe_ffn_hidden_size=moe_ffn if num_experts is not None else None,
+        shared_expert_ffn_hidden_size=shared if num_experts is not None else None,
+        max_position=optional_size(config, "max_position_embeddings", "n_positions", "seq_length"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        expert_bias=num_experts is not None and architecture.biases == "all",
+    )
 
 
 def _has_dense_layers(config: Mapping[str, Any]) -> bool:
@@ -276,7 +242,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
     try:
         architecture = architecture_of(config)
         text = architecture.normalise(text_config(config))
-        shape = ModelShape.from_hf_config(config)
+        shape = shape_of(config)
         topk = optional_size(text, "num_experts_per_tok") or 0
         # Read for their errors alone: here a wrong value still has the name of the file.
         for name in ("head_dim", "num_nextn_predict_layers"):

@@ -364,8 +364,8 @@ def _adapted(kind: LayerKind, slices: int) -> float:
 
 
 CHUNK_BYTES = 5 * 2**28
-"""Bytes of a chunk of logits. A copy of the constant of :mod:`megascend.training.kernels.linear_logprobs`, which imports torch; a test
-compares them."""
+"""Bytes of a chunk of logits. A copy of the constant of :mod:`megascend.training.kernels.linear_logprobs`, which imports torch;
+a test compares them."""
 
 
 DIVERGENCE_CHUNK_BYTES = 2**28

@@ -338,8 +338,8 @@ def _shard_size(shape: tuple[int, ...], parts: int) -> int:
 
 
 RANK_MULTIPLE = 8
-"""Multiple to which layers pad the ranks of factors. A copy of the constant of :mod:`megascend.training.lora.stacked_adapters`, which
-imports torch."""
+"""Multiple to which layers pad the ranks of factors. A copy of the constant of :mod:`megascend.training.lora.stacked_adapters`,
+which imports torch."""
 
 
 def _adapter(

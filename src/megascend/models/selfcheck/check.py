@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LOCAL_PACKAGES = ("torch", "transformers")
 """Packages that affect a check in this process."""
-EXCLUDED_FOLDERS = ("cli", "testing")
+EXCLUDED_FOLDERS = ("apps/cli/", "testing/")
 """Folders of this package whose code cannot change a verdict."""
 POLL_S = 0.5
 """Seconds between two broadcasts that the self-check is still running."""
@@ -265,10 +265,10 @@ def key(part: Slice, packages: Sequence[str] | None = None, **settings: Any) -> 
 @functools.cache
 def code_digest() -> str:
     """Return a digest of this package's files."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        name = path.relative_to(package)
-        if name.parts[0] not in EXCLUDED_FOLDERS:
+        name = path.relative_to(package).as_posix()
+        if not name.startswith(EXCLUDED_FOLDERS):
             digest.update(f"{name}\n".encode() + path.read_bytes())
     return digest.hexdigest()

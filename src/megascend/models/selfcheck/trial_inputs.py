@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megascend.models import architecture_of
-from megascend.training.batch.images import SampleImages
 
 MIN_MARGIN = 3e-5
 """Required margin between the last expert chosen and the first one not chosen, over the spread of the scores.
@@ -203,16 +202,16 @@ class ImageTokens:
         end = 2 + len(self._tokens)
         return torch.cat([ids[:2], self._tokens, ids[end:]]) if len(ids) > end + 2 else ids
 
-    def images(self, ids: Tensor) -> SampleImages | None:
-        """Return the images of a sample."""
-        return SampleImages(self._patches, torch.tensor([self._grid])) if (ids == self.layout.token).any() else None
+    def images(self, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the patches and grids of the images of a sample; None: it has none."""
+        return (self._patches, torch.tensor([self._grid])) if (ids == self.layout.token).any() else None
 
     def arguments(self, ids: Tensor) -> dict[str, Tensor]:
         """Return transformers' arguments for the images of a sample, [n]."""
         kinds = {"mm_token_type_ids": (ids == self.layout.token).int()[None]}
         if (images := self.images(ids)) is None:
             return kinds
-        return kinds | {"pixel_values": images.pixel_values, "image_grid_thw": images.grids}
+        return kinds | dict(zip(("pixel_values", "image_grid_thw"), images, strict=True))
 
 
 def text_vocabulary(config: Mapping[str, Any]) -> int:

@@ -1,8 +1,9 @@
 """Hang monitor: publish this rank's current phase, so that an error can name the ranks that blocked a collective.
 
 A failed tensor collective raises an error of gloo, NCCL or HCCL that names no rank. Every rank therefore marks its phases
-(:meth:`HangMonitor.phase`) and publishes them from a thread (:mod:`megascend.runtime.diagnostics.heartbeat`). When a collective fails,
-the ranks' records show which rank is gone, has failed, is late or has gone ahead (:mod:`megascend.runtime.diagnostics.diagnosis`).
+(:meth:`HangMonitor.phase`) and publishes them from a thread (:mod:`megascend.runtime.diagnostics.heartbeat`). When a collective
+fails, the ranks' records show which rank is gone, has failed, is late or has gone ahead
+(:mod:`megascend.runtime.diagnostics.diagnosis`).
 """
 
 from __future__ import annotations

@@ -289,7 +289,7 @@ def decode(summary: bytes, pace: Pace) -> dict[int, PeerStatus | None]:
 
 
 def _same_fields(status: PeerStatus | None) -> tuple[RankRecord, bool, str | None] | None:
-    """Return the fields that decide the verdict of :func:`megascend.runtime.diagnostics.diagnosis.judge`; None without a record."""
+    """Return the fields that decide the verdict of ``diagnosis.judge``; None without a record."""
     if status is None:
         return None
     record = status.record

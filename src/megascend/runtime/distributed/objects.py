@@ -1,9 +1,9 @@
 """Collectives for Python objects and plain numbers. On Gloo only: over HCCL or NCCL they would go through the device.
 
 Every rank of the group calls the same functions in the same order, with the same ``purpose`` and in the same step. Each call
-begins with one exchange of frames (:mod:`megascend.runtime.distributed.frames`), which also carries small objects. If the ranks differ,
-all of them raise :class:`~megascend.errors.OutOfStepError` at once, and no object is exchanged. When a collective fails, the
-error names the ranks that did not arrive.
+begins with one exchange of frames (:mod:`megascend.runtime.distributed.frames`), which also carries small objects. If the ranks
+differ, all of them raise :class:`~megascend.errors.OutOfStepError` at once, and no object is exchanged. When a collective fails,
+the error names the ranks that did not arrive.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Literal
 
 from megascend.config import ContextAlgorithm, Parallel
 from megascend.errors import ProcessGroupError, TopologyError
-from megascend.models.checkpoint_files.info import ModelShape
+from megascend.runtime.topology.model_shape import ModelShape
 
 # Fastest axis first, as in Megatron's order string.
 ATTENTION_AXES = ("tensor", "context", "data", "pipeline")

@@ -42,7 +42,7 @@ class ImageIdentity:
 
 @dataclass(frozen=True)
 class ImageSources:
-    """Images of a sample that the data reader turns into :class:`megascend.training.batch.images.SampleImages` when the sample is used.
+    """Images of a sample that the data reader turns into :class:`megascend.SampleImages` when the sample is used.
 
     Attributes:
         folder: that their paths are relative to.

@@ -1,6 +1,7 @@
 """Built-in losses, their metrics, and the registry of losses by name.
 
-Losses of a policy are in :mod:`megascend.training.batch.policy_losses`, the contract of all in :mod:`megascend.training.batch.loss`.
+Losses of a policy are in :mod:`megascend.training.batch.policy_losses`, the contract of all in
+:mod:`megascend.training.batch.loss`.
 """
 
 from __future__ import annotations

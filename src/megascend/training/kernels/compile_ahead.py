@@ -1,4 +1,4 @@
-"""``python -m megascend.training.kernels.compile_ahead JOB``: compile a model's Triton kernels into Triton's cache before the first step.
+"""``python -m megascend.training.kernels.compile_ahead JOB``: compile a model's kernels into Triton's cache ahead.
 
 Kernels, and the C stubs that launch them, are otherwise compiled one by one at their first call, which delays the first step by
 seconds. Here nothing is launched and no device context is created: the model's functions are called on host tensors, and each

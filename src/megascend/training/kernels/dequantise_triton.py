@@ -26,7 +26,7 @@ def _dequantise_kernel(
 
 
 def dequantise(codes: Tensor, scales: Tensor, table: Tensor | None, out: Tensor) -> None:
-    """Write the values of ``codes`` into ``out``, as :class:`megascend.training.lora.quantised_weights.QuantisedWeights` defines them.
+    """Write the values of ``codes`` into ``out``, as ``lora.quantised_weights.QuantisedWeights`` defines them.
 
     Args:
         codes: [..., rows, bytes of a row], contiguous, on the GPU: float8_e4m3fn, or uint8 with two codes of 4 bits a byte, the

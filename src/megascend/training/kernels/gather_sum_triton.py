@@ -24,7 +24,7 @@ def _gather_sum_kernel(values, row_index, out, width, K: tl.constexpr, BLOCK: tl
 
 
 def gather_sum(values: Tensor, row_index: Tensor) -> Tensor:
-    """Compute :func:`megascend.training.kernels.token_rows.gather_sum`; ``values`` and ``row_index`` are contiguous and on one GPU."""
+    """Compute ``token_rows.gather_sum``; ``values`` and ``row_index`` are contiguous and on one GPU."""
     tokens, k = row_index.shape
     width = values.shape[1]
     out = torch.empty(tokens, width, dtype=values.dtype, device=values.device)

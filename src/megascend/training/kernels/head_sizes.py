@@ -1,4 +1,4 @@
-"""Head sizes that the kernels of a head (:mod:`megascend.training.kernels.qkv_rope`, `head_norm`) support. Pure; does not import torch."""
+"""Head sizes that the kernels of a head (``qkv_rope``, ``head_norm``) support. Pure; does not import torch."""
 
 from __future__ import annotations
 

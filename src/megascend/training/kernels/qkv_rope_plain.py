@@ -21,7 +21,7 @@ Norms = tuple[Tensor, Tensor, float]
 
 
 class QkvRope(Protocol):
-    """Signature of :func:`megascend.training.kernels.qkv_rope.qkv_rope` (which documents the arguments) and of its replacements."""
+    """Signature of ``qkv_rope.qkv_rope`` (which documents the arguments) and of its replacements."""
 
     def __call__(
         self, mixed: Tensor, angles: Tensor, starts: Tensor | None, norms: Norms | None, groups: int, width: int

@@ -1,7 +1,7 @@
 """The softmax of one chunk of logits: statistics of a vocabulary shard, and the gradient from statistics of all shards.
 
-On CUDA Triton kernels compute both (:mod:`megascend.training.kernels.softmax_triton`); each reads the logits once and needs no fp32
-copy of them.
+On CUDA Triton kernels compute both (:mod:`megascend.training.kernels.softmax_triton`); each reads the logits once and needs no
+fp32 copy of them.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Factors:
 
 
 def head_factors(weight: Tensor, rank: int) -> Factors:
-    """Return a scalar head's weight [labels, h], or its gradient, as factors; see :data:`~megascend.training.lora.target_modules.HEAD`."""
+    """Return a scalar head's weight [labels, h], or its gradient, as factors; see ``target_modules.HEAD``."""
     a = weight.new_zeros(rank, weight.numel())
     a[0] = weight.flatten()
     return Factors(a, weight.new_zeros(len(weight), rank))

@@ -516,8 +516,8 @@ class SampleTurns:
         selected: list[Respond] = []
         room = max_responses
         while queues:
-            # As in training (training/lora/fairness.py), with tenants in place of adapters and requests in place of tokens. A limit of 0
-            # tokens lets no request join the leader: the limit here is of responses, counted below.
+            # As in training (training/lora/fairness.py), with tenants in place of adapters and requests in place of tokens. A
+            # limit of 0 tokens lets no request join the leader: the limit here is of responses, counted below.
             heads = [Request(tenant, "forward", queue[0].number, 1, None) for tenant, queue in queues.items()]
             (first,) = unit = next_unit(heads, self._ledger, max_batch_tokens=0)
             queue = queues[first.adapter]

@@ -59,7 +59,8 @@ class LocalEngine(RemoteEngine):
             own_process: sample in a child process, otherwise on a thread of this one.
             timeout_s: deadline of a request, and of the first call.
             control_timeout_s: deadline of other calls.
-            settings: arguments of :class:`megascend.apps.rl.rollout.engines.local_model.LocalModel`: precision, device, seed, rows.
+            settings: arguments of :class:`megascend.apps.rl.rollout.engines.local_model.LocalModel`: precision, device, seed,
+            rows.
         """
         self.name = name
         self.answer_s = timeout_s

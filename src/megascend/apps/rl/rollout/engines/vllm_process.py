@@ -212,8 +212,8 @@ def first_error(log: str) -> str:
 def engine_environment(python: str | Path, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of an engine's process: this process's, without the trainer's variables.
 
-    The variables of a rank are removed (:func:`megascend.runtime.distributed.launch.child_environment`), and those that would make an
-    interpreter of another environment search this one's packages. The address of this process's Ray cluster is added.
+    The variables of a rank are removed (:func:`megascend.runtime.distributed.launch.child_environment`), and those that would
+    make an interpreter of another environment search this one's packages. The address of this process's Ray cluster is added.
     ``weightwire.vllm`` sets the variables for engines on a CPU, since it knows the device of its vLLM.
 
     Args:
