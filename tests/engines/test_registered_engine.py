@@ -20,7 +20,6 @@ from megascend import (
     Fsdp,
     FsdpBackend,
     MegatronBackend,
-    Parallel,
     Recompute,
     RunConfig,
     SingleBackend,
@@ -165,10 +164,10 @@ def test_engine_names_are_unique_and_unknown_names_raise(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("backend", "setting"),
     [
-        (SingleBackend, {"parallel": Parallel()}),
-        (SingleBackend, {"fsdp": Fsdp()}),
+        (SingleBackend, {"provider": "mindspeed"}),
+        (SingleBackend, {"fsdp": Fsdp(offload=True)}),
         (FsdpBackend, {"provider": "mindspeed"}),
-        (MegatronBackend, {"fsdp": Fsdp()}),
+        (MegatronBackend, {"fsdp": Fsdp(offload=True)}),
     ],
 )
 def test_constructor_refuses_settings_of_other_engines(backend: Any, setting: dict[str, Any]) -> None:

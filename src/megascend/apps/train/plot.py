@@ -37,7 +37,7 @@ class Panel:
         smoothed: a run of many steps has a smoothed line over that of the steps.
         decades: a logarithmic axis where the values span two decades or more.
         from_zero: the axis begins at 0, unless it is logarithmic.
-        beside: a key whose values are drawn into the same panel, where a row has one, and what they are called.
+        second: a key whose values are drawn into the same panel, where a row has one, and what they are called.
     """
 
     key: str
