@@ -175,6 +175,7 @@ LATENT = {
     "q_lora_rank": 48,
     "kv_lora_rank": 64,
     "qk_rope_head_dim": 16,
+    "head_dim": 16,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
     "moe_intermediate_size": 96,
