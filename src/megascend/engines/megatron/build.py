@@ -7,7 +7,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from packaging.version import Version
 from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from megascend.changes import changed, patch
 from megascend.config import Precision, Recompute
@@ -222,17 +223,22 @@ def rotary_frequencies(config: ModelConfig, *args: Any, **kwargs: Any) -> tuple[
     """
     text = config.hf_config.get_text_config()  # type: ignore[reportOptionalMemberAccess]
     for kind in type(text).__mro__:  # Kimi-K2's is a subclass of DeepSeek-V3's
-        name = kind.__module__.replace(".configuration_", ".modeling_")
-        classes = vars(import_module(name)).values() if name != kind.__module__ else ()
-        rotary = [each for each in classes if isinstance(each, type) and each.__module__ == name and _is_rotary(each)]
+        # Of the model's module: a family may have a configuration of its own and another's model (InternLM3 has Llama's).
+        models: Any = MODEL_FOR_CAUSAL_LM_MAPPING if kind in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
+        module_name = models[kind].__module__ if kind in models else ""
+        rotary = [
+            value for value in vars(sys.modules.get(module_name, object)).values() if _is_rotary(value, module_name)
+        ]
         if len(rotary) == 1:
             module = rotary[0](text)
             return module.inv_freq.data, module.attention_scaling
     return get_rope_inv_freq(config, *args, **kwargs)
 
 
-def _is_rotary(kind: type) -> bool:
-    return kind.__name__.endswith("RotaryEmbedding") and "Vision" not in kind.__name__
+def _is_rotary(value: Any, module: str) -> bool:
+    name = getattr(value, "__name__", "")
+    is_own = isinstance(value, type) and value.__module__ == module
+    return is_own and name.endswith("RotaryEmbedding") and "Vision" not in name
 
 
 patch(gpt_model, "get_rope_inv_freq", rotary_frequencies, "rotary frequencies are those of transformers")
