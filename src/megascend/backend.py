@@ -685,8 +685,8 @@ class Backend:
         self.engine.export(path, adapter)
         if (template := self.chat_template) is not None:
             self.from_rank_0(lambda: write_chat_template(path, template))
-        if self.ends:
-            self.from_rank_0(lambda: write_ends(path, path, self.ends))
+        # By all ranks: of a stream each learns the ends at its own time.
+        self.from_rank_0(lambda: write_ends(path, path, self.ends))
 
     @contextmanager
     def _freeing_memory_on_oom(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from support.forked_programs import COMMAND, environment, run_forked
 
 LIMIT_S = 30
 """Limit of processor time."""
+WAIT_S = 300
+"""Limit of a command that is not refused: one that serves would never end."""
 AS_COMMANDS = (
     "data: text, not JSON",
     "data: files, a link to nothing",
@@ -79,8 +82,13 @@ def test_bad_input(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, cap
     for variable, value in bad.variables.items():
         monkeypatch.setenv(variable, value)
     before, children, start = tree(folder), psutil.Process().children(), time.process_time()
-    with pytest.raises(SystemExit) as ended:
-        app([*bad.command], prog_name="megascend")
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("not refused: the command still runs"))
+    signal.alarm(WAIT_S)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            app([*bad.command], prog_name="megascend")
+    finally:
+        signal.alarm(0)
     assert time.process_time() - start < LIMIT_S
     out, err = capfd.readouterr()
     check(bad, ended.value.code, out, err)

@@ -255,3 +255,10 @@ def test_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / ".metadata")
     files = {".metadata": manifest.entry(0, "0" * 32)}
     assert manifest.problems(tmp_path, files, files) == [".metadata is not a file"]
+
+
+def test_metadata_of_a_torch_without_transforms_is_read(monkeypatch):
+    """torch 2.6's entries have no such field."""
+    written = of_metadata()
+    monkeypatch.delattr(_StorageInfo, "transform_descriptors")
+    assert list(unpickling.read_metadata(written).storage_data.values())[0].relative_path == "__0_0.distcp"

@@ -28,6 +28,7 @@ from megascend.models.selfcheck.trial_inputs import (
     choose_samples,
     description,
     difference,
+    plain_options,
     randomise,
     reach_limits,
     settings,
@@ -97,11 +98,9 @@ def reference(trial: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         make_known_to_transformers(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        # Eager experts: a grouped product would need widths that are multiples of 16 bytes.
-        options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
         images = ImageTokens.of(trial["config"], trial["seed"])
         loader = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
-        model = loader.from_config(config, **options).eval()
+        model = loader.from_config(config, **plain_options()).eval()
         randomise(model, trial["seed"])
         models = write_models(model, trial, images, folder)
     except Exception as error:  # noqa: BLE001  any architecture's code may raise anything; the report carries it

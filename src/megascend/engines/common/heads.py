@@ -13,6 +13,7 @@ from megascend.models import architecture_named
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.checkpoint_files.scalar_head import BIAS, WEIGHT, ScalarHead
 from megascend.models.families.qwen3_vl import undeclared
+from megascend.models.selfcheck.trial_inputs import plain_options
 from megascend.training.kernels.linear_divergence import TeacherDivergence, linear_divergence
 from megascend.training.kernels.linear_logprobs import (
     LowRank,
@@ -184,10 +185,7 @@ def plain_slice(config: Any, head: ScalarHead | None) -> Any:
     Args:
         config: changed to have the head.
     """
-    # Eager attention and experts are plain torch: the reference must not depend on a kernel, nor on what it can compute.
-    model = model_class(config, head, config.get_text_config().vocab_size).from_config(
-        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
-    )
+    model = model_class(config, head, config.get_text_config().vocab_size).from_config(config, **plain_options())
     without_bias(model, head)
     return model
 

@@ -180,7 +180,7 @@ def load_mains(
             scalar_head.fill(chunks, fresh)
         if rounded:
             writes.require_all()
-    except (CheckpointError, OSError, RuntimeError) as error:  # files that have changed since the parameters were read
+    except Exception as error:  # noqa: BLE001  files that have changed since the parameters were read fail in many ways
         problem = CheckpointError(f"{model_dir}: main parameters cannot be read (rank {groups.rank}): {error}")
     raise_on_all_ranks(problem, groups, f"the main parameters of {model_dir}")
 

@@ -294,6 +294,16 @@ def rounding(
     return change
 
 
+def plain_options() -> dict[str, Any]:
+    """Return transformers' options for a model in plain torch and fp32, which no kernel computes or limits."""
+    from transformers import PreTrainedModel
+
+    options: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32}
+    # transformers 4.57 has no choice of experts. A grouped product would need widths that are multiples of 16 bytes.
+    choosable = hasattr(PreTrainedModel, "set_experts_implementation")
+    return options | ({"experts_implementation": "eager"} if choosable else {})
+
+
 def difference(outputs: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor]) -> float:
     """Return the largest absolute difference of logits and of the targets' log-probabilities; inf for NaN.
 

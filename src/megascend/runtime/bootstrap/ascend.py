@@ -32,7 +32,8 @@ from megascend.runtime.bootstrap.versions import Stack, cann_for, installed_vers
 from megascend.runtime.platforms.npu import torch_npu_problem
 
 BRIDGE = "mcore_bridge"
-INSTALL_INFO = "ascend_toolkit_install.info"
+INSTALL_INFO = ("ascend_toolkit_install.info", "ascend_nnae_install.info")
+"""Files with the version of a toolkit, and of nnae, the part of it that runs models, in a home or in its folder of an architecture."""
 _CANN = r"\d+\.\d+(?:\.\d+)?(?:\.RC\d+)?"
 DROPS_FLOAT64 = "torch_all_reduce_double_dtype_bypass_wrapper"
 """Wrapper of ``all_reduce`` in MindSpeed that reduces a copy of a float64 tensor and discards the result."""
@@ -97,7 +98,7 @@ def check_cann(stack: Stack) -> str:
         return f"{home}: the device is simulated, without CANN"
     if version is None:
         raise PlatformError(
-            f"ASCEND_HOME_PATH={home} has no CANN toolkit (version.cfg, */{INSTALL_INFO}): source the set_env.sh of one"
+            f"ASCEND_HOME_PATH={home} has no CANN (version.cfg, {', '.join(INSTALL_INFO)}): source the set_env.sh of one"
         )
     try:
         torch_npu = _version_of("torch_npu")
@@ -115,7 +116,8 @@ def check_cann(stack: Stack) -> str:
 def cann_version(home: Path) -> str | None:
     """Return the version of the CANN toolkit in a folder such as ``ascend-toolkit/latest`` or ``cann-8.5.0``, as spelt there."""
     sources = [(home / "version.cfg", r"^toolkit_running_version=\[[^\]\n]*?:?([^:\]\n]+)\]")]
-    sources += [(file, r"^version=(\S+)") for file in sorted(home.glob(f"*/{INSTALL_INFO}"))]
+    files = [file for name in INSTALL_INFO for pattern in (name, f"*/{name}") for file in sorted(home.glob(pattern))]
+    sources += [(file, r"^version=(\S+)") for file in files]
     for file, pattern in sources:
         with contextlib.suppress(OSError):
             found = re.search(pattern, file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)

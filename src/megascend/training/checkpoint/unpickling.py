@@ -151,7 +151,7 @@ def read_metadata(content: bytes) -> metadata.Metadata:
         if not isinstance(value, metadata.Metadata):
             raise pickle.UnpicklingError(f"it holds {type(value).__name__}")
         for info in (value.storage_data or {}).values():
-            if "/" in info.relative_path or info.transform_descriptors:
+            if "/" in info.relative_path or getattr(info, "transform_descriptors", None):  # torch 2.6 has none
                 raise pickle.UnpicklingError(f"a tensor in {info.relative_path[:80]}")
     except Exception as error:  # noqa: BLE001  foreign bytes can fail in any way
         raise _refusal(".metadata", error) from None

@@ -188,7 +188,7 @@ RL = {
 SERVE = {
     "no model": command("serve", says="megascend serve: model: required"),
     "a model that is not there": command("serve --model modle", says="modle is not a directory | a Hugging Face checkpoint"),
-    "precision": command("serve --model model --precision float32", says="precision | 'fp32', 'fp16' or 'bf16' | 'float32'"),
+    "precision": command("serve --model model --precision fp8", says="precision | 'fp32', 'fp16' or 'bf16' | 'fp8'"),
     "a misspelt key": command("serve --model model --set precison=fp32", says="precison: unknown setting | mean precision?"),
     "a run file of train": command("serve run.yaml", says="output: unknown setting | steps: unknown setting"),
     "attention heads": command(

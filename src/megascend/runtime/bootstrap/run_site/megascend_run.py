@@ -54,8 +54,12 @@ class _BeforeImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in FIRST or not _is_import(sys._getframe(1)):
             return None
-        disarm()
-        self._prepare()
+        disarm()  # first: what prepares imports them too
+        try:
+            self._prepare()
+        except BaseException:
+            sys.meta_path.insert(0, self)  # the next import of one must not succeed unprepared
+            raise
         return _imported_spec(fullname)
 
 
