@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from megascend.config import Parallel
 from megascend.engines.common.heads import plain_slice
@@ -23,6 +24,7 @@ from megascend.models.checkpoint_files.scalar_head import ScalarHead
 from megascend.models.selfcheck import check, in_process
 from megascend.models.selfcheck.in_process import Subject
 from megascend.models.selfcheck.process import BOUND
+from megascend.models.selfcheck.trial_inputs import plain_options
 from megascend.runtime.bootstrap.runtime import Runtime
 from megascend.runtime.distributed.process_groups import initialize
 from megascend.runtime.topology.topology import plan
@@ -336,3 +338,10 @@ def test_windows_and_chunks_are_rescaled() -> None:
     assert (part.config["sliding_window"], part.config["attention_chunk_size"]) == (16, 16)
     part = in_process.slice_transformers_model(raw, config_of(dict(raw)), 2048)
     assert part.config["sliding_window"] == 4096, "no sample is longer"
+
+
+def test_oldest_transformers_gets_no_choice_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 4.57 refuses the option, and a slice that cannot be built is not checked."""
+    assert plain_options()["experts_implementation"] == "eager"
+    monkeypatch.delattr(PreTrainedModel, "set_experts_implementation")
+    assert plain_options() == {"attn_implementation": "eager", "dtype": torch.float32}

@@ -95,6 +95,23 @@ except Exception:
     assert run(folder, "print('no Megatron')") == (0, "no Megatron\n", "")
 
 
+def test_import_fails_again_after_a_bootstrap_that_failed(folder: Path) -> None:
+    program = """
+import megascend_run
+def prepare():
+    raise RuntimeError("no provider")
+megascend_run.disarm()
+megascend_run.before_import(prepare)
+for attempt in range(2):
+    try:
+        import megatron.core
+    except RuntimeError as error:
+        print(attempt, error)
+"""
+    code, out, err = run(folder, program)
+    assert (code, out) == (0, "0 no provider\n1 no provider\n"), err
+
+
 def test_user_sitecustomize_runs_too(folder: Path) -> None:
     (folder / "sitecustomize.py").write_text("import sys; sys.mine = __name__\n")
     code, out, err = run(folder, "import sys, sitecustomize, megatron.core; print(sys.mine, sitecustomize.__file__)")

@@ -283,7 +283,9 @@ def test_interrupted_replacement_is_undone_before_the_target_is_checked(tmp_path
 
 
 def test_name_that_the_locale_cannot_encode_is_reported(tmp_path):
-    program = "import pathlib as p; from megascend.runtime.io import paths as m; print(m.unwritable_reason(p.Path(chr(252))))"
+    program = (
+        "import pathlib as p; from megascend.runtime.io import paths as m; print(m.unwritable_reason(p.Path(chr(252))))"
+    )
     variables = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     completed = subprocess.run(
         [sys.executable, "-c", program],

@@ -261,4 +261,5 @@ def test_metadata_of_a_torch_without_transforms_is_read(monkeypatch):
     """torch 2.6's entries have no such field."""
     written = of_metadata()
     monkeypatch.delattr(_StorageInfo, "transform_descriptors")
-    assert list(unpickling.read_metadata(written).storage_data.values())[0].relative_path == "__0_0.distcp"
+    (entry,) = unpickling.read_metadata(written).storage_data.values()
+    assert entry.relative_path == "__0_0.distcp"

@@ -33,7 +33,7 @@ from megascend.runtime.platforms.npu import torch_npu_problem
 
 BRIDGE = "mcore_bridge"
 INSTALL_INFO = ("ascend_toolkit_install.info", "ascend_nnae_install.info")
-"""Files with the version of a toolkit, and of nnae, the part of it that runs models, in a home or in its folder of an architecture."""
+"""Files with the version of a toolkit, and of nnae, its part that runs models: in a home, or in its folder of an architecture."""
 _CANN = r"\d+\.\d+(?:\.\d+)?(?:\.RC\d+)?"
 DROPS_FLOAT64 = "torch_all_reduce_double_dtype_bypass_wrapper"
 """Wrapper of ``all_reduce`` in MindSpeed that reduces a copy of a float64 tensor and discards the result."""
