@@ -570,7 +570,7 @@ RISKY = re.compile(
     r"(?<![\w.])(?:eval|exec|compile|__import__)\((?!\))|\b(?:os\.system|pickle\.loads?|marshal\.loads?|torch\.load|yaml\.\w*load)\("
     r"|\bshell=|\ballow_pickle="
 )
-SAFE = re.compile(r"torch\.load\([^\n]*weights_only=True|yaml\.load\(text, _loader\(\)")  # a SafeLoader
+SAFE = re.compile(r"torch\.load\([^\n]*weights_only=True|yaml\.load\(text, (?:yaml)?_loader\(\)")  # SafeLoaders
 BETWEEN_RANKS = {"runtime/distributed/objects.py"}
 """Pickles travel between the ranks of a job, which one user has started."""
 

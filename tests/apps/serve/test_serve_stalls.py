@@ -223,12 +223,10 @@ def test_invalid_sample_in_a_later_part_fails_the_request_and_its_step() -> None
     assert ("discard", "a") in backend.calls
 
 
+@pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("loss_name", ["cross_entropy", "ppo"])
 def test_request_in_parts_gives_the_numbers_of_one_batch(tmp_path: Path, loss_name: str) -> None:
     model = write_tiny_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
-    backend = megascend.SingleBackend(
-        model, precision="fp32", platform="cpu", adapters=Adapters(max_count=2, max_rank=4, targets="all-linear")
-    )
     loss = loss_of(loss_name, {})
     data = [datum(length, columns, length) for length, columns in ((7, None), (5, 3), (9, None), (4, 2))]
     if loss.requires:
@@ -244,17 +242,19 @@ def test_request_in_parts_gives_the_numbers_of_one_batch(tmp_path: Path, loss_na
             for entry in data
         ]
     results: dict[int, tuple[TrainResult, TrainResult, float]] = {}
-    for max_tokens in (10, 10_000):
-        name = f"a{max_tokens}"
-        runner = CommandRunner(backend, AdapterQueue(backend, max_batch_tokens=max_tokens), None)
-        samples = RequestSamples(data, loss)
-        commands: list[Command] = [
-            Create(1, name, Lora(rank=4, targets="all-linear", seed=1)), Forward(2, name, samples, loss),
-            ForwardBackward(3, name, samples, loss), OptimizerStep(4, name, Adam(lr=1e-3)),
-        ]  # fmt: skip
-        values = {outcome.number: (outcome.value, outcome.error) for outcome in run(runner, commands)}
-        assert [error for _, error in values.values()] == [None] * 4
-        results[max_tokens] = values[2][0], values[3][0], values[4][0].grad_norm
+    adapters = Adapters(max_count=2, max_rank=4, targets="all-linear")
+    with megascend.MegatronBackend(model, precision="fp32", platform="cpu", adapters=adapters) as backend:
+        for max_tokens in (10, 10_000):
+            name = f"a{max_tokens}"
+            runner = CommandRunner(backend, AdapterQueue(backend, max_batch_tokens=max_tokens), None)
+            samples = RequestSamples(data, loss)
+            commands: list[Command] = [
+                Create(1, name, Lora(rank=4, targets="all-linear", seed=1)), Forward(2, name, samples, loss),
+                ForwardBackward(3, name, samples, loss), OptimizerStep(4, name, Adam(lr=1e-3)),
+            ]  # fmt: skip
+            values = {outcome.number: (outcome.value, outcome.error) for outcome in run(runner, commands)}
+            assert [error for _, error in values.values()] == [None] * 4
+            results[max_tokens] = values[2][0], values[3][0], values[4][0].grad_norm
     parts, whole = results[10], results[10_000]
     for part, expected in zip(parts[:2], whole[:2], strict=True):
         assert part.loss == pytest.approx(expected.loss, rel=1e-5)

@@ -22,6 +22,7 @@ from megascend.apps.train.preflight import RunPlan, check_run
 from megascend.apps.train.train import train
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, PlatformError, SelfCheckError
+from megascend.models import Architecture, registry
 from megascend.models.selfcheck import check, process
 from megascend.models.selfcheck.process import TrialReport, TrialResult
 from megascend.models.selfcheck.verdict import Verdict
@@ -162,9 +163,10 @@ def backend_of(model: Path, **options):
 
 @pytest.mark.usefixtures("megatron_imported")
 class TestBackend:
-    def test_difference_raises_the_same_error_on_every_rank(self, parity_folder, folder) -> None:
-        """Run the full check with a setting that Megatron-Core ignores: RoPE on a part of each head in Llama."""
-        model = write_tiny_checkpoint(parity_folder / "partial", "llama", partial_rotary_factor=0.5)
+    def test_difference_raises_the_same_error_on_every_rank(self, parity_folder, folder, monkeypatch) -> None:
+        """Run the full check with a setting that Megatron-Core ignores, of a family that is declared anew without refusing it."""
+        monkeypatch.setitem(registry._from_outside, "glm4_moe", Architecture(("glm4_moe",)))
+        model = write_tiny_checkpoint(parity_folder / "scores", "glm4_moe", norm_topk_prob=False)
 
         def on_rank() -> str:
             with pytest.raises(SelfCheckError) as caught:
@@ -173,10 +175,10 @@ class TestBackend:
 
         errors = run_distributed(on_rank, 2, init=False, timeout_s=240)
         assert errors[0] == errors[1]
-        assert "partial_rotary_factor=0.5 (they agree with 1.0)" in errors[0]
+        assert "norm_topk_prob=False (they agree with True)" in errors[0]
         assert "self_check: off" in errors[0]
         # Cached: this process reads the verdict.
-        with pytest.raises(SelfCheckError, match="partial_rotary_factor"):
+        with pytest.raises(SelfCheckError, match="norm_topk_prob"):
             backend_of(model)
         with backend_of(model, self_check=False) as backend:
             assert backend.self_check.summary() == "self-check: off"

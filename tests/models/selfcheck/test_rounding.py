@@ -24,8 +24,8 @@ class Products(torch.nn.Module):
         self.table = torch.nn.Parameter(torch.full((16, 8), 1.0) + cancelled)
         self.cancelled = cancelled
 
-    def forward(self, ids: Tensor, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.table[ids] - self.cancelled)
+    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.table[input_ids] - self.cancelled)
 
 
 @pytest.mark.parametrize("cancelled", [0.0, 1000.0])
