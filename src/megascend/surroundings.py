@@ -139,10 +139,8 @@ def private_folder(path: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"{path} is a link, another user's, or open to all: remove it, or set TMPDIR to a folder of yours"
-        )
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ConfigError(f"{path} is a link, another user's, or open to others: set TMPDIR to a folder of yours")
     if status.st_mode & 0o077:
         path.chmod(0o700)  # made by an earlier version
     return path

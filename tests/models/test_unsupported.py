@@ -93,7 +93,7 @@ HONOURED = [
 def test_refusal_names_the_setting_and_the_remedy(starts, settings, arch):
     [reason] = unsupported_settings(full(arch, **settings))
     assert starts in reason
-    assert any(remedy in reason for remedy in ("train another checkpoint", "correct config.json"))
+    assert any(remedy in reason for remedy in ("use engine fsdp", "correct config.json"))
     assert unsupported_settings({"text_config": full(arch, **settings)}) == [reason]
 
 

@@ -469,13 +469,13 @@ class RlConfig(TrainerConfig):
         rollout = self.rollout
         if self.teacher is not None and self.teacher.loss != "policy" and (rollout.temperature != 1 or rollout.top_k):
             raise ValueError(
-                f"teacher.loss: {self.teacher.loss} compares whole distributions at temperature 1; set rollout.temperature: 1 "
-                "and leave top_k and top_p out, or use teacher.loss: policy with engine trainer"
+                f"teacher.loss: {self.teacher.loss} compares whole distributions at temperature 1: set rollout.temperature: 1 "
+                "and leave top_k and top_p out"
             )
         if self.teacher is not None and self.teacher.engine != TRAINER and (rollout.temperature != 1 or rollout.top_k):
             raise ValueError(
-                f"teacher.engine: {self.teacher.engine} scores tokens at temperature 1; set rollout.temperature: 1 and leave "
-                "top_k and top_p out, or use engine trainer"
+                f"teacher.engine: {self.teacher.engine} scores tokens at temperature 1: set rollout.temperature: 1 and leave "
+                "top_k and top_p out"
             )
         if graders == 0 and self.evaluation is not None:
             raise ValueError("evaluation measures rewards: set rollout.reward or rollout.environment, or leave it out")

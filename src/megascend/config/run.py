@@ -541,9 +541,7 @@ def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Pars
     from megascend.config.plugins import check_loss, check_names, import_from
 
     for key in hidden_entries(values):
-        raise ConfigError(
-            f"{path}: {key} was saved without its password ({HIDDEN}): write it again, or name it with --set"
-        )
+        raise ConfigError(f"{path}: {key} was saved without its password ({HIDDEN}): write it again")
     folder = Path(path).parent
     if Path(path).is_file():
         import_from(folder)

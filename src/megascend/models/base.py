@@ -21,8 +21,8 @@ from megascend.errors import ConfigError
 Config = Mapping[str, Any]
 """A model's ``config.json``, or transformers' ``to_dict()`` of it; of a multimodal model its ``text_config``."""
 
-OTHER_MODEL = "train another checkpoint, or train this one with transformers alone"
-"""End of refusals that no setting avoids."""
+OTHER_ENGINE = "use engine fsdp"
+"""Remedy of refusals that no setting avoids: engine fsdp computes what transformers does."""
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ALIASES = {
@@ -218,7 +218,7 @@ class Architecture:
         )
         kind = config.get("model_type")
         ignored = [
-            f"{name}: {config[name]} is ignored for {kind}, which is computed with {value}; {OTHER_MODEL}"
+            f"{name}: {config[name]} is ignored for {kind}, which is computed with {value}; {OTHER_ENGINE}"
             for name, value in self.fixed.items()
             if config.get(name) not in (None, value)
         ]
@@ -333,7 +333,7 @@ class Architecture:
         return (
             f"layer_types holds {', '.join(unknown)} ({sum(kind in unknown for kind in kinds)} of {len(kinds)} layers of "
             f"{config.get('model_type')}), and engine megatron trains softmax attention only: no test covers packing, context "
-            f"parallelism and export of other layers; {OTHER_MODEL}"
+            f"parallelism and export of other layers; {OTHER_ENGINE}"
         )
 
     def _attention_bias(self, config: Config) -> str | None:
@@ -342,7 +342,7 @@ class Architecture:
             return None
         return (
             f"{name}: true gives every linear layer of {config.get('model_type')}'s attention a bias, o_proj included; the "
-            f"Megatron model has biases on q, k and v only and would lose o_proj's; {OTHER_MODEL}"
+            f"Megatron model has biases on q, k and v only and would lose o_proj's; {OTHER_ENGINE}"
         )
 
     def _mlp_bias(self, config: Config) -> str | None:
@@ -350,7 +350,7 @@ class Architecture:
             return None
         return (
             "mlp_bias: true gives gate_proj, up_proj and down_proj biases, which mcore-bridge cannot load into Megatron's fused "
-            f"layers; {OTHER_MODEL}"
+            f"layers; {OTHER_ENGINE}"
         )
 
     def _one_expert(self, config: Config) -> str | None:
@@ -359,7 +359,7 @@ class Architecture:
             return None
         return (
             "num_experts_per_tok: 1 with norm_topk_prob: true makes the weight of each token's expert 1; Megatron-Core takes its "
-            f"probability; {OTHER_MODEL}"
+            f"probability; {OTHER_ENGINE}"
         )
 
     def _no_experts(self, config: Config) -> str | None:
@@ -378,7 +378,7 @@ class Architecture:
             return None
         return (
             f"norm_topk_prob: false keeps the sigmoid scores of {config.get('model_type')}'s chosen experts as they are; "
-            f"Megatron-Core always divides them by their sum; {OTHER_MODEL}"
+            f"Megatron-Core always divides them by their sum; {OTHER_ENGINE}"
         )
 
     def _expert_groups(self, config: Config) -> str | None:
@@ -395,15 +395,15 @@ class Architecture:
         if groups == 1 or topk // chosen == 2:
             return None
         return (
-            f"n_group: {groups}: groups of experts are ranked by their two best, by Megatron-Core by their {topk // chosen} best "
-            f"(num_experts_per_tok {topk} over topk_group {chosen}); {OTHER_MODEL}"
+            f"n_group: {groups} ranks groups by their two best experts, Megatron-Core by their {topk // chosen} best "
+            f"(num_experts_per_tok {topk} over topk_group {chosen}); {OTHER_ENGINE}"
         )
 
     def _no_shared_expert(self, config: Config) -> str | None:
         name = next((name for name in ("n_shared_experts", "num_shared_experts") if config.get(name) == 0), None)
         if name is None or not expert_count(config):
             return None
-        return f"{name}: 0 makes transformers' shared experts ones without weights, which Megatron cannot build; {OTHER_MODEL}"
+        return f"{name}: 0 makes transformers' shared experts ones without weights, which Megatron cannot build; {OTHER_ENGINE}"
 
 
 @dataclass(frozen=True)

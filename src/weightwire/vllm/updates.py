@@ -305,7 +305,7 @@ def _adapters_directory() -> Path:
         directory.mkdir(mode=0o700)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise UpdateError(f"{directory} is a link, another user's, or open to others: remove it, or set TMPDIR")
+        raise UpdateError(f"{directory} is a link, another user's, or open to others: set TMPDIR to a folder of yours")
     return directory
 
 

@@ -66,9 +66,7 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
     model = snapshot(model, setting="MODEL", files=("config.json",))
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
-        raise ConfigError(
-            f"{model}: no model is there; name a checkpoint's directory, a config.json, or owner/name on the Hub"
-        )
+        raise ConfigError(f"{model}: no model is there; name a checkpoint's directory, its config.json or its Hub name")
     try:
         config = load_json(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -260,8 +260,8 @@ def check_rotary(config: ModelConfig, longest: int) -> None:
         name, limit = "original_max_position_embeddings", config.original_max_position_embeddings
     if kind in ("longrope", "dynamic") and longest > (limit or longest):
         raise ConfigError(
-            f"rope_type: {kind} depends on a sample's length beyond {name} ({limit}), Megatron's on the longest of its micro "
-            f"batch: set batching.max_length: {limit}, or use engine fsdp"
+            f"rope_type {kind}: above {name} ({limit}) Megatron's positions depend on the micro batch, not on the sample: "
+            f"set batching.max_length: {limit}"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascend.models.base import OTHER_MODEL, Architecture, Config, LatentAttention, expert_count
+from megascend.models.base import OTHER_ENGINE, Architecture, Config, LatentAttention, expert_count
 
 LATENT = {
     "num_key_value_heads": 4,
@@ -45,7 +45,7 @@ class DeepSeek(Architecture):
         if latent is not None and latent.value_head_dim > latent.query_head_dim:
             problems.append(
                 f"v_head_dim: {latent.value_head_dim} is above a query head's {latent.query_head_dim} (qk_nope_head_dim and "
-                f"qk_rope_head_dim), for which Megatron's attention is not made; {OTHER_MODEL}"
+                f"qk_rope_head_dim), for which Megatron's attention is not made; {OTHER_ENGINE}"
             )
         return problems
 
@@ -73,7 +73,7 @@ class DeepSeekV2(DeepSeek):
         if method not in ("greedy", "group_limited_greedy"):
             problems.append(
                 f"topk_method: {method} is not computed by transformers for {config.get('model_type')}, which has greedy and "
-                f"group_limited_greedy; {OTHER_MODEL}"
+                f"group_limited_greedy; {OTHER_ENGINE}"
             )
         groups, chosen = config.get("n_group"), config.get("topk_group")
         if method == "group_limited_greedy" and not (groups and chosen and expert_count(config) % groups == 0):

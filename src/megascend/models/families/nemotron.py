@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megascend.models.base import LINEAR, OTHER_MODEL, Architecture, Config
+from megascend.models.base import LINEAR, OTHER_ENGINE, Architecture, Config
 
 ATTENTION, MLP, EXPERTS = "full_attention", "mlp", "moe"
 SYMBOLS = {LINEAR: "M", ATTENTION: "*", MLP: "-", EXPERTS: "E"}
@@ -102,7 +102,7 @@ class NemotronH(Architecture):
         limits = step_limits(config)
         if limits != (0.0, math.inf):
             problems.append(
-                f"time_step_limit: {list(limits)}: Megatron-Core does not limit the steps of its state spaces; {OTHER_MODEL}"
+                f"time_step_limit: {list(limits)}: Megatron-Core does not limit the steps of its state spaces; {OTHER_ENGINE}"
             )
         return problems
 

@@ -8,7 +8,7 @@ from typing import Any
 from megascend.models.base import (
     ATTENTION_LAYERS,
     LINEAR,
-    OTHER_MODEL,
+    OTHER_ENGINE,
     Architecture,
     Config,
     Images,
@@ -84,7 +84,7 @@ class QwenHybrid(Architecture):
         if activation not in ("silu", "swish"):
             problems.append(
                 f"hidden_act: {activation} is also the activation of {kind}'s convolutions in transformers, and the kernels of "
-                f"linear attention have silu only; {OTHER_MODEL}"
+                f"linear attention have silu only; {OTHER_ENGINE}"
             )
         return problems
 

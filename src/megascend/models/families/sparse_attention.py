@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from megascend.models.base import OTHER_MODEL, Architecture, Config, IndexedAttention
+from megascend.models.base import OTHER_ENGINE, Architecture, Config, IndexedAttention
 from megascend.models.families.deepseek import EXPERTS, LATENT, DeepSeekV3
 
 INDEXED = "indexed_attention"
@@ -67,17 +67,17 @@ class SparseAttention(DeepSeekV3):
         kind, width, rotated = config.get("model_type"), config.get("index_head_dim"), config.get("qk_rope_head_dim")
         if config.get("q_lora_rank") is None:
             problems.append(
-                f"q_lora_rank: null: the indexer of {kind} projects its queries from those of attention; {OTHER_MODEL}"
+                f"q_lora_rank: null: the indexer of {kind} projects its queries from those of attention; {OTHER_ENGINE}"
             )
         if width and rotated and width < 2 * rotated:
             problems.append(
                 f"index_head_dim: {width} is below twice qk_rope_head_dim: {rotated}; mcore-bridge would rotate a part of the "
-                f"indexer's heads only; {OTHER_MODEL}"
+                f"indexer's heads only; {OTHER_ENGINE}"
             )
         if _sharing(config) is None:
             problems.append(
                 f"indexer_types: {config['indexer_types']} has no period; Megatron-Core shares the choice of keys between layers "
-                f"at equal distances only; {OTHER_MODEL}"
+                f"at equal distances only; {OTHER_ENGINE}"
             )
         return problems
 
