@@ -78,7 +78,7 @@ def test_name_user_keeps_known_values(nobody: dict[str, str], tmp_path: Path, mo
     assert set_user_variables(nobody)[0] == f"HOME={tmp_path}/megascend-home-{os.getuid()}: this user has no home"
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "file", "open to all", "another user's"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file", "open to others", "another user's"])
 def test_folders_of_strangers_in_tmp_are_not_used(
     kind: str, nobody: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +95,7 @@ def test_folders_of_strangers_in_tmp_are_not_used(
                 path.touch()
             case _:
                 path.mkdir()
-                path.chmod(0o777 if kind == "open to all" else 0o755)
+                path.chmod(0o770 if kind == "open to others" else 0o755)
     if kind == "another user's":
         real, user = Path.lstat, os.getuid() + 1
         monkeypatch.setattr(Path, "lstat", lambda path: os.stat_result([*real(path)[:4], user, *real(path)[5:]]))

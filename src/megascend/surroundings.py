@@ -26,10 +26,11 @@ PHASES.setLevel(logging.INFO)
 
 def announce(phase: str) -> None:
     """Log on the first rank that a phase begins which may take long: on stderr, or to the log handlers of the program, if any."""
-    if os.environ.get("RANK", "0") != "0" or not PHASES.isEnabledFor(logging.INFO):
+    if os.environ.get("RANK", "0") != "0" or PHASES.getEffectiveLevel() > logging.INFO:
         return
     if PHASES.hasHandlers():
-        PHASES.info("megascend: %s", phase)
+        # Not info(): another thread may have disabled logging while it imports Megatron, and this phase would be lost.
+        PHASES.handle(PHASES.makeRecord(PHASES.name, logging.INFO, __file__, 0, "megascend: %s", (phase,), None))
     elif sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):  # a closed terminal, a full disk, a closed stream
             print(f"megascend: {phase}", file=sys.stderr, flush=True)

@@ -52,7 +52,11 @@ REFUSED = [
     ("topk_method: group_limited_greedy", {"topk_method": "group_limited_greedy", "topk_group": 3}, ("deepseek_v2",)),
     ("topk_method: noaux_tc", {"topk_method": "noaux_tc"}, ("deepseek_v2",)),
     ("scoring_func: softmax is ignored", {"scoring_func": "softmax"}, ("deepseek_v3", "glm4_moe")),
-    ("n_group: 4: groups", {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 8}, ("deepseek_v3", "nemotron_h")),
+    (
+        "n_group: 4 ranks groups",
+        {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 8},
+        ("deepseek_v3", "nemotron_h"),
+    ),
     ("n_group: 3", {"n_group": 3, "n_routed_experts": 16}, ("deepseek_v3", "glm4_moe")),
     ("v_head_dim: 512", {"v_head_dim": 512}, ("deepseek_v2", "deepseek_v3")),
     ("clip_qkv: 8.0", {"clip_qkv": 8.0}, ("olmoe",)),

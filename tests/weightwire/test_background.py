@@ -17,6 +17,7 @@ from weightwire.engine_calls import LoopThread
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 POOLS = {
+    "megascend/apps/serve/service.py",
     "megascend/training/batch/images.py",
     "megascend/apps/cli/launch.py",
     "megascend/models/checkpoint_files/safetensors_writer.py",

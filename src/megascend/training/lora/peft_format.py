@@ -287,7 +287,8 @@ json.dump({{name: match.groups() for name, match in found.items() if match}}, sy
 def _matches_of(field: str, pattern: str, names: Sequence[str]) -> dict[str, list[str]]:
     """Return the groups of each name that ``pattern`` matches, from another process with a limit of its processor time."""
     command = [sys.executable, "-I", "-S", "-c", _MATCHER]
-    child = subprocess.run(command, input=json.dumps([pattern, names]), capture_output=True, text=True, check=False)
+    content = json.dumps([pattern, names])
+    child = subprocess.run(command, input=content, capture_output=True, encoding="utf-8", check=False)
     if child.returncode:
         reason = child.stderr.strip().rpartition("\n")[2][:80] or f"it takes more than {MATCH_S} s"
         raise CheckpointError(
