@@ -10,13 +10,25 @@ import pytest
 
 from weightwire.auth import sign
 from weightwire.keys import Key, generate_key
-from weightwire.vllm.guard import BEARER, Guard
+from weightwire.vllm.guard import AUDIENCE, BEARER, Guard
 
 KEY = Key(generate_key())
 
 
-def answer(path: str, authorization: str | None = None, body: bytes = b"", method: str = "POST") -> int:
-    """Return the status of a request; 299 if it passed the guard."""
+def answer(
+    path: str,
+    authorization: str | None = None,
+    body: bytes = b"",
+    method: str = "POST",
+    signed: tuple[str, bytes] | None = None,
+    **claims: str,
+) -> int:
+    """Return the status of a request; 299 if it passed the guard.
+
+    Args:
+        signed: target and body that a signature for this guard is of, if there is one.
+        claims: audience and instance that it names in place of the guard's.
+    """
     statuses: list[int] = []
 
     async def behind(scope: Any, receive: Any, send: Any) -> None:
@@ -30,10 +42,14 @@ def answer(path: str, authorization: str | None = None, body: bytes = b"", metho
         if message["type"] == "http.response.start":
             statuses.append(message["status"])
 
+    guard = Guard(behind, KEY)
+    if signed is not None:
+        claims = {"audience": AUDIENCE, "instance": guard._verifier.instance} | claims
+        authorization = sign(KEY, "POST", *signed, **claims).headers["Authorization"]
     headers = [] if authorization is None else [(b"authorization", authorization.encode())]
     app = SimpleNamespace(state=SimpleNamespace(engine_client=None))
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
-    asyncio.run(Guard(behind, KEY)(scope, receive, send))
+    asyncio.run(guard(scope, receive, send))
     return statuses[0]
 
 
@@ -62,10 +78,12 @@ def test_other_routes_require_the_key(path):
 
 
 def test_signature_or_token_opens_its_route():
-    signed = sign(KEY, "POST", "/pause", b"{}").headers["Authorization"]
-    assert answer("/pause", signed, b"{}") == 299
-    assert answer("/pause", signed, b"[]") == 401  # another body
-    assert answer("/resume", signed, b"{}") == 401  # another route
+    signed = ("/pause", b"{}")
+    assert answer("/pause", body=b"{}", signed=signed) == 299
+    assert answer("/pause", body=b"[]", signed=signed) == 401  # another body
+    assert answer("/resume", body=b"{}", signed=signed) == 401  # another route
+    assert answer("/pause", body=b"{}", signed=signed, audience="controller") == 401
+    assert answer("/pause", body=b"{}", signed=signed, instance="0" * 32) == 401  # another server of the job
     assert answer("/pause", "Bearer " + KEY.bearer_token(BEARER)) == 299
     assert answer("/pause", "Bearer " + KEY.bearer_token("something else")) == 401
     assert answer("/weightwire/nothing", "Bearer " + KEY.bearer_token(BEARER)) == 400
@@ -75,4 +93,4 @@ def test_signature_or_token_opens_its_route():
 def test_a_call_that_changes_the_engine_names_its_owner(name):
     body = b'{"update": "a"}' if name in ("commit", "drop") else b"{}"
     target = f"/weightwire/{name}"
-    assert answer(target, sign(KEY, "POST", target, body).headers["Authorization"], body) == 400
+    assert answer(target, body=body, signed=(target, body)) == 400
