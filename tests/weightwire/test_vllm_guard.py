@@ -21,13 +21,14 @@ def answer(
     body: bytes = b"",
     method: str = "POST",
     signed: tuple[str, bytes] | None = None,
-    **claims: str,
+    audience: str = AUDIENCE,
+    instance: str | None = None,
 ) -> int:
     """Return the status of a request; 299 if it passed the guard.
 
     Args:
         signed: target and body that a signature for this guard is of, if there is one.
-        claims: audience and instance that it names in place of the guard's.
+        audience, instance: what it names; default: the guard's.
     """
     statuses: list[int] = []
 
@@ -38,14 +39,14 @@ def answer(
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
             statuses.append(message["status"])
 
     guard = Guard(behind, KEY)
     if signed is not None:
-        claims = {"audience": AUDIENCE, "instance": guard._verifier.instance} | claims
-        authorization = sign(KEY, "POST", *signed, **claims).headers["Authorization"]
+        instance = instance or guard._verifier.instance
+        authorization = sign(KEY, "POST", *signed, audience=audience, instance=instance).headers["Authorization"]
     headers = [] if authorization is None else [(b"authorization", authorization.encode())]
     app = SimpleNamespace(state=SimpleNamespace(engine_client=None))
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
