@@ -20,6 +20,7 @@ import megascend
 from megascend.apps.serve.api.wire import Datum, dense
 from megascend.apps.serve.checkpoints import Checkpoints
 from megascend.apps.serve.samples import RequestSamples, TrainResult, loss_of
+from megascend.apps.serve.scheduler import runner as runner_module
 from megascend.apps.serve.scheduler.commands import Command, Create, Forward, ForwardBackward, OptimizerStep, Outcome
 from megascend.apps.serve.scheduler.runner import MAX_SAMPLES, CommandRunner
 from megascend.config import Adam, Adapters, Lora
@@ -221,6 +222,33 @@ def test_invalid_sample_in_a_later_part_fails_the_request_and_its_step() -> None
     assert f"counted from sample {MAX_SAMPLES}" in str(outcomes[0].error)
     assert outcomes[1].error is not None
     assert ("discard", "a") in backend.calls
+
+
+@pytest.mark.parametrize("fault", ["samples", "loss"])
+def test_forward_that_fails_leaves_gradients_and_the_server(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    backend = RecordingBackend()
+    backend.adapters = {"a": Lora(rank=1)}
+    loss = loss_of("cross_entropy", {})
+    good = [datum(3, None, 1)]
+    wrong = [Datum(np.array([1]), {"target_tokens": np.array([5000])})] if fault == "samples" else good
+    if fault == "loss":
+        monkeypatch.setattr(runner_module, "value_of", lambda *_: 1 / 0)
+    runner = CommandRunner(backend, AdapterQueue(backend), None)  # type: ignore[arg-type]
+    commands = [
+        ForwardBackward(1, "a", RequestSamples(good, loss), loss),
+        Forward(2, "a", RequestSamples(wrong, loss), loss),
+        OptimizerStep(3, "a", Adam()),
+    ]
+    errors = {outcome.number: outcome.error for outcome in run(runner, commands)}
+    assert [number for number, error in errors.items() if error is not None] == [2]
+
+
+def test_interrupted_removals_are_finished_at_the_next_start(tmp_path: Path) -> None:
+    trash = tmp_path / "tenant" / "session.0" / "weights" / ".step-0123abcd"
+    trash.mkdir(parents=True)
+    (trash / "adapter_model.safetensors").write_bytes(b"x")
+    Checkpoints(tmp_path)
+    assert not trash.exists()
 
 
 @pytest.mark.usefixtures("runtime")

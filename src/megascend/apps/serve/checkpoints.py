@@ -162,6 +162,8 @@ class Checkpoints:
         # Held for a moment, as the event loop takes it; and one for what waits for the disk.
         self._lock, self._changing = threading.Lock(), threading.Lock()
         make_directory(root)
+        for trash in root.glob("*/*/*/.*-????????"):  # of removals that the end of a process interrupted
+            shutil.rmtree(trash, ignore_errors=True)
         self._bytes = Counter(
             {
                 tenant.name: sum(record.size for record in self._records(tenant.name, None, expired=True))
@@ -252,11 +254,12 @@ class Checkpoints:
         Raises:
             RequestRefusedError: 404 as :meth:`find`; 409, it is being saved again.
         """
-        with self._changing, self._lock:
+        with self._changing:
             record, _ = self.find(tenant, path)
-            if path in self._saving:
-                raise RequestRefusedError(f"{path} is being saved; delete it afterwards", 409)
-            trash = self._take_away(tenant, record)
+            with self._lock:
+                if path in self._saving:
+                    raise RequestRefusedError(f"{path} is being saved; delete it afterwards", 409)
+                trash = self._take_away(tenant, record)
         shutil.rmtree(trash, ignore_errors=True)
 
     def remove_expired(self) -> int:
@@ -264,12 +267,14 @@ class Checkpoints:
         count = 0
         for tenant in [directory for directory in self.root.iterdir() if directory.is_dir()]:
             for record in list(self._records(tenant.name, None, expired=True)):
-                with self._changing, self._lock:
+                with self._changing:
                     current = self._read(tenant.name, record.path, expired=True)
-                    expired = current is not None and current.expires is not None and current.expires < time.time()
-                    if current is None or not expired or record.path in self._saving:
+                    if current is None or current.expires is None or current.expires >= time.time():
                         continue
-                    trash = self._take_away(tenant.name, current)
+                    with self._lock:
+                        if record.path in self._saving:
+                            continue
+                        trash = self._take_away(tenant.name, current)
                 shutil.rmtree(trash, ignore_errors=True)
                 count += 1
         return count

@@ -216,6 +216,7 @@ def http_server(
 
         def ended(error: BaseException) -> None:
             problems.append(error)
+            logging.getLogger(__name__).error("the HTTP server has ended", exc_info=error)
             inbox.close()  # which ends the ranks' loop: without requests they would wait for ever
 
         thread = BackgroundThread(server.run, [listening], name="http", on_error=ended)
@@ -235,7 +236,7 @@ def http_server(
         try:
             yield f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}", report
             if problems:
-                raise PlatformError("the HTTP server has ended; see the cause above") from problems[0]
+                raise PlatformError(f"the HTTP server has ended: {problems[0]!r:.80}") from problems[0]
         finally:
             try:
                 if service.vllm is not None:  # while the loop still runs

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -156,15 +156,18 @@ class AdapterQueue:
         """
         return self._submit(adapter, "forward_backward", samples, loss, loss_settings=loss_settings, logprobs=logprobs)
 
-    def failed(self, adapter: str, error: Exception) -> AdapterFuture[AdapterLoss]:
-        """Enqueue a ``forward_backward`` that already failed the caller's validation.
+    def failed(
+        self, adapter: str, error: Exception, kind: Literal["forward_backward", "forward"] = "forward_backward"
+    ) -> AdapterFuture[Any]:
+        """Enqueue a request that already failed the caller's validation.
 
-        Its future fails with ``error``, and the adapter's requests up to its next ``optimizer_step`` fail because of it.
+        Its future fails with ``error``, and, unless it is a forward, the adapter's requests up to its next ``optimizer_step``
+        fail because of it.
 
         Raises:
             QueueFullError: as :meth:`forward_backward`.
         """
-        return self._submit(adapter, "forward_backward", problem=error)
+        return self._submit(adapter, kind, problem=error)
 
     def optimizer_step(self, adapter: str, adam: Adam | None = None) -> AdapterFuture[StepResult]:
         """Update ``adapter`` with the gradients of its earlier forward_backwards. Errors as in forward_backward.

@@ -92,7 +92,9 @@ class Samplers:
         if prepared is None:
             prepared = self.prepare(tenant, body)
         if not isinstance(prepared, MegascendError):
-            self._service.check_tokens(tenant, len(prepared.prompt) + prepared.num_samples * prepared.params.max_tokens)
+            length = len(prepared.prompt)
+            longest = min(prepared.params.max_tokens, self._service.base.max_length - length)
+            self._service.check_tokens(tenant, length + prepared.num_samples * max(longest, 0))
         future = self._enqueue(tenant, label, owner, path, options, prepared)
         # A future that has ended is one that failed above, without responses.
         if options.record_stability_info and session is not None and future.ended is None:

@@ -38,7 +38,7 @@ from megascend.apps.serve.scheduler.commands import (
 from megascend.apps.serve.scheduler.inbox import Inbox
 from megascend.backend import Backend
 from megascend.config import Lora
-from megascend.errors import ConfigError, DataError
+from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.training.batch.image_sources import ImageSources
 from megascend.training.batch.images import SampleImages
 from megascend.training.batch.results import AdapterLoss
@@ -183,6 +183,10 @@ class _Entry:
         return self.future.result()
 
 
+def _of_request(error: Exception) -> MegascendError:
+    return error if isinstance(error, MegascendError) else DataError(f"{type(error).__name__}: {error}")
+
+
 def _joined(values: Sequence[AdapterLoss | list[Tensor]]) -> AdapterLoss | list[Tensor]:
     """Join the results of a request's parts: sums add up, and metrics are averaged over the targets with a weight."""
     losses = [value for value in values if isinstance(value, AdapterLoss)]
@@ -280,10 +284,11 @@ class CommandRunner:
         if isinstance(command, ForwardBackward | Forward):
             try:
                 entry.part = entry.take_part(queue.max_batch_tokens)
-            except (
-                DataError
-            ) as error:  # samples are checked on arrival; one that slipped through must not end the server
-                return queue.failed(adapter, error)
+            # Samples are checked on arrival; one that slipped through must not end the server.
+            except Exception as error:
+                logger.exception("a request's samples could not be built")
+                kind = "forward_backward" if isinstance(command, ForwardBackward) else "forward"
+                return queue.failed(adapter, _of_request(error), kind)
             for sample in entry.part:
                 sample.images = self._deferred(sample.images)
         if isinstance(command, ForwardBackward):
@@ -359,7 +364,12 @@ class CommandRunner:
         while entries and (future := entries[0].future) is not None and future.done():
             entry = entries[0]
             if future.error is None and isinstance(entry.command, ForwardBackward | Forward):
-                entry.keep(future.result())
+                try:
+                    entry.keep(future.result())
+                except Exception as error:  # of a loss, whose value a forward computes here
+                    logger.exception("the loss of a forward could not be computed")
+                    entry.future = self._queue.failed(adapter, _of_request(error), "forward")
+                    continue
                 if entry.left:
                     entry.future = None
                     break
