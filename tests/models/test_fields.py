@@ -126,4 +126,7 @@ def test_fields_are_followed_or_refused(part: str, model_type: str, tmp_path: Pa
     record_property("outcomes", dict(counts))
     print(f"{model_type}: {len(outcomes)} configurations: {dict(counts)}")
     assert outcomes.pop(own.label) == Outcome("without effect")
-    assert {label: outcome for label, outcome in outcomes.items() if outcome.kind not in PASSES} == {}
+    faults = [
+        f"{label}: {outcome.kind} {outcome.detail}" for label, outcome in outcomes.items() if outcome.kind not in PASSES
+    ]
+    assert not faults, "\n".join(faults)

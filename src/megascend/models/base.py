@@ -193,7 +193,9 @@ class Architecture:
             settings["moe_router_score_function"] = self.router
             settings["moe_router_enable_expert_bias"] = self.router == "sigmoid"
         layers = expert_layers(config)
-        if layers is not None and not all(layers):
+        if layers is not None and all(layers):
+            settings["moe_layer_freq"] = 1  # whatever first_k_dense_replace is by default
+        elif layers is not None:
             pattern = ",".join(str(int(has_experts)) for has_experts in layers)
             # With a pattern, ffn_hidden_size is the width of the dense layers; the experts' width is a setting of its own.
             settings |= {"moe_layer_freq": f"[{pattern}]", "ffn_hidden_size": config["intermediate_size"]}

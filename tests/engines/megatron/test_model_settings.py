@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megascend import Batching, Parallel, Recompute
+from megascend import Batching, MegatronBackend, Parallel, Recompute
 from megascend.errors import ConfigError
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, token_lists, train_case
@@ -117,3 +117,26 @@ def test_packed_samples_with_sinks_are_refused_on_transformer_engine(
     )
     with expected:
         check_packing(config, platform, packing=packing)
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("nheads must be divisible by ngroups"), ValueError("x"), KeyError("y")]
+)
+def test_error_of_megatron_about_a_model_becomes_a_refusal(parity_folder, monkeypatch, error: Exception) -> None:
+    """Sizes that no declaration refuses end in an assertion or a KeyError of Megatron-Core or mcore-bridge."""
+    from megascend.engines.megatron import build
+
+    def fail(config: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(build, "get_mcore_model", fail)
+    model = case_checkpoint(parity_folder, "qwen3")
+
+    def on_rank() -> str:
+        with pytest.raises(ConfigError) as raised:
+            MegatronBackend(model, precision="fp32", platform="cpu", self_check=False)
+        return str(raised.value)
+
+    (message,) = run_distributed(on_rank, 1, init=False)
+    assert "config.json: Megatron cannot build this model" in message
+    assert f"{type(error).__name__}: {error}" in message

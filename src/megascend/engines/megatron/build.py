@@ -19,7 +19,6 @@ from mcore_bridge.model.rope import get_rope_inv_freq
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from packaging.version import Version
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -38,6 +37,7 @@ from megascend.errors import (
     VersionError,
 )
 from megascend.models import Architecture, architecture_named, architecture_of, text_config
+from megascend.models.base import OTHER_ENGINE
 from megascend.models.checkpoint_files.architectures import transformers_config
 from megascend.models.checkpoint_files.scalar_head import ScalarHead
 from megascend.models.families.qwen3_vl import undeclared
@@ -186,7 +186,8 @@ def build_config(
         # Without experts mcore-bridge's default, True, has no effect, but MindSpeed core_r0.18.0 refuses it.
         arguments["moe_grouped_gemm"] = False
     try:
-        config = ModelConfig(**arguments)
+        with _refusing(hf_config):
+            config = ModelConfig(**arguments)
     except NotImplementedError as error:  # MindSpeed's, for features that it does not support with this Megatron-Core
         raise ConfigError(
             f"{model_dir}/config.json: a package that patches Megatron-Core refuses this model: {error}"
@@ -197,6 +198,18 @@ def build_config(
     check_output_layer(config)
     check_dropout(config)
     return config
+
+
+@contextlib.contextmanager
+def _refusing(hf_config: Any) -> Iterator[None]:
+    """Turn Megatron-Core's and mcore-bridge's errors about a model's sizes and settings into ConfigError."""
+    try:
+        yield
+    except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(
+            f"{hf_config.name_or_path}/config.json: Megatron cannot build this model ({reason:.400}); {OTHER_ENGINE}"
+        ) from error
 
 
 READ_UNLISTED = ("head_dim",)
@@ -503,7 +516,8 @@ def build_chunks(
     Args:
         quantised: takes the weights of layers that it will quantise.
     """
-    with preserved_rope_functions(), contextlib.nullcontext() if quantised is None else quantised.building():
+    quantising = contextlib.nullcontext() if quantised is None else quantised.building()
+    with _refusing(config.hf_config), preserved_rope_functions(), quantising:
         chunks = get_mcore_model(config)
     if head is not None:
         scalar_head.install(chunks, config, head, device)
@@ -522,7 +536,7 @@ def set_latent_norm_epsilon(chunk: torch.nn.Module, config: ModelConfig) -> None
         return
     changed("norms of latent attention", f"epsilon {epsilon} as in transformers, not {config.layernorm_epsilon}")
     for module in chunk.modules():
-        if isinstance(module, MLASelfAttention):
+        if hasattr(module, "kv_layernorm"):  # by name: attention with an indexer (0.19) is of a class of its own
             # Transformer Engine may compute a norm in the projection that follows it.
             for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
                 norm: Any = getattr(module, name, None)

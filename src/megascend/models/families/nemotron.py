@@ -104,6 +104,9 @@ class NemotronH(Architecture):
             problems.append(
                 f"time_step_limit: {list(limits)}: Megatron-Core does not limit the steps of its state spaces; {OTHER_ENGINE}"
             )
+        heads, groups = config.get("mamba_num_heads"), config.get("n_groups")
+        if heads and groups and heads % groups:
+            problems.append(f"mamba_num_heads: {heads} is no multiple of n_groups ({groups}); correct config.json")
         return problems
 
     def unsupported_layout(self, config: Config, *, tensor: int, context: int) -> list[str]:

@@ -74,6 +74,10 @@ class SparseAttention(DeepSeekV3):
                 f"index_head_dim: {width} is below twice qk_rope_head_dim: {rotated}; mcore-bridge would rotate a part of the "
                 f"indexer's heads only; {OTHER_ENGINE}"
             )
+        if dropout := config.get("attention_dropout"):
+            problems.append(
+                f"attention_dropout: {dropout} does not reach the sparse attention of Megatron-Core; {OTHER_ENGINE}"
+            )
         if _sharing(config) is None:
             problems.append(
                 f"indexer_types: {config['indexer_types']} has no period; Megatron-Core shares the choice of keys between layers "
