@@ -126,20 +126,14 @@ def _typed(
     encoded = file.suffix not in (".json", ".jsonl")
     converters = {name: convert for name, inner in features.items() if (convert := _converter(inner, encoded))}
     for record in records:
+        # Columns that are null stay, by which they are known to be there.
+        columns = converters.keys() & (record.value if isinstance(record.value, dict) else ())
         with findings.collecting():
-            if not converters or not isinstance(record.value, dict):
-                yield record
-                continue
             try:
-                # Columns keep null, by which they are known to be there.
-                yield record._replace(
-                    value={
-                        key: entry if entry is None or (convert := converters.get(key)) is None else convert(entry)
-                        for key, entry in record.value.items()
-                    }
-                )
+                changes = {key: converters[key](entry) for key in columns if (entry := record.value[key]) is not None}
             except DataError as error:
                 raise DataError(f"{record.source}: {error}") from None
+            yield record._replace(value=record.value | changes) if changes else record
 
 
 def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:
