@@ -216,14 +216,6 @@ def json_of_chunks(chunks: Sequence[np.ndarray | ImageChunk]) -> list[dict[str, 
     ]
 
 
-def holds_images(model_input: Any) -> bool:
-    """Check whether a ``ModelInput`` in JSON has other chunks than text, without reading them."""
-    chunks = model_input.get("chunks") if isinstance(model_input, Mapping) else None
-    return isinstance(chunks, list) and any(
-        isinstance(chunk, Mapping) and chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks
-    )
-
-
 def integers(values: Any) -> np.ndarray:
     """Return a list of integers, or of lists of them, as int64."""
     array = np.asarray(values)
