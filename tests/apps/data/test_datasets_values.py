@@ -178,7 +178,7 @@ def test_type_that_datasets_refuses_is_refused(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": ["a"], "extra": column}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="map<"):
         loaded(tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="map<"):
+    with pytest.raises(DataError, match=r"datasets cannot load one of its columns: .*map<"):
         records(tmp_path / "a.parquet")
 
 
@@ -369,3 +369,12 @@ def test_class_label_is_an_integer(value: Any, name: str | None) -> None:
             label_name(feature, value)
         return
     assert label_name(feature, value) == name
+
+
+def test_all_reads_files_beside_a_text_that_is_no_card(tmp_path: Path) -> None:
+    """It is what the error about such a card recommends."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "README.md").write_text("---\nSome notes\n---\nText\n")
+    with pytest.raises(DataError, match=r"data.split: all reads every file"):
+        list(iterate_records(tmp_path, None, Findings()))
+    assert [record.value for record in iterate_records(tmp_path, "all", Findings())] == [{"text": "a"}]

@@ -94,7 +94,7 @@ def iterate_records(
         yield from _saved_records(path, split, findings)
         return
     files = split_files(path, split, config_name, findings)
-    count, card = 0, Card.read(path, config_name, findings.setting)
+    count, card = 0, Card.read(path, config_name, findings.setting, split)
     for file in files:
         try:
             for record in _typed(READERS[file.suffix](file, findings), file, card.features, findings):
@@ -115,11 +115,13 @@ def _typed(
     """Yield the records of a file with values as its schema, or its folder's card, declares them."""
     features = dict(card_features)
     if file.suffix == ".parquet":
-        import datasets
         from pyarrow import parquet
 
         try:
-            features = {**datasets.Features.from_arrow_schema(parquet.read_schema(file)), **features}
+            features = {**_declared(parquet.read_schema(file)), **features}
+        except DataError as error:
+            findings.file_problem(f"{file}: {error}")
+            return
         except ValueError as error:  # pyarrow's errors, too
             findings.file_problem(f"{file}: not a parquet file that can be read: {error}")
             return
@@ -134,6 +136,17 @@ def _typed(
             except DataError as error:
                 raise DataError(f"{record.source}: {error}") from None
             yield record._replace(value=record.value | changes) if changes else record
+
+
+def _declared(schema: Any) -> Mapping[str, Any]:
+    """Return datasets' features of a parquet schema; DataError for a column of a type that datasets does not have (a map)."""
+    import datasets
+
+    try:
+        return datasets.Features.from_arrow_schema(schema)
+    except ValueError as error:
+        kinds = ", ".join(f"{field.name} ({field.type})" for field in schema)
+        raise DataError(f"datasets cannot load one of its columns: {error} {kinds:.80}; leave it out") from None
 
 
 def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:

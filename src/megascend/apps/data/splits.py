@@ -203,8 +203,8 @@ class Card(NamedTuple):
     counts: Mapping[str, int] = {}
 
     @classmethod
-    def read(cls, path: Path, config_name: str | None, setting: str) -> Card:
-        """Read the card of a folder; an empty one of a file, or of a folder without."""
+    def read(cls, path: Path, config_name: str | None, setting: str, split: str | None = None) -> Card:
+        """Read the card of a folder; an empty one of a file, of a folder without, or of all files where it cannot be read."""
         if not any((path / name).is_file() for name in (CARD, "dataset_infos.json")):  # the latter of old versions
             return cls()
         from datasets.info import DatasetInfosDict
@@ -219,6 +219,8 @@ class Card(NamedTuple):
         except DataError:
             return cls()  # no config can be chosen, which counts only where one is needed
         except Exception as error:  # datasets, YAML and the card's reader raise many kinds of error
+            if split == ALL and config_name is None:
+                return cls()
             raise DataError(f"{path / CARD} ({setting}): datasets cannot read it: {error}; correct it") from error
         info = next(iter(infos.values()), None)
         if info is None:
