@@ -397,18 +397,18 @@ class Batching(Section):
         except ValidationError:
             raise ValueError("must be auto, or a whole number of 1 or more") from None
 
-    @property
-    def budget(self) -> int:
-        """Tokens of one micro batch.
-
-        Raises:
-            ConfigError: the setting is ``auto`` and has not been measured.
-        """
+    def check_budget(self) -> None:
+        """Raise ConfigError for ``auto``, which only a run of ``megascend train`` measures."""
         if self.micro_batch_tokens == "auto":
             raise ConfigError(
                 "batching.micro_batch_tokens: auto is for run files of `megascend train`, which measures; set a number, for "
                 "example 4096"
             )
+
+    @property
+    def budget(self) -> int:
+        """Tokens of one micro batch, once they are known."""
+        assert self.micro_batch_tokens != "auto", "not measured yet"
         return self.micro_batch_tokens
 
     def with_budget(self, tokens: int) -> Batching:

@@ -99,11 +99,11 @@ def make_collector(
             top_k=rollout.top_k,
         ),
         group_size=rollout.group_size,
-        drop_equal=rollout.drop_equal,
+        drop_equal=config.drops_equal_groups,
         max_equal_groups=rollout.max_equal_groups,
         # Who sets drop_equal has them dropped all the same.
         equal_groups_have_signal=not config.learns_from_rewards
-        or ((config.objective.compares_groups or config.teacher is not None) and not rollout.drop_equal),
+        or ((config.objective.compares_groups or config.teacher is not None) and not config.drops_equal_groups),
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)
     return RolloutCollector(engines, prompts, buffer, task, rollout.engines_lost_s)
