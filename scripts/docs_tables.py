@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_origin
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -28,7 +28,7 @@ from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.commented import description, type_text
 from megascend.config.rl import RlConfig
 from megascend.config.rl_presets import PRESETS
-from megascend.config.section import item_section, section_of
+from megascend.config.section import section_in, section_of
 from megascend.config.serve import ServeConfig
 from megascend.engines.context import EngineSpec
 from megascend.models.base import IndexedAttention, LatentAttention, expert_count
@@ -81,7 +81,8 @@ def section_tables(kind: type[BaseModel], names: Iterable[str], prefix: str = ""
     rows = []
     for name in names:
         field, key = kind.model_fields[name], prefix + name
-        item = item_section(kind, name)
+        annotation = kind.model_fields[name].annotation
+        item = section_in(annotation) if get_origin(annotation) in (list, tuple) else None
         section = section_of(kind, name) or item
         if section is not None:
             if section not in _anchors:

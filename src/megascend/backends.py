@@ -29,6 +29,7 @@ from megascend.config import (
     Schedule,
     VisionTower,
 )
+from megascend.config.registry import ENGINES, EngineEntry, load
 from megascend.engines.base import check_model_settings
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
 from megascend.errors import ConfigError, TopologyError
@@ -36,7 +37,7 @@ from megascend.models.checkpoint_files.hub import snapshot
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.checkpoint_files.scalar_head import HeadKind
 from megascend.models.selfcheck import process
-from megascend.runtime.bootstrap import engines
+from megascend.runtime.bootstrap.versions import PACKAGES
 from megascend.runtime.distributed.launch import Launch
 
 if TYPE_CHECKING:
@@ -70,11 +71,11 @@ def register_engine(
     Raises:
         ConfigError: another engine has that name, or a package is not in the version table.
     """
-    # Registering the same backend again changes nothing, so set-up code may run twice.
-    if _backends.get(name, backend) is not backend:
-        raise ConfigError(f"register_engine: another engine is called {name!r}; names in use: {', '.join(_backends)}")
-    engines.register(name, megatron, packages)
-    _backends[name] = backend
+    if unknown := sorted({*packages} - {*PACKAGES}):
+        raise ConfigError(
+            f"engine {name!r}: the version table has no {', '.join(unknown)}; it has {', '.join(PACKAGES)}"
+        )
+    ENGINES.add(name, EngineEntry(backend, megatron, tuple(packages)))
 
 
 def accepted_settings(engine: str) -> frozenset[str]:
@@ -87,6 +88,12 @@ def accepted_settings(engine: str) -> frozenset[str]:
     names = frozenset(signature(backend).parameters)
     # Built-in engines share one constructor, so its signature has settings that some engines do not support.
     return names - backend.unsupported_settings if _is_built_in(backend) else names
+
+
+def applicable(engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``settings`` without those that an engine does not have and that are at their defaults."""
+    names = accepted_settings(engine) | EngineSpec.changed(settings)
+    return {name: value for name, value in settings.items() if name in names}
 
 
 def make_backend(engine: str, **settings: Any) -> Backend:
@@ -150,12 +157,7 @@ def _refuse(engine: str, settings: Collection[str]) -> None:
 
 
 def _backend_of(engine: str) -> Callable[..., Backend]:
-    if engine not in _backends:
-        raise ConfigError(
-            f"unknown engine {engine!r}; known: {', '.join(_backends)}. Register yours on every rank "
-            "(megascend.register_engine; a run file names the module under plugins)"
-        )
-    return _backends[engine]
+    return load(ENGINES.require(engine).backend)
 
 
 class EngineBackend(Backend, ABC):
@@ -448,8 +450,3 @@ class FsdpBackend(EngineBackend):
         from megascend.engines.fsdp.engine import FsdpEngine
 
         return FsdpEngine(spec, context)
-
-
-_backends: dict[str, Callable[..., Backend]] = {
-    backend.engine_name: backend for backend in (MegatronBackend, SingleBackend, FsdpBackend)
-}

@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from megascend import Adapters, EngineSpec, MegatronBackend
 from megascend.backends import EngineBackend
 from megascend.config import TrainerConfig
-from megascend.config.engine import EngineSettings, ModelSettings
 from megascend.config.section import Section, section_of
 from megascend.config.serve import ServeConfig
+from megascend.config.training import EngineSettings, ModelSettings
 
 OTHERS: dict[str, Any] = {
     "adapters": Adapters(max_count=2),
@@ -61,6 +61,7 @@ def test_constructor_passes_every_argument_to_the_spec(name: str, monkeypatch: p
         # Equal to the default, but another object.
         value = section.model_validate(default.model_dump()) if section is not None else default + 1
     received: list[EngineSpec] = []
+    arguments: dict[str, Any] = {name: value}
 
     def stop(spec: EngineSpec) -> Any:
         received.append(spec)
@@ -68,7 +69,7 @@ def test_constructor_passes_every_argument_to_the_spec(name: str, monkeypatch: p
 
     monkeypatch.setattr(MegatronBackend, "_self_check_worker", staticmethod(stop))
     with pytest.raises(InterruptedError):
-        MegatronBackend(Path(), **{name: value})
+        MegatronBackend(Path(), **arguments)
     (spec,) = received
     assert getattr(spec, name) is value or getattr(spec, name) == value != default
 

@@ -26,12 +26,12 @@ from megascend.config.data import (
     Simpo,
     Validation,
 )
-from megascend.config.engine import EngineSettings
 from megascend.config.run_file import read_settings
 from megascend.config.section import Count, Seconds, Section, Size, explain
 from megascend.config.training import (
     Affinity,
     BaseWeights,
+    EngineSettings,
     Lora,
     PluginName,
 )

@@ -15,7 +15,7 @@ from megascend.config import (
     read_settings,
 )
 from megascend.config.data import ImageLimits
-from megascend.config.engine import ModelSettings
+from megascend.config.training import ModelSettings
 
 DURABLE_BODY_BYTES = 2**27
 """SQLite takes rows of up to 10**9 bytes, and a body may be several times as long when stored as JSON."""

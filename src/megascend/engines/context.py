@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from megascend.config import Adapters, BaseWeights, Checkpoint
-from megascend.config.engine import EngineSettings
+from megascend.config.training import EngineSettings
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.files import weight_files
 from megascend.models.checkpoint_files.hub import snapshot

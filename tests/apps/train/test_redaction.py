@@ -14,12 +14,11 @@ from megascend import errors
 from megascend.apps.cli.main import app
 from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.apps.tracking import TrackedRun
+from megascend.apps.tracking import tracker as registry
 from megascend.apps.train.resume import differences
 from megascend.apps.train.train import train
 from megascend.config import RunConfig
-from megascend.config import trackers as registry
 from megascend.config.run import load_config
-from megascend.config.trackers import register_tracker
 from megascend.errors import HIDDEN, ConfigError, ControllerLostError, MegascendError, hidden_entries, redacted
 from megascend.runtime.bootstrap.runtime import Runtime
 from megascend.testing import run_distributed
@@ -123,8 +122,7 @@ def test_run_saves_no_password_and_resumes(tmp_path: Path, monkeypatch: pytest.M
             assert not any(secret in json.dumps(run.config) for secret in SECRETS)
             raise RuntimeError(f"no answer from {run.options['tracking_uri']}")
 
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-        register_tracker("kept", open_kept)
+        monkeypatch.setitem(registry.TRACKERS, "kept", registry.TrackerEntry(open_kept))
         train(settings(1))
         train(settings(2), resume="auto")
         return options

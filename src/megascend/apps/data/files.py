@@ -18,8 +18,9 @@ from megascend.apps.data.columns import parse_record
 from megascend.apps.data.document import Document
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.labels import label_name
-from megascend.apps.data.splits import ALL, TEXT_SUFFIXES, Card, choose_split, files_of, is_saved, split_files
+from megascend.apps.data.splits import ALL, Card, choose_split, files_of, is_saved, split_files
 from megascend.config import Data
+from megascend.config.registry import DATA_FORMATS
 from megascend.errors import DataError
 
 Position = tuple[int, int]
@@ -97,7 +98,9 @@ def iterate_records(
     count, card = 0, Card.read(path, config_name, findings.setting, split)
     for file in files:
         try:
-            for record in _typed(READERS[file.suffix](file, findings), file, card.features, findings):
+            for record in _typed(
+                READERS[DATA_FORMATS[file.suffix]].records(file, findings), file, card.features, findings
+            ):
                 count += not isinstance(record.value, Document)
                 yield record
         except OSError as error:
@@ -397,23 +400,21 @@ def _parquet_records(path: Path, findings: Findings, start: Position = BEGINNING
         findings.file_problem(f"{path}: not a parquet file that can be read: {error}")
 
 
-READERS: dict[str, Callable[[Path, Findings], Iterator[Record]]] = {
-    ".jsonl": _jsonl_records,
-    ".json": _json_records,
-    ".csv": _csv_records,
-    ".tsv": _csv_records,
-    ".parquet": _parquet_records,
-    **dict.fromkeys(TEXT_SUFFIXES, _text_records),
+class Reader(NamedTuple):
+    """Readers of a format: of whole files, and of a part of one at a time, which begins anywhere."""
+
+    records: Callable[[Path, Findings], Iterator[Record]]
+    stream: Callable[[Path, Findings, Position], Iterator[Record]]
+
+
+READERS = {
+    "jsonl": Reader(_jsonl_records, _jsonl_records),
+    "json": Reader(_json_records, _json_lines),
+    "csv": Reader(_csv_records, _csv_records),
+    "parquet": Reader(_parquet_records, _parquet_records),
+    "text": Reader(_text_records, _text_blocks),
 }
-STREAM_READERS: dict[str, Callable[[Path, Findings, Position], Iterator[Record]]] = {
-    ".jsonl": _jsonl_records,
-    ".json": _json_lines,
-    ".csv": _csv_records,
-    ".tsv": _csv_records,
-    ".parquet": _parquet_records,
-    **dict.fromkeys(TEXT_SUFFIXES, _text_blocks),
-}
-"""Readers that hold a part of a file at a time, and begin anywhere."""
+"""Readers of the formats in ``DATA_FORMATS``."""
 
 
 def stream_records(
@@ -423,7 +424,7 @@ def stream_records(
     if path.is_dir():
         yield from _saved_records(path, split, findings, start)
         return
-    yield from _typed(STREAM_READERS[path.suffix](path, findings, start), path, card_features, findings)
+    yield from _typed(READERS[DATA_FORMATS[path.suffix]].stream(path, findings, start), path, card_features, findings)
 
 
 def stream_length(path: Path) -> int:

@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 
 from megascend.apps.data.findings import Findings
 from megascend.config.documents import load_yaml
+from megascend.config.registry import DATA_FORMATS
 from megascend.errors import DataError
 from megascend.models.checkpoint_files.files import A_POINTER, is_pointer
 from megascend.runtime.io.paths import real
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst")
-RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
-"""Endings of the files that are read."""
-KNOWN_SUFFIXES = ", ".join(SUFFIXES)
+TEXT_SUFFIXES = tuple(suffix for suffix, kind in DATA_FORMATS.items() if kind == "text")
+RECORD_SUFFIXES = tuple(suffix for suffix, kind in DATA_FORMATS.items() if kind != "text")
+KNOWN_SUFFIXES = ", ".join(DATA_FORMATS)
 ALL = "all"
 """Names all readable files of a folder, or all splits of a saved one."""
 HELD_OUT = "validation"
@@ -70,7 +69,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
             f"no training data at {path} ({findings.setting}): it is a link to {path.readlink()}, which does not exist"
         )
     if path.is_file():
-        if path.suffix not in SUFFIXES:
+        if path.suffix not in DATA_FORMATS:
             raise DataError(
                 f"{path}: files ending in {path.suffix!r} are not read ({findings.setting}); known: {KNOWN_SUFFIXES}"
             )
@@ -96,7 +95,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
     files = []
     for name in names:
         for file in splits[name]:
-            if file.suffix in SUFFIXES:
+            if file.suffix in DATA_FORMATS:
                 files.append(file)
             else:
                 findings.problem(
@@ -311,7 +310,7 @@ def _readable_files(path: Path, findings: Findings) -> list[Path]:
             findings.remark("hidden files are not read", str(file))
         elif file.is_dir():
             findings.remark("is not read: a link to a folder", str(file))
-        elif file.suffix not in SUFFIXES:
+        elif file.suffix not in DATA_FORMATS:
             findings.remark(f"{file.suffix or file.name!r} files are not read", str(file))
         elif file.name.upper() == CARD.upper():
             findings.remark("is not read", str(file))

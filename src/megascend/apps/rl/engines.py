@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megascend.apps.rl.servers import owner_name
 from megascend.apps.train.generation import stop_tokens
-from megascend.config.rl import SGLANG, VLLM, RlConfig
+from megascend.config.rl import LOCAL, SGLANG, VLLM, RlConfig
 from megascend.errors import (
     ConfigError,
     ControllerError,
@@ -228,8 +228,7 @@ def check_engines(engines: Sequence[str], controller: str | None = None, teacher
 def check_addresses(engines: Sequence[str]) -> None:
     """Find out that an entry of ``engines`` names none."""
     for address in engines:
-        server = address.startswith("http://") and address.removeprefix("http://").strip("/")
-        if address not in ("local", VLLM) and not server:
+        if _maker(address) is None:
             raise ConfigError(
                 f"engines: {address!r} is neither local nor {VLLM} nor the address of a vLLM server (http://HOST:PORT); an "
                 "SGLang server may be a teacher (teacher.engine), or an engine of a program (docs/weightsync.md)"
@@ -238,23 +237,45 @@ def check_addresses(engines: Sequence[str]) -> None:
 
 def make_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None = None) -> InferenceEngine:
     """Build the client of engine ``address``, the ``index``-th of the run."""
-    if address == "local":
-        from megascend.apps.rl.rollout.engines.local import LocalEngine
+    make = _maker(address)
+    assert make is not None, "check_addresses refuses it"
+    return make(config, index, address, servers)
 
-        return LocalEngine(
-            config.model,
-            name=f"local engine {index}",
-            timeout_s=config.rollout.timeout_s,
-            precision=config.precision,
-            # With the same seed, all engines would draw the same numbers for requests without a seed.
-            seed=config.seed + index,
-        )
-    if address == VLLM:
-        assert servers is not None
-        return servers.client(index)
+
+def _maker(address: str) -> MakeEngine | None:
+    scheme, separator, host = address.partition("://")
+    if separator:
+        return MAKERS.get(scheme + separator) if host.strip("/") else None
+    return MAKERS.get(address)
+
+
+def _local_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
+    from megascend.apps.rl.rollout.engines.local import LocalEngine
+
+    return LocalEngine(
+        config.model,
+        name=f"local engine {index}",
+        timeout_s=config.rollout.timeout_s,
+        precision=config.precision,
+        # With the same seed, all engines would draw the same numbers for requests without a seed.
+        seed=config.seed + index,
+    )
+
+
+def _started_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
+    assert servers is not None
+    return servers.client(index)
+
+
+def _vllm_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
     from megascend.apps.rl.rollout.engines.vllm import VllmEngine
 
     return VllmEngine(address, owner=owner_name(config), generate_timeout_s=config.rollout.timeout_s)
+
+
+MakeEngine = Callable[["RlConfig", int, str, "EngineServers | None"], "InferenceEngine"]
+MAKERS: dict[str, MakeEngine] = {LOCAL: _local_engine, VLLM: _started_engine, "http://": _vllm_engine}
+"""Engines of a run, by an entry of ``engines`` or by the scheme of its address."""
 
 
 def response_ends(tokenizer: PreTrainedTokenizerBase, config: RlConfig) -> tuple[int, ...]:

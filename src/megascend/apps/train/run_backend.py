@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megascend.config import Adapters, TrainerConfig
-from megascend.config.engine import EngineSettings
+from megascend.config.training import EngineSettings
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
@@ -39,7 +39,6 @@ def make_backend(config: TrainerConfig) -> Backend:
 def backend_settings(config: TrainerConfig) -> dict[str, Any]:
     """Return the arguments of the backend's constructor, without ``model``, from the settings of a run."""
     from megascend import backends
-    from megascend.engines.context import EngineSpec
 
     lora = config.lora
     # Run files have these under other names, or not at all.
@@ -54,5 +53,4 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
     }
     settings |= {name: getattr(config, name) for name in EngineSettings.model_fields if name != "model"}
     # Leave out settings that the engine does not have, unless the user has changed them: the engine then refuses them by name.
-    names = backends.accepted_settings(config.engine) | EngineSpec.changed(settings)
-    return {name: value for name, value in settings.items() if name in names}
+    return backends.applicable(config.engine, settings)
