@@ -48,7 +48,7 @@ def serve(
     from megascend.apps.data.images import ImageProcessor
     from megascend.apps.serve.scheduler.inbox import Inbox
     from megascend.apps.serve.scheduler.runner import run_commands
-    from megascend.apps.train.stop_signals import StopSignals
+    from megascend.runtime.stop_signals import StopSignals
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
         servers = vllm_servers(settings, backend)  # collective: before the other ranks enter run_commands()
