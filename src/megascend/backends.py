@@ -213,28 +213,12 @@ class EngineBackend(Backend, ABC):
             CollectiveTimeoutError, SelfCheckError: before any training, on every rank.
         """
         settings = {
-            "parallel": parallel,
-            "precision": precision,
-            "tf32": tf32,
-            "optimizer": optimizer,
-            "schedule": schedule,
-            "recompute": recompute,
-            "moe": moe,
-            "batching": batching,
-            "adapters": adapters,
-            "provider_options": provider_options,
-            "platform": platform,
-            "seed": seed,
-            "timeout_s": timeout_s,
-            "save_timeout_s": save_timeout_s,
-            "self_check": self_check,
-            "provider": provider,
-            "head": head,
-            "fsdp": fsdp,
-            "mtp": mtp,
-            "mtp_loss_weight": mtp_loss_weight,
-            "vision_tower": vision_tower,
-        }
+            "parallel": parallel, "precision": precision, "tf32": tf32, "optimizer": optimizer, "schedule": schedule,
+            "recompute": recompute, "moe": moe, "batching": batching, "adapters": adapters,
+            "provider_options": provider_options, "platform": platform, "seed": seed, "timeout_s": timeout_s,
+            "save_timeout_s": save_timeout_s, "self_check": self_check, "provider": provider, "head": head, "fsdp": fsdp,
+            "mtp": mtp, "mtp_loss_weight": mtp_loss_weight, "vision_tower": vision_tower,
+        }  # fmt: skip
         # A setting at its default asks for nothing: a program changes its engine by its constructor's name.
         _refuse(self.engine_name, self.unsupported_settings & EngineSpec.changed(settings))
         spec = EngineSpec.of(model, settings)

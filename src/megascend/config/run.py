@@ -29,6 +29,7 @@ from megascend.config.data import (
 from megascend.config.run_file import read_settings
 from megascend.config.section import Count, Seconds, Section, Size, explain
 from megascend.config.training import (
+    Adapters,
     Affinity,
     BaseWeights,
     EngineSettings,
@@ -157,10 +158,7 @@ class TrainerConfig(EngineSettings):
         description="freeze the model and train one LoRA adapter; default: train all parameters",
     )
     base_weights: BaseWeights = Field(
-        "unquantised",
-        description="with lora, the frozen weights of the layers' linear layers and experts: in the run's precision "
-        "(unquantised), or as fp8 or 4 bits (nf4) with a scale for each 128 or 64 values, dequantised in each product (engine "
-        "megatron on CPU and CUDA)",
+        "unquantised", description=f"with lora, the {Adapters.model_fields['base_weights'].description}"
     )
     template_date: date | None = Field(
         None,

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from megascend.apps.rl.servers import owner_name
 from megascend.apps.train.generation import stop_tokens
@@ -228,25 +228,23 @@ def check_engines(engines: Sequence[str], controller: str | None = None, teacher
 def check_addresses(engines: Sequence[str]) -> None:
     """Find out that an entry of ``engines`` names none."""
     for address in engines:
-        if _maker(address) is None:
-            raise ConfigError(
-                f"engines: {address!r} is neither local nor {VLLM} nor the address of a vLLM server (http://HOST:PORT); an "
-                "SGLang server may be a teacher (teacher.engine), or an engine of a program (docs/weightsync.md)"
-            )
+        _maker(address)
 
 
 def make_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None = None) -> InferenceEngine:
     """Build the client of engine ``address``, the ``index``-th of the run."""
-    make = _maker(address)
-    assert make is not None, "check_addresses refuses it"
-    return make(config, index, address, servers)
+    return _maker(address)(config, index, address, servers)
 
 
-def _maker(address: str) -> MakeEngine | None:
+def _maker(address: str) -> MakeEngine:
     scheme, separator, host = address.partition("://")
-    if separator:
-        return MAKERS.get(scheme + separator) if host.strip("/") else None
-    return MAKERS.get(address)
+    kind = address if not separator else scheme + separator if host.strip("/") else ""
+    if kind not in MAKERS:
+        raise ConfigError(
+            f"engines: {address!r} is neither local nor {VLLM} nor the address of a vLLM server (http://HOST:PORT); an SGLang "
+            "server may be a teacher (teacher.engine), or an engine of a program (docs/weightsync.md)"
+        )
+    return MAKERS[kind]
 
 
 def _local_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
@@ -262,11 +260,6 @@ def _local_engine(config: RlConfig, index: int, address: str, servers: EngineSer
     )
 
 
-def _started_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
-    assert servers is not None
-    return servers.client(index)
-
-
 def _vllm_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
     from megascend.apps.rl.rollout.engines.vllm import VllmEngine
 
@@ -274,7 +267,11 @@ def _vllm_engine(config: RlConfig, index: int, address: str, servers: EngineServ
 
 
 MakeEngine = Callable[["RlConfig", int, str, "EngineServers | None"], "InferenceEngine"]
-MAKERS: dict[str, MakeEngine] = {LOCAL: _local_engine, VLLM: _started_engine, "http://": _vllm_engine}
+MAKERS: dict[str, MakeEngine] = {
+    LOCAL: _local_engine,
+    VLLM: lambda config, index, address, servers: cast("EngineServers", servers).client(index),
+    "http://": _vllm_engine,
+}
 """Engines of a run, by an entry of ``engines`` or by the scheme of its address."""
 
 

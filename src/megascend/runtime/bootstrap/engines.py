@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-from megascend.config.registry import ENGINES
+from megascend.config.registry import ENGINES, EngineEntry
 from megascend.runtime.bootstrap.versions import PACKAGES
 
 DEFAULT = "megatron"
@@ -12,22 +12,9 @@ MEGATRON_CORE = "megatron-core"
 """Stands for third-party programs on Megatron-Core, which do not need mcore-bridge; not for run files."""
 
 
-@dataclass(frozen=True)
-class EngineNeeds:
-    """Requirements of an engine.
-
-    Attributes:
-        megatron: as of :class:`megascend.config.registry.EngineEntry`.
-        packages: packages of the version table that must be installed in a supported version.
-    """
-
-    megatron: bool
-    packages: tuple[str, ...]
-
-
-def needs(name: str) -> EngineNeeds:
-    """Return the requirements of the engine ``name``."""
+def needs(name: str) -> EngineEntry:
+    """Return the requirements of the engine ``name``, with all of its packages."""
     if name == MEGATRON_CORE:
-        return EngineNeeds(megatron=True, packages=("torch", "megatron-core"))
+        return EngineEntry("", megatron=True, packages=("torch", "megatron-core"))
     entry = ENGINES.require(name)
-    return EngineNeeds(entry.megatron, PACKAGES if entry.megatron else entry.packages)
+    return replace(entry, packages=PACKAGES) if entry.megatron else entry

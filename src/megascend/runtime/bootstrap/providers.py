@@ -12,10 +12,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megascend.config.registry import PROVIDERS, ProviderEntry
+from megascend.config.registry import PROVIDERS, ProviderEntry, load
 from megascend.errors import ConfigError, PlatformError, VersionError
 from megascend.runtime.bootstrap.patches import CLIPPING, patch_gradient_clipping
 from megascend.surroundings import is_installed
@@ -196,7 +195,11 @@ def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
             f"provider {name!r} is for stack {' or '.join(entry.stacks)}, and stack {stack} is installed; providers for it on "
             f"{platform!r}: {', '.join(names(platform, stack)) or 'none'}"
         )
-    provider = (_import_factory(entry.factory) if isinstance(entry.factory, str) else entry.factory)(setup)
+    try:
+        factory = load(entry.factory)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"provider: {entry.factory!r} cannot be found: {error}") from error
+    provider = factory(setup)
     # An external factory may return anything; a missing method would fail only after part of the patching.
     if not isinstance(provider, PatchProvider):
         raise ConfigError(
@@ -218,14 +221,6 @@ def refuse_options(options: Mapping[str, Any], because: str) -> None:
     """Raise ConfigError if ``options`` is not empty."""
     if options:
         raise ConfigError(f"provider_options: {', '.join(sorted(options))} set, but {because}; leave them empty")
-
-
-def _import_factory(path: str) -> ProviderFactory:
-    module, _, attribute = path.partition(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"provider: {path!r} cannot be found: {error}") from error
 
 
 class TransformerEngine(PatchProvider):
