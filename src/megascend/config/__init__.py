@@ -32,7 +32,7 @@ from megascend.config.run import (
     load_config,
     parsed,
 )
-from megascend.config.run_file import read_settings
+from megascend.config.run_file import check_file_name, read_settings
 from megascend.config.section import Beta, Count, Seconds, Section, Seed, Size
 from megascend.config.training import (
     Adam,
@@ -109,6 +109,7 @@ __all__ = [
     "Validation",
     "ValidationTasks",
     "VisionTower",
+    "check_file_name",
     "load_config",
     "parsed",
     "read_settings",

@@ -152,8 +152,8 @@ def _declared(schema: Any) -> Mapping[str, Any]:
 def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:
     """Return a function that decodes stored values of a feature of datasets; None for those that stay as they are.
 
-    JSON is parsed where it is text (``encoded``), class labels become names, and keys that a struct has only because other rows
-    have them (null) are left out. Images stay files, which are decoded within limits later.
+    JSON that is text (``encoded``) is parsed, class labels become names, and keys that a struct has for other rows (null) are
+    left out. Images stay files, which are decoded within limits later.
     """
     import datasets
 
@@ -175,16 +175,8 @@ def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:
     if isinstance(feature, datasets.ClassLabel):
         return lambda value: label_name(feature, value)
     if encoded and isinstance(feature, getattr(datasets, "Json", ())):  # of datasets 4.7 and later
-        return _parse_json_value
+        return lambda value: parse_json(value, "datasets' Json type") if isinstance(value, str) else value
     return None
-
-
-def _parse_json_value(value: Any) -> Any:
-    """Parse a value of datasets' ``Json`` type."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        raise DataError(f"a column of datasets' Json type is not valid JSON, found {value!r:.60}") from None
 
 
 # --- text and JSON ---

@@ -343,13 +343,9 @@ class Encoder:
     def _decoded(self, messages: Messages, source: str) -> EncodedImages | None:
         """Return the images of a conversation, each decoded once; None for a model of text."""
         sources, processor = sources_of(messages), self._image_processor
-        contents = [message.get("content") for message in messages]
-        texts = [] if sources else [content for content in contents if isinstance(content, str)]
-        if processor is not None and (match := next(filter(None, map(ANY_PLACEHOLDER.search, texts)), None)):
-            raise DataError(
-                f"the conversation has {match[0]} in a text and no images: add them, or make it a part of type 'text'"
-            )
-        self._check_placeholders(source, *texts)
+        if not sources:
+            contents = [content for message in messages if isinstance(content := message.get("content"), str)]
+            self._check_placeholders(source, *contents, refused=processor is not None)
         if processor is None:
             if sources:
                 raise DataError(
@@ -393,9 +389,11 @@ class Encoder:
                 source,
             )
 
-    def _check_placeholders(self, source: str, *texts: str) -> None:
-        """Remark that texts have a place for an image, which is learned as it is written."""
+    def _check_placeholders(self, source: str, *texts: str, refused: bool = False) -> None:
+        """Refuse texts that have the place of an image, or remark that it is learned as it is written."""
         if match := next(filter(None, map(ANY_PLACEHOLDER.search, texts)), None):
+            if refused:
+                raise DataError(f"{match[0]} is in a text without images: add them, or make it a part of type 'text'")
             self._findings.remark(f"{match[0]} is learned as text, without an image", source)
 
     def _note_ends(self, tokens: Sequence[int], weights: Sequence[float]) -> None:
