@@ -115,15 +115,16 @@ def _typed(
     """Yield the records of a file with values as its schema, or its folder's card, declares them."""
     features = dict(card_features)
     if file.suffix == ".parquet":
+        import datasets
         from pyarrow import parquet
 
+        problem = "not a parquet file that can be read"
         try:
-            features = {**_declared(parquet.read_schema(file)), **features}
-        except DataError as error:
-            findings.file_problem(f"{file}: {error}")
-            return
+            schema = parquet.read_schema(file)
+            problem = f"datasets cannot load one of its columns: {' '.join(str(schema).split()):.80}; leave it out"
+            features = {**datasets.Features.from_arrow_schema(schema), **features}
         except ValueError as error:  # pyarrow's errors, too
-            findings.file_problem(f"{file}: not a parquet file that can be read: {error}")
+            findings.file_problem(f"{file}: {problem}: {error}")
             return
     encoded = file.suffix not in (".json", ".jsonl")
     converters = {name: convert for name, inner in features.items() if (convert := _converter(inner, encoded))}
@@ -136,17 +137,6 @@ def _typed(
             except DataError as error:
                 raise DataError(f"{record.source}: {error}") from None
             yield record._replace(value=record.value | changes) if changes else record
-
-
-def _declared(schema: Any) -> Mapping[str, Any]:
-    """Return datasets' features of a parquet schema; DataError for a column of a type that datasets does not have (a map)."""
-    import datasets
-
-    try:
-        return datasets.Features.from_arrow_schema(schema)
-    except ValueError as error:
-        kinds = ", ".join(f"{field.name} ({field.type})" for field in schema)
-        raise DataError(f"datasets cannot load one of its columns: {error} {kinds:.80}; leave it out") from None
 
 
 def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:

@@ -33,8 +33,7 @@ class LabelName(str):
 def label_name(feature: Any, value: Any) -> Any:
     """Return the name of a value of datasets' ``ClassLabel``, which is an id or a name; -1 (no label) stays as it is."""
     try:
-        # Tables store ids as floats if some are missing.
-        is_id = not isinstance(value, str) or (value.endswith(".0") and value not in feature.names)
+        is_id = not isinstance(value, str) or (value.endswith(".0") and value not in feature.names)  # floats of tables
         number = int(float(value)) if is_id else feature.str2int(value)
         if is_id and number != float(value):
             raise ValueError

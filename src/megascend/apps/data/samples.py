@@ -149,9 +149,8 @@ class Encoder:
             self._findings.remark("'label' is not read: it is for classifiers (classification)", document.source)
             return
         raise DataError(
-            f"'label' must be true (desirable) or false (undesirable), found {document.class_label!r:.60}; if it is of a "
-            "classifier, set classification; if it is something else, choose the columns to read with data.columns: {prompt: "
-            "prompt, completion: completion}"
+            f"'label' must be true (desirable) or false (undesirable), found {document.class_label!r:.60}; for a classifier set "
+            "classification, else leave it out (data.columns)"
         )
 
     def _classified(self, document: Document, labels: LabelSet) -> Sample | None:
@@ -172,10 +171,7 @@ class Encoder:
         # The first token is never a target: 0 by default.
         if document.candidates is not None or any(weight != 1 for weight in (document.token_weights or ())[1:]):
             columns = "'weights' and 'prompt_length'" if document.candidates is None else "'top_ids' and 'top_logprobs'"
-            raise DataError(
-                f"{columns} have no meaning for a classifier: leave them out, or choose the columns to read with data.columns: "
-                "{token_ids: token_ids, label: label}"
-            )
+            raise DataError(f"{columns} have no meaning for a classifier: leave them out (data.columns)")
         if document.messages is not None:
             kind = "conversation"
             tokens, _, images = self._conversation(document, document.messages, None, learn_all=True)
