@@ -81,7 +81,7 @@ def test_api_page_lists_exactly_the_public_names() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     rows = "".join(re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE))
     entries = [
-        *re.findall(r"^::: megascend\.(?:bootstrap\.)?(\w+)$", page, re.MULTILINE),
+        *re.findall(r"^::: megascend\.(?:runtime\.bootstrap\.)?(\w+)$", page, re.MULTILINE),
         *re.findall(r"`(\w+)`", rows),
     ]
     public = {name: getattr(megascend, name) for name in megascend.__all__ if name != "__version__"}
