@@ -27,7 +27,7 @@ from megascend.config.run import (
     load_config,
     parsed,
 )
-from megascend.config.run_file import read_settings
+from megascend.config.run_file import check_file_name, read_settings
 from megascend.config.section import Count, Seconds, Section, Size
 from megascend.config.training import (
     Adam,
@@ -89,6 +89,7 @@ __all__ = [
     "Validation",
     "ValidationTasks",
     "VisionTower",
+    "check_file_name",
     "load_config",
     "parsed",
     "read_settings",

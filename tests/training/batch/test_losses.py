@@ -333,3 +333,8 @@ def test_setting_is_any_number(value: Any) -> None:
         "clip_high": value,
         "dual_clip": None,
     }
+
+
+def test_settings_are_a_mapping() -> None:
+    with pytest.raises(ConfigError, match="loss_settings must be a mapping of names to numbers, got list"):
+        resolve("ppo", ["clip_low"])  # type: ignore[arg-type]

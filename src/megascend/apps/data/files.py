@@ -118,15 +118,16 @@ def _typed(
     """Yield the records of a file with values as its schema, or its folder's card, declares them."""
     features = dict(card_features)
     if file.suffix == ".parquet":
+        import datasets
         from pyarrow import parquet
 
+        problem = "not a parquet file that can be read"
         try:
-            features = {**_declared(parquet.read_schema(file)), **features}
-        except DataError as error:
-            findings.file_problem(f"{file}: {error}")
-            return
+            schema = parquet.read_schema(file)
+            problem = f"datasets cannot load one of its columns: {' '.join(str(schema).split()):.80}; leave it out"
+            features = {**datasets.Features.from_arrow_schema(schema), **features}
         except ValueError as error:  # pyarrow's errors, too
-            findings.file_problem(f"{file}: not a parquet file that can be read: {error}")
+            findings.file_problem(f"{file}: {problem}: {error}")
             return
     encoded = file.suffix not in (".json", ".jsonl")
     converters = {name: convert for name, inner in features.items() if (convert := _converter(inner, encoded))}
@@ -141,22 +142,11 @@ def _typed(
             yield record._replace(value=record.value | changes) if changes else record
 
 
-def _declared(schema: Any) -> Mapping[str, Any]:
-    """Return datasets' features of a parquet schema; DataError for a column of a type that datasets does not have (a map)."""
-    import datasets
-
-    try:
-        return datasets.Features.from_arrow_schema(schema)
-    except ValueError as error:
-        kinds = ", ".join(f"{field.name} ({field.type})" for field in schema)
-        raise DataError(f"datasets cannot load one of its columns: {error} {kinds:.80}; leave it out") from None
-
-
 def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:
     """Return a function that decodes stored values of a feature of datasets; None for those that stay as they are.
 
-    JSON is parsed where it is text (``encoded``), class labels become names, and keys that a struct has only because other rows
-    have them (null) are left out. Images stay files, which are decoded within limits later.
+    JSON that is text (``encoded``) is parsed, class labels become names, and keys that a struct has for other rows (null) are
+    left out. Images stay files, which are decoded within limits later.
     """
     import datasets
 
@@ -178,16 +168,8 @@ def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:
     if isinstance(feature, datasets.ClassLabel):
         return lambda value: label_name(feature, value)
     if encoded and isinstance(feature, getattr(datasets, "Json", ())):  # of datasets 4.7 and later
-        return _parse_json_value
+        return lambda value: parse_json(value, "datasets' Json type") if isinstance(value, str) else value
     return None
-
-
-def _parse_json_value(value: Any) -> Any:
-    """Parse a value of datasets' ``Json`` type."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        raise DataError(f"a column of datasets' Json type is not valid JSON, found {value!r:.60}") from None
 
 
 # --- text and JSON ---

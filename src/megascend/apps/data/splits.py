@@ -28,12 +28,10 @@ ALL = "all"
 HELD_OUT = "validation"
 """The split that validation.path takes of a folder with several, unless validation.split names one."""
 SHARD = re.compile(
-    r"(?P<stem>.*?)(?P<number>\d+)(?P<of>[-_.]of[-_.]\d+)?(-[\da-f]{8}[\da-f-]{8,}(-c\d+)?)?(?P<suffix>(\.\w+)+)",
+    r"(?P<stem>.*?)(?P<number>\d+(?=[-_.]of)|\d{3,})(?P<of>[-_.]of[-_.]\d+)?(-[\da-f]{8}[\da-f-]{8,}(-c\d+)?)?(?P<suffix>(\.\w+)+)",
     re.DOTALL | re.IGNORECASE,
 )
-"""Path of one of several files, as datasets and others write them: with their number, and a hash or UUID."""
-NUMBER_DIGITS = 3
-"""Least digits of a file's number that counts as a shard's where the total is not in the name."""
+"""Path of one of several files with their number, of three digits or more if the total is not there."""
 MOST_SHARDS = 10_000
 """Files whose names are compared: more are taken as they are."""
 CARD, CARD_YAML = "README.md", ".huggingface.yaml"
@@ -232,8 +230,7 @@ class Card(NamedTuple):
         if not counts or (split not in (None, ALL) and split not in counts):
             return
         expected = sum(counts.values()) if split == ALL else counts[choose_split(path, split, counts, setting)]
-        # All files may be more than those of the splits.
-        if count < expected or (count > expected and split != ALL):
+        if count < expected or (count > expected and split != ALL):  # all files may be more than those of the splits
             raise DataError(
                 f"{path} ({setting}): its card counts {expected} examples, and the files hold {count}: download the missing "
                 f"ones, or correct {CARD}"
@@ -327,11 +324,11 @@ def _complete(files: Sequence[Path], findings: Findings) -> list[Path]:
     shards: dict[tuple[str, int, str, str], set[int]] = {}
     for file in files:
         with contextlib.suppress(OSError):  # readers report files that cannot be read
+            if not file.stat().st_size:
+                findings.remark("is empty", str(file))
             if is_pointer(file):
                 findings.problem(f"{file}: {A_POINTER}")
-            elif not file.stat().st_size:
-                findings.remark("is empty", str(file))
-        if (match := SHARD.fullmatch(str(file))) and (match["of"] or len(match["number"]) >= NUMBER_DIGITS):
+        if match := SHARD.fullmatch(str(file)):
             key = (match["stem"], len(match["number"]), match["of"] or "", match["suffix"])
             shards.setdefault(key, set()).add(int(match["number"]))
         if (first := names.setdefault(real(file), file)) is not file:

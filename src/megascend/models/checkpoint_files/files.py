@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
 GENERATION_CONFIG = "generation_config.json"
 POINTER = re.compile(
-    rb"(\xef\xbb\xbf)?(version https?://\S+\s+([\w.-]+ \S+\s+)*oid \w+:|# xet version \d|(\.\./)*(\.git)?/annex/objects/\S+\s*$)"
+    rb"(\xef\xbb\xbf)?(version https?://\S+\s+([\w.-]+ \S+\s+)*oid \S|# xet version \d|(\.\./)*(\.git)?/annex/objects/\S+\s*$)"
 )
 """Beginning of the file that Git LFS, Xet or git-annex leave in place of one that they have not fetched."""
 LARGEST_POINTER = 1024

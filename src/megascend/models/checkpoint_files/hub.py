@@ -78,9 +78,16 @@ def snapshot(
         CheckpointError, DataError: it cannot be downloaded, by ``kind``.
     """
     path = Path(path)
-    match = _name_on_hub(path)
+    error_class = CheckpointError if kind == "model" else DataError
+    match = None if path.exists() or path.suffix in FILES else NAME.fullmatch(str(path))
     if match is None:
         return path
+    # A mistyped path is not downloaded from whoever has such a name.
+    if path.parent.exists():
+        raise error_class(
+            f"{setting}: {path} does not exist, and is not looked for on the Hub while a folder {path.parent} is here: correct "
+            "it, or start elsewhere"
+        )
     from huggingface_hub import constants, snapshot_download
 
     repository, revision = match["repository"], match["revision"]
@@ -104,12 +111,7 @@ def snapshot(
             f"{dataset}{option}' where there is one, and copy the Hub's cache ({constants.HF_HUB_CACHE}) or the files, whose "
             f"directory {setting} can be; a private repository needs HF_TOKEN"
         )
-        raise (CheckpointError if kind == "model" else DataError)(message) from error
-
-
-def _name_on_hub(path: Path) -> re.Match[str] | None:
-    # If there is a folder of the owner's name here, the path is one within it.
-    return None if path.exists() or path.parent.exists() or path.suffix in FILES else NAME.fullmatch(str(path))
+        raise error_class(message) from error
 
 
 def repository_of(path: Path | str) -> str | None:

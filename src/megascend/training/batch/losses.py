@@ -331,6 +331,8 @@ def resolve(loss: str | Loss | LossFunction, settings: Mapping[str, Any] | None 
         ConfigError: the name or a setting is unknown; the message lists those that exist.
     """
     if settings:
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"loss_settings must be a mapping of names to numbers, got {type(settings).__name__}")
         return resolve(loss).with_settings(**settings)
     if isinstance(loss, Loss):
         return loss
