@@ -253,8 +253,8 @@ def unload_model(service: Service, tenant: str, body: Mapping[str, Any]) -> Futu
 def optim_step(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
     """Take an optimizer step with the client's AdamW settings."""
     model = service.tenancy.model(body.get("model_id"), tenant)
-    sent = [body[name] for name in ("adam_params", "optimizer_params", "optim_params") if body.get(name) is not None]
-    settings = sent[0] if sent else {}
+    sent = [body[name] for name in ("adam_params", "optimizer_params", "optim_params") if name in body]
+    settings = next((value for value in sent if value is not None), None if sent else {})
     try:
         adam = parse_adam(settings if isinstance(settings, dict) else {"learning_rate": settings})
         problem = None
