@@ -68,6 +68,7 @@ REFUSED = [
     ("hidden_act: gelu is also", {"hidden_act": "gelu"}, HYBRIDS),
     ("routed_scaling_factor: 2.5 is ignored", {"routed_scaling_factor": 2.5}, ("qwen3_next", "qwen3_5_moe_text")),
     ("norm_topk_prob: False is ignored", {"norm_topk_prob": False}, ("qwen3_5_moe_text",)),
+    ("linear_num_value_heads: 5", {"linear_num_key_heads": 2, "linear_num_value_heads": 5}, HYBRIDS),
     ("decoder_sparse_step: 2 is ignored", {"decoder_sparse_step": 2}, ("qwen3_5_moe_text",)),
     ("mlp_only_layers: [1] is ignored", {"mlp_only_layers": [1]}, ("qwen3_5_moe_text",)),
     (

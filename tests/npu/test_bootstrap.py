@@ -20,11 +20,11 @@ FIRST = {
         "megatron.core",
     ),
     "mcore_bridge with an importable Transformer Engine": (
-        "from megascend import reference_te; reference_te.install(force=True); import mcore_bridge",
+        "from megascend.reference import te; te.install(force=True); import mcore_bridge",
         "megatron.core, transformer_engine, mcore_bridge",
     ),
     "transformer_engine": (
-        "from megascend import reference_te; reference_te.install(force=True)",
+        "from megascend.reference import te; te.install(force=True)",
         "transformer_engine",
     ),
     "MindSpeed's adaptor": ("from mindspeed import megatron_adaptor", "megatron.core, transformer_engine"),

@@ -86,6 +86,11 @@ class QwenHybrid(Architecture):
                 f"hidden_act: {activation} is also the activation of {kind}'s convolutions in transformers, and the kernels of "
                 f"linear attention have silu only; {OTHER_ENGINE}"
             )
+        keys, values = config.get("linear_num_key_heads"), config.get("linear_num_value_heads")
+        if keys and values and values % keys:
+            problems.append(
+                f"linear_num_value_heads: {values} is no multiple of linear_num_key_heads ({keys}); correct config.json"
+            )
         return problems
 
     def unsupported_layout(self, config: Config, *, tensor: int, context: int) -> list[str]:
