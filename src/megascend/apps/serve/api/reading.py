@@ -161,7 +161,10 @@ def parse(body: bytes) -> Any:
     try:
         # With hooks of Python: the parser is one call of C, in which no other thread runs between two values without them.
         content = json.loads(
-            body or b"{}", object_pairs_hook=_object, parse_int=lambda text: int(text), parse_float=lambda text: float(text)
+            body or b"{}",
+            object_pairs_hook=_object,
+            parse_int=lambda text: int(text),
+            parse_float=lambda text: float(text),
         )
     except (ValueError, RecursionError) as error:
         raise RequestRefusedError(f"the body is not valid JSON: {str(error)[:120]}") from None
