@@ -12,9 +12,15 @@ from collections.abc import Iterator
 from typing import Any
 
 HIDDEN = "***"
-_SECRET = r"(?:password|passwd|secret|api_?key|token|(?:access|auth|api|hf|bearer)_token)"
-_SECRET_NAME = re.compile(rf"(?:.*_)?(?:password|passwd|secret|api_?key)|{_SECRET}", re.IGNORECASE)
-_IN_URL = re.compile(rf"(?<=://)[^/?#\s'\"]+(?=@)|(?<=[?&])({_SECRET}=)[^&#\s'\"]+", re.IGNORECASE)
+_KEY = r"(?:api|access|secret|private|signing|account|license|auth|wandb|comet|neptune|swanlab)[_-]?key"
+_WORD = rf"passw(?:or)?d|passphrase|pwd|secret|credentials?|authorization|cookie|{_KEY}"
+_TOKEN = r"(?:(?:access|auth|api|hf|bearer|session|security|refresh|id|private)[_-]?)?token"
+# The last word of a name, camelCase too; other names that end in token, such as pad_token, are a tokenizer's.
+_SECRET_NAME = re.compile(rf"(?:.*[_-]|.*[a-z0-9](?=[A-Z]))?(?i:{_WORD})|(?i:{_TOKEN}|pass|bearer|(?:basic_)?auth)")
+_IN_URL = re.compile(
+    rf"(?<=://)[^/?#\s'\"]+(?=@)|(?<=[?&;#])((?:[\w-]*[_-])?(?:{_WORD}|{_TOKEN}|pass|auth|key|sig|signature)=)[^&;#\s'\"]+",
+    re.IGNORECASE,
+)
 
 
 def redacted(value: Any) -> Any:
@@ -26,8 +32,7 @@ def redacted(value: Any) -> Any:
             name for name, entry in value.items() if entry and isinstance(name, str) and _SECRET_NAME.fullmatch(name)
         }
         return {
-            name: HIDDEN if name in hidden and isinstance(entry, str) else redacted(entry)
-            for name, entry in value.items()
+            name: HIDDEN if name in hidden and entry is not True else redacted(entry) for name, entry in value.items()
         }
     return type(value)(map(redacted, value)) if type(value) in (list, tuple) else value
 
