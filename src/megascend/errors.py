@@ -14,13 +14,12 @@ from typing import Any
 HIDDEN = "***"
 _KEY = r"(?:api|access|secret|private|signing|account|license|auth|wandb|comet|neptune|swanlab)[_-]?key"
 _WORD = rf"passw(?:or)?d|passphrase|pwd|secret|credentials?|authorization|cookie|{_KEY}"
-_TOKEN = r"(?:(?:access|auth|api|hf|bearer|session|security|refresh|id|private)[_-]?)?token"
-# The last word of a name, camelCase too; other names that end in token, such as pad_token, are a tokenizer's.
-_SECRET_NAME = re.compile(rf"(?:.*[_-]|.*[a-z0-9](?=[A-Z]))?(?i:{_WORD})|(?i:{_TOKEN}|pass|bearer|(?:basic_)?auth)")
-_IN_URL = re.compile(
-    rf"(?<=://)[^/?#\s'\"]+(?=@)|(?<=[?&;#])((?:[\w-]*[_-])?(?:{_WORD}|{_TOKEN}|pass|auth|key|sig|signature)=)[^&;#\s'\"]+",
-    re.IGNORECASE,
+_TOKEN = (
+    r"(?:(?:access|auth|api|hf|bearer|session|security|refresh|id|private)[_-]?)?token"  # pad_token is a tokenizer's
 )
+_SECRET_NAME = re.compile(rf"(?:.*[_-]|.*[a-z0-9](?=[A-Z]))?(?i:{_WORD})|(?i:{_TOKEN}|pass|bearer|(?:basic_)?auth)")
+_IN_QUERY = rf"(?<=[?&;#])((?:[\w-]*[_-])?(?:{_WORD}|{_TOKEN}|pass|auth|key|sig|signature)=)[^&;#\s'\"]+"
+_IN_URL = re.compile(rf"(?<=://)[^/?#\s'\"]+(?=@)|{_IN_QUERY}", re.IGNORECASE)
 
 
 def redacted(value: Any) -> Any:
@@ -28,11 +27,10 @@ def redacted(value: Any) -> Any:
     if isinstance(value, str):
         return _IN_URL.sub(lambda match: (match[1] or "") + HIDDEN, value) if "://" in value else value
     if isinstance(value, dict):
-        hidden = {
-            name for name, entry in value.items() if entry and isinstance(name, str) and _SECRET_NAME.fullmatch(name)
-        }
+        secret = {name for name in value if isinstance(name, str) and _SECRET_NAME.fullmatch(name)}
         return {
-            name: HIDDEN if name in hidden and entry is not True else redacted(entry) for name, entry in value.items()
+            name: HIDDEN if name in secret and entry and entry is not True else redacted(entry)
+            for name, entry in value.items()
         }
     return type(value)(map(redacted, value)) if type(value) in (list, tuple) else value
 

@@ -417,7 +417,8 @@ def test_server_whose_storage_is_gone_is_not_ready(tmp_path, durable) -> None:
         assert service.client.get("/readyz").status_code == 503
         if durable:  # SQLite goes on to write into its removed file
             step = {"model_id": model, "seq_id": 1, "adam_params": {}}
-            service.service.durability._writer._wait_s = 0.1
+            durability: Any = service.service.durability
+            durability._writer._wait_s = 0.1
             assert service.alice.post("optim_step", step).status_code == 503
 
 

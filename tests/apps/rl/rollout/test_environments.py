@@ -510,11 +510,11 @@ def test_tokens_that_stop_responses_are_those_of_the_middle_of_a_text() -> None:
 
 
 def test_trajectory_of_numpy_and_torch_can_be_saved() -> None:
-    ids, logprobs = np.array([3, 4]), torch.tensor([-0.5, 0.0])
-    trajectory = Trajectory(
-        tuple(ids), ids, tuple(logprobs), np.float32(1.0), "stop", 0, 0, sampled=np.array([True, False])
-    )
-    group = TrajectoryGroup(1, (replace(trajectory, reward=1.0),))
+    ids: Any = np.array([3, 4])
+    logprobs: Any = torch.tensor([-0.5, 0.0])
+    sampled: Any = np.array([True, False])
+    trajectory = Trajectory(tuple(ids), ids, tuple(logprobs), 1.0, "stop", 0, 0, sampled=sampled)
+    group = TrajectoryGroup(1, (trajectory,))
     assert TrajectoryGroup.from_json(json.loads(json.dumps(group.to_json()))) == group
     for wrong in ({"tokens": (1.5, 2)}, {"logprobs": (None, 0.0)}, {"logprobs": (float("nan"), 0.0)}):
         with pytest.raises(DataError):
