@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 HIDDEN = "***"
-_KEY = r"(?:api|access|secret|private|signing|account|license|auth|wandb|comet|neptune|swanlab)[_-]?key"
-_WORD = rf"passw(?:or)?d|passphrase|pwd|secret|credentials?|authorization|cookie|{_KEY}"
-_TOKEN = (
-    r"(?:(?:access|auth|api|hf|bearer|session|security|refresh|id|private)[_-]?)?token"  # pad_token is a tokenizer's
+_WORD = (
+    r"passw(?:or)?d|passphrase|pwd|secret|credentials?|authorization|cookie|(?:api|access|secret|private|wandb)[_-]?key"
 )
+_TOKEN = r"(?:(?:access|auth|api|hf|bearer|session|security|refresh|id|private)[_-]?)?token"
 _SECRET_NAME = re.compile(rf"(?:.*[_-]|.*[a-z0-9](?=[A-Z]))?(?i:{_WORD})|(?i:{_TOKEN}|pass|bearer|(?:basic_)?auth)")
 _IN_QUERY = rf"(?<=[?&;#])((?:[\w-]*[_-])?(?:{_WORD}|{_TOKEN}|pass|auth|key|sig|signature)=)[^&;#\s'\"]+"
 _IN_URL = re.compile(rf"(?<=://)[^/?#\s'\"]+(?=@)|{_IN_QUERY}", re.IGNORECASE)
