@@ -54,6 +54,48 @@ OPTIONS = {
             },
         ),
         ([{"a": ("http://u:p@h", 1)}], [{"a": ("http://***@h", 1)}]),
+        *(
+            ({name: "x"}, {name: "***"})
+            for name in (
+                "pwd",
+                "pass",
+                "passphrase",
+                "auth",
+                "Authorization",
+                "x-api-key",
+                "apiKey",
+                "accessToken",
+                "clientSecret",
+                "userPassword",
+                "aws_secret_access_key",
+                "private_key",
+                "wandb_key",
+                "credentials",
+                "session_token",
+                "cookie",
+            )
+        ),
+        ({"password": 1234, "secrets": 5, "secret": ["x"]}, {"password": "***", "secrets": 5, "secret": "***"}),
+        *(
+            ({name: "x"}, {name: "x"})
+            for name in (
+                "key",
+                "sort_key",
+                "eos_token",
+                "imageToken",
+                "tokens",
+                "passes",
+                "compass",
+                "author",
+                "keyfile",
+            )
+        ),
+        *(
+            (f"http://h/a?b=1&{name}=x&c=2", f"http://h/a?b=1&{name}=***&c=2")
+            for name in ("sig", "X-Amz-Signature", "key", "pwd", "api-key", "X-Amz-Security-Token")
+        ),
+        ("http://h/#access_token=x", "http://h/#access_token=***"),
+        ("http://h/?monkey=x&design=y", "http://h/?monkey=x&design=y"),
     ],
 )
 def test_secrets_are_replaced_and_nothing_else(value: Any, expected: Any) -> None:
