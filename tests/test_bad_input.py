@@ -221,7 +221,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "missing shard": (lose_a_shard, ["model-00002-of-00002.safetensors is listed in", "but missing"]),
     "index not JSON": (write(INDEX, "{"), [f"{INDEX} is not valid JSON"]),
     "index without a map": (write(INDEX, "{}"), ["weight_map"]),
-    "llama config": (other_config("llama"), ["no place for", "k_norm.weight", "of different models"]),
+    "llama config": (other_config("llama"), ["no place for", "k_norm.weight", "correct config.json"]),
     "qwen2 config": (other_config("qwen2"), ["q_proj.bias"]),
     "MoE config": (other_config("qwen3_moe"), ["no tensor"]),
     "no q_norm": (without("q_norm"), ["no tensor 'q_norm.weight'", "last one read was model.layers."]),

@@ -19,10 +19,10 @@ ENGINES = ("megatron", "fsdp", "single")
 REFUSED = {
     "untied, no head": "tie_word_embeddings: false, and no file holds lm_head.weight",
     "no embedding": "holds lm_head.weight and no embedding",
-    "adapter beside": "adapter_config.json beside the model's weights",
-    "adapter config alone": "adapter_config.json beside the model's weights",
+    "adapter beside": "adapter_config.json, which transformers would add",
+    "adapter config alone": "adapter_config.json, which transformers would add",
     "shard absent": "is listed in model.safetensors.index.json but missing",
-    "index beside whole": "remove the one that is left from an earlier save",
+    "index beside whole": "remove the one left from an earlier save",
     "index without metadata": 'add "metadata"',
     "variant alone": "holds neither model.safetensors nor",
     "other file by config": "transformers_weights is 'other.safetensors'",

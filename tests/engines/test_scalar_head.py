@@ -128,10 +128,10 @@ def test_unsupported_combinations_with_a_scalar_head_raise(parity_folder):
             make_backend(*args, **options)
 
     def on_rank():
-        refused(CheckpointError, "score.weight is the head of a sequence or token classifier", critic, plain, "lm")
+        refused(CheckpointError, "score.weight is the head of a classifier", critic, plain, "lm")
         refused(CheckpointError, "has no score.weight; for a new head", lm, plain)
         refused(CheckpointError, "has a head already", critic, plain, "new_token_classifier")
-        refused(CheckpointError, "has one row", three_labels, plain)
+        refused(CheckpointError, "not the one row", three_labels, plain)
         refused(ConfigError, "head: Input should be 'lm', 'scalar'", lm, plain, "value")
         with make_backend(critic, plain) as backend:
             samples = [Sample.scored(ids, returns=[0.0] * len(ids)) for ids in TOKENS[:2]]

@@ -110,4 +110,4 @@ def test_dense_causal_mask_of_the_caller_is_dropped(parity_folder):
 def test_other_mask_of_the_caller_is_refused(parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     (message,) = run_distributed(pass_a_mask, 1, checkpoint, "left padding", init=False)
-    assert "Padding on the left must move to the right end" in message
+    assert "pad on the right with weight 0" in message

@@ -54,7 +54,7 @@ REFUSED = [
         ["CUDA's Transformer Engine is installed ({folder}/", "pip uninstall transformer-engine"],
     ),
     ("another megatron", "VersionError", ["from {folder}/megatron/core, which is version 0.12.2", "PYTHONPATH"]),
-    ("another megatron package", "VersionError", ["from {folder}/megatron/core", "Remove it from PYTHONPATH"]),
+    ("another megatron package", "VersionError", ["from {folder}/megatron/core", "remove it from PYTHONPATH"]),
     ("torch_npu of another torch", "VersionError", ["torch_npu 2.7.1 is built for torch of the same version"]),
     ("torch_npu outside the table", "VersionError", ["torch_npu 2.1.0 is installed", "needs torch_npu"]),
 ]

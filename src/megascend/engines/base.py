@@ -423,6 +423,6 @@ def check_model_settings(spec: EngineSpec, info: ModelInfo) -> None:
         )
     if info.scalar_head is not None and info.scalar_head.unit == "token" and spec.adapters is not None:
         raise ConfigError(
-            "adapters: LoRA on a token classifier (a critic) is not supported: an adapter stores the weight of a head, as for a "
-            "sequence classifier (a reward model), but neither its bias nor its dropout; leave adapters out"
+            "adapters: LoRA on a token classifier (a critic) is not supported: an adapter stores neither its head's bias nor "
+            "its dropout; leave adapters out"
         )

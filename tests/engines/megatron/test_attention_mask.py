@@ -51,7 +51,7 @@ def test_trailing_padding_needs_no_kernel_mask():
 def test_padding_on_the_left_is_refused():
     mask = triangle().expand(2, 1, S, S).clone()
     mask[0, :, :, :3] = True
-    with pytest.raises(DataError, match="Padding on the left must move to the right end"):
+    with pytest.raises(DataError, match="pad on the right with weight 0"):
         kernel_mask(mask)
 
 

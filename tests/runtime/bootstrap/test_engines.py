@@ -57,7 +57,7 @@ changes = runtime.changes
 try:
     megascend.bootstrap(engine={second!r})
 except megascend.ConfigError as error:
-    for part in ("engine '{first}'", "engine '{second}'", "Start another process", "engine='{second}'"):
+    for part in ("engine '{first}'", "engine '{second}'", "start another process", "engine='{second}'"):
         assert part in str(error), error
 else:
     raise SystemExit('not refused')

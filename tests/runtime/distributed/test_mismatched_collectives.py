@@ -96,8 +96,8 @@ def test_one_mismatched_rank_of_four_is_named(runtime: Runtime) -> None:
         assert message == (
             f"rank {rank}: the ranks are out of step: ranks 0, 1, 3 are in tokens inside forward (all_reduce_numbers, sum of "
             "5000, collective 1 of world, step 7); rank 2 is in the check of a path inside save (gather_objects, collective 1 "
-            "of world, step 7). All ranks make the same calls in the same order, with the same arguments where they must be "
-            "equal; nothing was exchanged"
+            "of world, step 7); make the same calls in the same order on all ranks, with matching arguments; nothing was "
+            "exchanged"
         )
 
 

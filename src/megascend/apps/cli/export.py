@@ -218,8 +218,8 @@ def find_checkpoint(path: Path) -> Path:
             )
     if (path / METRICS).is_file():
         raise CheckpointError(
-            f"{path} is a run directory without an exported model (no hf/): the run did not finish, or had export: false. "
-            "With a checkpoint, megascend train --resume auto trains to its end and exports it"
+            f"{path} is a run directory without an exported model (no hf/), unfinished or with export: false; train it to its "
+            "end with megascend train --resume auto"
         )
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: the directory does not exist")

@@ -38,8 +38,8 @@ def run_command(
         raise ConfigError(f"--simulated is platform npu on a simulated device, and --platform says {platform}")
     if (option := isolating_option(command)) is not None:
         raise ConfigError(
-            f"{command[0]} {option}: with this option Python does not look at PYTHONPATH or imports no sitecustomize, so nothing "
-            "can be prepared in it. Leave it out, or make `import megascend; megascend.bootstrap()` the program's first lines"
+            f"{command[0]} {option}: with it Python ignores PYTHONPATH or imports no sitecustomize; leave it out, or begin the "
+            "program with megascend.bootstrap()"
         )
     environment = os.environ.copy()
     if simulated:

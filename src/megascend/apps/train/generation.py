@@ -69,8 +69,8 @@ class AnswerSampler:
         """
         if settings.chat and not tokenizer.chat_template:
             raise ConfigError(
-                "generation: the model's tokenizer has no chat template; set generation.chat: false to have prompts continued as "
-                "they are, or name a template with data.chat_template"
+                "generation: the model's tokenizer has no chat template; set generation.chat: false, or name a template with "
+                "data.chat_template"
             )
         template = ChatTemplate(tokenizer, data.chat_template_options, template_date) if settings.chat else None
         image_processor = ImageProcessor.for_model(model, data.images)

@@ -294,8 +294,7 @@ class HarnessModel(TemplateLM):
             if not 0 < len(continuation) <= self.max_length or not context:
                 raise EvaluationError(
                     f"a task has a context of {len(context)} and a continuation of {len(continuation)} tokens: at least 1 of "
-                    f"each, and at most {self.max_length} of a continuation (the model's context, or batching.max_length and "
-                    "micro_batch_tokens)"
+                    f"each, at most {self.max_length} of a continuation (batching.max_length, or the model's)"
                 )
             tokens = context + continuation
             cut += len(tokens) > self.max_length + 1

@@ -106,8 +106,8 @@ class _ClusterJob:
             return cards
         if nodes > 1:
             raise ConfigError(
-                f"--nodes {nodes}: placement names cards of one host, on which the run starts its engines; for several hosts "
-                "name the addresses of engines that run elsewhere, and leave placement out"
+                f"--nodes {nodes}: placement names cards of one host; leave it out, and name the addresses of engines that run "
+                "elsewhere"
             )
         highest = max(*placement.trainer, *(card for engine in placement.engines or () for card in engine))
         if highest >= cards:

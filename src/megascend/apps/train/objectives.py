@@ -92,8 +92,8 @@ def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjectiv
         _check_kind(config, samples, "token", "distillation")
         if samples.has_candidates:
             raise ConfigError(
-                f"distillation.teacher: {settings.teacher}, and {config.data.title} holds a teacher's distributions "
-                "('top_ids') too: remove teacher, or choose the columns to read with data.columns: {token_ids: token_ids}"
+                f"distillation.teacher: {settings.teacher}, and {config.data.title} holds a teacher's distributions ('top_ids') "
+                "too: remove teacher, or set data.columns: {token_ids: token_ids}"
             )
         return TeacherObjective(settings)
     if config.classification is not None:
@@ -168,13 +168,13 @@ def _check_fields(config: RunConfig, samples: SampleSubset, setting: str, loss: 
     available |= {"candidates"} if samples.has_candidates else set()
     if "candidates" in loss.requires and not samples.has_candidates:
         raise ConfigError(
-            f"{setting}, and {config.data.title} holds no distributions of a teacher ('token_ids' with 'top_ids' "
-            "and 'top_logprobs'): add them, name a teacher in distillation.teacher, or choose another loss"
+            f"{setting}, and {config.data.title} holds no distributions of a teacher ('token_ids', 'top_ids', 'top_logprobs'): "
+            "add them, or set distillation.teacher"
         )
     if samples.has_candidates and "candidates" not in loss.requires:
         raise ConfigError(
-            f"{config.data.title} holds a teacher's distributions ('top_ids'): set distillation: {{loss: forward_kl}} to learn "
-            "them, or choose the columns to read with data.columns: {token_ids: token_ids}"
+            f"{config.data.title} holds a teacher's distributions ('top_ids'): set distillation: {{loss: forward_kl}}, or leave "
+            "them out with data.columns: {token_ids: token_ids}"
         )
     if missing := [name for name in loss.requires if name not in available]:
         raise ConfigError(
@@ -183,9 +183,8 @@ def _check_fields(config: RunConfig, samples: SampleSubset, setting: str, loss: 
         )
     if loss.of == "values" and config.head == "lm":
         raise ConfigError(
-            f"{setting}: a loss of a scalar head's values; of these, run files support bradley_terry and classification, and "
-            "programs the others "
-            '(docs/data.md, "Reward models and critics")'
+            f"{setting}: a loss of a scalar head's values; run files support bradley_terry and classification, set one of them "
+            "(docs/data.md, Reward models and critics)"
         )
 
 

@@ -257,7 +257,7 @@ def begin(
     if backend.step_count > config.steps:
         raise ConfigError(
             f"steps: {config.steps}, and the checkpoint to resume from is after step {backend.step_count}: set steps to "
-            f"{backend.step_count} to only export it, or to more, or name an earlier checkpoint with --resume PATH"
+            f"{backend.step_count} or more, or name an earlier one with --resume PATH"
         )
     apply_adapter_settings(backend, config, path)
     changed = differences(manifest.read(path).config, config)

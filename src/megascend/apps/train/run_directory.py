@@ -137,8 +137,8 @@ def lock_output(output: Path, stack: ExitStack) -> None:
         with suppress(OSError):
             holder = path.read_text(encoding="utf-8").strip()
         raise ConfigError(
-            f"output: {output} is being written by another run, {holder or 'which has not written its name'}: stop it first, or "
-            f"choose another with --set output=PATH; if that host has failed and its lock remains, remove {path}"
+            f"output: {output} is being written by another run, {holder or 'which has not written its name'}: stop it, or, if "
+            f"its host has failed, remove {path}"
         ) from None
     except OSError as error:
         logger.warning(

@@ -295,7 +295,7 @@ class RunSamples:
                 causes = f": {', '.join(names)}" if names else ""
                 raise DataError(
                     f"rank {rank} on {other_host} has other samples than rank 0 on {host}{causes}; give all hosts the same "
-                    "files, and set template_date where they were started around midnight or in several time zones"
+                    "files and the same template_date"
                 )
 
     def drawn_units(

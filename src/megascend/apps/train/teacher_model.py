@@ -171,8 +171,8 @@ def check_teacher_model(
     reason = "the model of an adapter" if adapter else difference_of_models(directory, config.model, info, config.mtp)
     if reason is not None:
         raise ConfigError(
-            f"{setting}: engine {config.engine} holds one model to a process, and only a teacher of its architecture can take "
-            f"its place ({'lora is set' if adapter else reason}): use engine fsdp, or a teacher served by an engine"
+            f"{setting}: engine {config.engine} holds one model to a process, which only a teacher of its architecture can "
+            f"replace ({'lora is set' if adapter else reason}): use engine fsdp"
         )
 
 

@@ -140,9 +140,8 @@ def measure_budget(
     platform.free_cached_memory()
     if search.best is None:
         raise ConfigError(
-            f"batching.micro_batch_tokens: auto: a micro batch of the longest sample, {smallest} tokens, does not fit into "
-            f"memory on some rank ({search.limit / 2**30:.1f} GiB here): set batching.max_length, recompute.granularity: full, "
-            "or divide the model over more ranks"
+            f"batching.micro_batch_tokens: auto: the longest sample, {smallest} tokens, does not fit into memory on some rank "
+            f"({search.limit / 2**30:.1f} GiB here): set batching.max_length lower"
         )
     peak = dict(search.fitted)[search.best]
     trials = len(search.fitted) + len(search.failed)

@@ -74,8 +74,8 @@ class FullModel:
     def require_open(self) -> None:
         if self._accumulated and self._reduces:
             raise ConfigError(
-                "forward_backward was called twice before optimizer_step, but optimizer.overlap_grad_reduce has reduced the "
-                "first call's gradients already; pass all samples in one call or set overlap_grad_reduce: false"
+                "forward_backward was called twice before optimizer_step, with optimizer.overlap_grad_reduce: true; pass all "
+                "samples in one call, or set it to false"
             )
 
     def names(self, samples: Sequence[Sample], default: str | None, *, training: bool) -> list[str]:

@@ -166,8 +166,8 @@ def _register_token_classifier(config_class: Any) -> None:
     classifier: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config_class]
     if not issubclass(classifier, GenericForSequenceClassification):
         raise ConfigError(
-            f"engines single and fsdp: transformers has no token classifier of {config_class.model_type}, and its "
-            f"{classifier.__name__} is not the generic one, from which one could be made; use engine megatron"
+            f"engines single and fsdp: transformers has no token classifier of {config_class.model_type}, and "
+            f"{classifier.__name__} is not generic; use engine megatron"
         )
     # The first base is the generic classifier; the next is that of all models of the architecture.
     base = next(entry for entry in classifier.__mro__[1:] if issubclass(entry, PreTrainedModel))
@@ -202,10 +202,10 @@ def check_tied(model: Any, tied: bool) -> None:
     output = model.get_output_embeddings()
     if output is None or (output.weight is model.get_input_embeddings().weight) == tied:
         return
-    is_tied, are_tied = ("", "not ") if not tied else ("not ", "")
+    loaded, stored = ("not tied", "tied") if tied else ("tied", "not tied")
     raise CheckpointError(
-        f"model: the output layer of transformers' {type(model).__name__} is {is_tied}its embedding, and by the files of the "
-        f"checkpoint it is {are_tied}: correct tie_word_embeddings in config.json"
+        f"model: the output layer of transformers' {type(model).__name__} is {loaded} to its embedding, and {stored} in the "
+        "checkpoint: correct tie_word_embeddings in config.json"
     )
 
 

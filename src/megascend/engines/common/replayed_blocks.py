@@ -79,9 +79,8 @@ class BlockReplay(RouterReplay):
         # Without a call the model has chosen experts elsewhere, and has silently ignored the recorded ones.
         if choice.calls != 1:
             raise MegascendError(
-                f"router replay: the block of layer {self.layers.numbers[column]} chose {self.layers.topk} of "
-                f"{self.layers.experts} experts in {choice.calls} calls of torch.topk, and one was expected; leave "
-                "routed_experts out for this model"
+                f"router replay: the block of layer {self.layers.numbers[column]} called torch.topk ({self.layers.topk} of "
+                f"{self.layers.experts} experts) {choice.calls} times, not once; leave routed_experts out for this model"
             )
         return result
 

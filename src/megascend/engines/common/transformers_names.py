@@ -79,8 +79,8 @@ def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, 
     unused = sorted(name for name in headers if name not in used)
     if unused:
         raise CheckpointError(
-            f"model: {abbreviated(unused)} in the checkpoint, and nothing in {type(model).__name__}, as config.json describes "
-            "it, is read from there: correct config.json, or remove the tensors from the files"
+            f"model: {abbreviated(unused)} in the checkpoint, and no part of {type(model).__name__} of config.json is read from "
+            "there: correct config.json, or remove the tensors"
         )
     for name, parts in slices.items():
         covered = sum(math.prod(hf_slice.sizes) for hf_slice in parts)
@@ -107,8 +107,8 @@ def check_rows(slices: Mapping[str, Sequence[HfSlice]], headers: Mapping[str, Te
     for hf_slice in (part for parts in slices.values() for part in parts):
         if is_transposed(headers[hf_slice.weight].shape, hf_slice.sizes):
             raise CheckpointError(
-                f"{hf_slice.weight} is stored as [experts, in, out], of which a parameter [experts, out, in] has no rows; saving "
-                "the model once with transformers 5 (from_pretrained, save_pretrained) stores it as [experts, out, in]"
+                f"{hf_slice.weight} is stored as [experts, in, out], not as [experts, out, in]: load and save the model once "
+                "with transformers 5"
             )
 
 

@@ -46,7 +46,7 @@ def check_heads(heads: int, kv_heads: int, size: int) -> None:
     if heads % size or heads % math.lcm(kv_heads, size):
         raise TopologyError(
             f"parallel.context={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and values, "
-            "repeated where there are fewer than ranks); choose a size that does"
+            "repeated for more ranks); choose a size that does"
         )
 
 

@@ -53,8 +53,8 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
     # Models of state-space layers only have no attention to take.
     if not any(_takes_attention(module) for module in model.modules()) and not any(_mixers(model)):
         raise ConfigError(
-            f"engine fsdp: {type(model).__name__} ({kind}) does not take its attention from transformers' registry of attention "
-            "functions, so that the engine cannot keep samples apart; use engine single"
+            f"engine fsdp: {type(model).__name__} ({kind}) does not take its attention from transformers' registry, so samples "
+            "would mix; use engine single"
         )
     if CHUNKED in (getattr(text, "layer_types", None) or ()):
         raise ConfigError(
@@ -63,9 +63,8 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
     window = _window(text)
     if window is not None and window < longest and _window_is_a_mask(model):
         raise ConfigError(
-            f"engine fsdp: {kind} has a sliding window of {window} tokens (sliding_window) that it applies only by a "
-            f"mask, which this engine does not build, and samples may be up to {longest} long; set batching.max_length: {window} "
-            "or less, or use engine single"
+            f"engine fsdp: {kind} has a sliding window of {window} tokens, applied only by a mask, and samples may have "
+            f"{longest}; set batching.max_length: {window} or less"
         )
     # One sample a row on one rank: modules that mix tokens causally are correct.
     if not packing and context == 1:

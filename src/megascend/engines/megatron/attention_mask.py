@@ -93,9 +93,8 @@ def _require_causal(mask: Tensor, shape: AttentionShape, positions: Tensor | Non
     """Check that a mask is the causal triangle, apart from padding at the end. Waits for the device."""
     if tuple(mask.shape) not in shape.accepted():
         raise DataError(
-            f"attention mask of shape {list(mask.shape)} on a causal model: causal attention is implicit on NPUs, so pass "
-            f"None; a mask would have to be the causal triangle in one of the shapes {_shape_list(shape.accepted())}. Express "
-            "padding by packing, or by weight 0 at a sample's end"
+            f"attention mask of shape {list(mask.shape)} on a causal model: pass None for causal attention, or its triangle in "
+            f"one of the shapes {_shape_list(shape.accepted())}"
         )
     if positions is None:
         positions = torch.arange(shape.queries, device=mask.device)
@@ -108,9 +107,8 @@ def _require_causal(mask: Tensor, shape: AttentionShape, positions: Tensor | Non
     # Padding must come last: a real query's keys up to itself are then all real, and its row is the triangle's.
     if not bool(((blocked == future) | ~real[..., None]).all()):
         raise DataError(
-            "attention mask on a causal model that is not the causal triangle: the fused NPU attention would ignore what it "
-            "says. Padding on the left must move to the right end (weight 0), samples in one row need packing, and other "
-            "masks need a model with attention_mask_type 'general'"
+            "attention mask on a causal model that is not the causal triangle, which the fused NPU attention would ignore: pad "
+            "on the right with weight 0, or pack"
         )
 
 

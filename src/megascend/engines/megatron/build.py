@@ -90,9 +90,8 @@ def check_architecture(model_dir: Path) -> None:
     _register_with_mcore_bridge(architecture, config.model_type)
     if get_model_meta(get_mcore_model_type(config.model_type)) is None:  # type: ignore[reportArgumentType]
         raise CheckpointError(
-            f"{model_dir}/config.json: mcore-bridge {metadata.version('mcore-bridge')} has no model for "
-            f"model_type {config.model_type!r}; engines fsdp and single train most decoders of transformers, and a package of "
-            "your own can add it to engine megatron (megascend.register_architecture)"
+            f"{model_dir}/config.json: mcore-bridge {metadata.version('mcore-bridge')} has no model for model_type "
+            f"{config.model_type!r}; use engine fsdp, or megascend.register_architecture"
         )
     if problems := architecture.unsupported(text_config(config.to_dict())):
         raise ConfigError(f"{model_dir}/config.json: {'; '.join(problems)}")
@@ -104,8 +103,8 @@ def check_megatron_core(architecture: Architecture) -> None:
     if oldest is None or Version(installed) >= Version(oldest):
         return
     raise VersionError(
-        f"{architecture.model_type}: Megatron-Core has its layers from {oldest} on, and {installed} is installed; install stack "
-        f"{oldest} (Python 3.12, pip install 'megascend[stack-{oldest.replace('.', '-')}]'), or use engine fsdp or single"
+        f"{architecture.model_type}: Megatron-Core has its layers from {oldest} on, and {installed} is installed; use Python "
+        f"3.12 and pip install 'megascend[stack-{oldest.replace('.', '-')}]'"
     )
 
 
@@ -447,8 +446,8 @@ def check_window(config: ModelConfig, longest: int) -> None:
     )
     if window is not None and sliding and getattr(config, "window_size", None) is None and longest > window:
         raise ConfigError(
-            f"{config.hf_model_type} attends within a window of {window} tokens (sliding_window), which mcore-bridge "
-            f"leaves out, and samples may have {longest}: set batching.max_length: {window} or less"
+            f"{config.hf_model_type} has a sliding_window of {window} tokens, which mcore-bridge leaves out, and samples may "
+            f"have {longest}: set batching.max_length: {window} or less"
         )
 
 
@@ -467,9 +466,8 @@ def check_packing(config: ModelConfig, platform: Platform, *, packing: bool) -> 
         and config.recompute_granularity is not None
     ):
         raise ConfigError(
-            f"{config.hf_model_type} has layers that use the keys chosen in an earlier one (indexer_types: shared); a pipeline "
-            "would recompute a padded micro batch with the choice of another one: set batching.packing: true, or "
-            "recompute.granularity: none"
+            f"{config.hf_model_type} shares the choice of keys (indexer_types: shared), which a pipeline loses in recomputing "
+            "padded batches: set batching.packing: true"
         )
 
 
@@ -483,9 +481,8 @@ def check_dropout(config: ModelConfig) -> None:
         and config.attention_dropout > 0
     ):
         raise ConfigError(
-            "sequence parallelism with recomputation and both hidden and attention dropout draws other dropout masks when "
-            "it recomputes (seen in megatron-core 0.16.1); set recompute.granularity: none, parallel.sequence: false, or "
-            "one of the model's dropouts to 0"
+            "sequence parallelism with recomputation and both hidden and attention dropout draws other dropout masks in "
+            "recomputing; set recompute.granularity: none"
         )
 
 

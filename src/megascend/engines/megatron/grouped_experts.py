@@ -87,8 +87,8 @@ class ExpertWeights:
         self.grads = one_view([parameter.main_grad for parameter in self.parameters])
         if self.grads is None:
             raise ConfigError(
-                "moe.experts: grouped: gradients of a layer's experts are not evenly spaced in Megatron's buffers; "
-                "set optimizer.overlap_grad_reduce: false, or moe.experts: upstream"
+                "moe.experts: grouped: gradients of a layer's experts are unevenly spaced in Megatron's buffers; set "
+                "optimizer.overlap_grad_reduce: false"
             )
 
     def check(self) -> None:

@@ -49,8 +49,8 @@ def check(method: BaseWeights, config: Any, topology: Topology) -> None:
     for name, (size, axis, ranks) in inputs.items():
         if ranks > 1 and size // ranks % BLOCKS[method]:
             raise ConfigError(
-                f"base_weights: {method}: parallel.{axis}={ranks} divides the {size} features of {name} into {size // ranks}, no "
-                f"multiple of the {BLOCKS[method]} that share a scale: the numbers would depend on the layout; lower it"
+                f"base_weights: {method}: parallel.{axis}={ranks} divides the {size} features of {name} into {size // ranks}, "
+                f"no multiple of the {BLOCKS[method]} that share a scale; lower it"
             )
 
 

@@ -258,14 +258,13 @@ def check(config: Any, moe: Moe, pipeline: int, frozen: bool) -> None:
     if moe.aux_loss == "transformers":
         if not hasattr(config.hf_config, "router_aux_loss_coef"):
             raise ConfigError(
-                f"{setting}: transformers computes no auxiliary loss for {name} (its configuration has no "
-                "router_aux_loss_coef), so there is none to be equal to; set moe.aux_loss: megatron, or none"
+                f"{setting}: transformers computes no auxiliary loss for {name} (no router_aux_loss_coef in its configuration); "
+                "set moe.aux_loss: megatron, or none"
             )
         if pipeline > 1:
             raise ConfigError(
-                f"{setting} with parallel.pipeline={pipeline}: the formula pools the routers of all layers of a forward pass, "
-                "and a pipeline stage has only its own; set parallel.pipeline: 1, or moe.aux_loss: megatron, which has a "
-                "term for each layer"
+                f"{setting} with parallel.pipeline={pipeline}: the formula pools the routers of all layers, and a stage has "
+                "only its own; set moe.aux_loss: megatron"
             )
     if moe.bias_update_rate > 0:
         setting = f"moe.bias_update_rate: {moe.bias_update_rate:g}"

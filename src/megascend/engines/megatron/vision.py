@@ -33,17 +33,17 @@ def check(config: Any, topology: Topology, adapters: Adapters | None, *, trains_
         raise ConfigError(f"mtp: train with {config.hf_model_type}: set keep")
     if adapters is not None and matches(EMBEDDING, adapters.targets):
         raise ConfigError(
-            f"adapters.targets names {EMBEDDING} of {config.hf_model_type}, whose embeddings engine megatron replaces by "
-            "features of images before adapters see them: leave it out, or use engine fsdp or single"
+            f"adapters.targets names {EMBEDDING} of {config.hf_model_type}, which engine megatron replaces by features of "
+            "images: leave it out, or use engine fsdp"
         )
     # Pipeline stages pass on hidden states only: the features of inner layers have to be added on the stage that has the tower.
     deepest = len(getattr(config.hf_config.vision_config, "deepstack_visual_indexes", None) or [])
     first = topology.chunk_layers[0]
     if deepest > first:
         raise ConfigError(
-            f"{config.hf_model_type} adds features of {deepest} layers of its vision tower to as many layers of the language "
-            f"model, and the first of {topology.pipeline * topology.virtual_pipeline} pipeline stages has {first}: set "
-            "parallel.pipeline or parallel.virtual_pipeline lower"
+            f"{config.hf_model_type} adds vision features to {deepest} layers, and the first of "
+            f"{topology.pipeline * topology.virtual_pipeline} pipeline stages has {first}: lower parallel.pipeline or "
+            "parallel.virtual_pipeline"
         )
 
 

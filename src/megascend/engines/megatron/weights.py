@@ -142,8 +142,8 @@ def load(
     unused = [name for name, count in zip(names, counts, strict=True) if not count and name not in (fresh or {})]
     if unused:
         raise CheckpointError(
-            f"{model_dir} holds tensors that this architecture has no place for: {abbreviated(unused)}. config.json and weights "
-            "are of different models: correct config.json, or remove the tensors from the files"
+            f"{model_dir} holds tensors that the architecture of config.json has no place for: {abbreviated(unused)}: correct "
+            "config.json, or remove the tensors"
         )
 
 

@@ -85,8 +85,8 @@ def load_model(
     # info.tensors leaves out those that no engine builds, such as heads of multi-token prediction.
     if unused := sorted(set(report["unexpected_keys"]) & set(info.tensors)):
         raise CheckpointError(
-            f"{model_dir} holds tensors that transformers has no place for in the {type(model).__name__} that config.json "
-            f"describes: {abbreviated(unused)}: correct config.json, or remove the tensors from the files"
+            f"{model_dir} holds tensors that the {type(model).__name__} of config.json has no place for: {abbreviated(unused)}: "
+            "correct config.json, or remove the tensors"
         )
     restore_padding_rows(model, info.tensors)
     if head is None:
@@ -163,8 +163,8 @@ def check_plain_head(model: Any, vocab_size: int) -> None:
         )
     if not difference <= HEAD_BOUND:
         raise ConfigError(
-            f"engine single: the logits of {type(model).__name__} are not the product of its last hidden states and its output "
-            f"layer (relative difference {difference:.3g}, at most {HEAD_BOUND} expected), as every engine computes them"
+            f"engine single: the logits of {type(model).__name__} are not its last hidden states times its output layer "
+            f"(relative difference {difference:.3g}, at most {HEAD_BOUND})"
         )
 
 

@@ -95,8 +95,8 @@ def require_head(engine: Engine, of: Literal["logprobs", "values"], caller: str)
     """
     if of == "logprobs" and engine.info.scalar_head is not None:
         raise ConfigError(
-            f"{caller} works on log-probabilities, and this model has a scalar head: its losses are value, clipped_value, "
-            "bradley_terry, those of classification and your own with Loss(of='values'), and its values come from values()"
+            f"{caller} works on log-probabilities, and this model has a scalar head: use values(), or a loss of values such as "
+            "bradley_terry or Loss(of='values')"
         )
     if of == "values" and engine.info.scalar_head is None:
         raise ConfigError(
@@ -110,8 +110,8 @@ def check_mtp_loss(engine: Engine, loss: Loss) -> None:
     if engine.mtp_loss_weight and loss.per != "token":
         unit = "preference pair" if loss.per == "pair" else "sample"
         raise ConfigError(
-            f"mtp: train with the loss {loss.name!r}, which is one per {unit}: the head is trained on targets with "
-            "weights, and those of a rejected sample are not to be learnt; set mtp: keep"
+            f"mtp: train with the loss {loss.name!r}, which is one per {unit}: the head would learn rejected samples' weighted "
+            "targets too; set mtp: keep"
         )
 
 
@@ -166,8 +166,8 @@ def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
     for index, sample in enumerate(samples):
         if loss.reduction == "mean" and bool((sample.weights < 0).any()):
             raise DataError(
-                f"sample {index} has a weight of {float(sample.weights.min())}; the loss {loss.name!r} is divided by the sum of "
-                "weights, so none may be negative. Use a loss with reduction='sum' for negative weights"
+                f"sample {index} has a weight of {float(sample.weights.min())}, and the loss {loss.name!r} is divided by the "
+                "sum of weights; use a loss with reduction='sum' for negative weights"
             )
         if loss.of == "values" and loss.per != "token" and not float(sample.weights[-1]):
             raise DataError(

@@ -414,8 +414,8 @@ def critic_head(model_dir: Path) -> HeadKind:
     assert head is not None
     if head.dropout:
         raise ConfigError(
-            f"{model_dir}/config.json: a critic of verl has no dropout before its head, and classifier_dropout is "
-            f"{head.dropout:g} here (transformers' default where none is given); set classifier_dropout: 0 there"
+            f"{model_dir}/config.json: classifier_dropout is {head.dropout:g} (transformers' default if unset), and a critic of "
+            "verl has none; set classifier_dropout: 0"
         )
     return "scalar"
 
@@ -435,9 +435,8 @@ def _require_own_process() -> None:
         require_none_alive()
     except ProcessGroupError as error:
         raise ConfigError(
-            "verl has put two models (actor and critic, or actor and reference) into one process, which holds one Megatron "
-            "backend. With trainer.use_v1=True and trainer.v1.trainer_mode=sync each has a process of its own; other trainers of "
-            "verl need a reference by LoRA and no critic"
+            "verl has put two models into one process, which holds one Megatron backend; set trainer.use_v1=True and "
+            "trainer.v1.trainer_mode=sync"
         ) from error
 
 

@@ -117,8 +117,8 @@ class BatchResults:
         # `not all(<=)`, so that a NaN counts as a difference.
         if not all(difference <= LARGEST_DIFFERENCE for difference in differences):
             raise LossFunctionError(
-                f"verl's sft_loss has another gradient than the mean of -log_prob over loss_mask (by {max(differences):g} times "
-                "a token's): megascend's integration is for verl 0.9.1. The step was taken with that mean"
+                "verl's sft_loss has another gradient than the mean of -log_prob over loss_mask, which the step took (by "
+                f"{max(differences):g} of a token's); install verl 0.9.1"
             )
         outputs = {}
         for name, rows in self._outputs.items():

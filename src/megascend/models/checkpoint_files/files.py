@@ -129,8 +129,8 @@ def weight_files(model_dir: Path) -> list[Path]:
         raise CheckpointError(f"{model_dir / missing[0]} is listed in {WEIGHT_INDEX} but missing{stale}")
     if single_file.is_file() and names != [WEIGHT_FILE]:
         raise CheckpointError(
-            f"{model_dir} holds {WEIGHT_FILE}, which transformers would read, and {WEIGHT_INDEX}, which names {names[0]} and "
-            "which other programs would follow: remove the one that is left from an earlier save"
+            f"{model_dir} holds {WEIGHT_FILE}, which transformers would read, and {WEIGHT_INDEX}, which names {names[0]}: "
+            "remove the one left from an earlier save"
         )
     if not isinstance(content.get("metadata"), dict):
         raise CheckpointError(
@@ -143,10 +143,8 @@ def _refuse_other_readings(model_dir: Path) -> None:
     """Raise CheckpointError where transformers would load more than the weights, or weights of another name."""
     if (model_dir / ADAPTER_CONFIG).is_file():
         raise CheckpointError(
-            f"{model_dir} holds {ADAPTER_CONFIG} beside the model's weights: transformers would add that adapter to them, "
-            f"megascend does not. If it is merged into the weights already, move {ADAPTER_CONFIG} and adapter_model.safetensors "
-            "away; if not, move them into a directory of their own and merge it first: megascend export MODEL OUT --adapter "
-            "DIRECTORY"
+            f"{model_dir} holds {ADAPTER_CONFIG}, which transformers would add to the weights: move the adapter away, or merge "
+            "it with megascend export --adapter"
         )
     config = model_dir / "config.json"
     weights_name = _json_object(config).get("transformers_weights") if config.is_file() else None
@@ -160,8 +158,8 @@ def _refuse_other_readings(model_dir: Path) -> None:
     )
     if rank_shard is not None:
         raise CheckpointError(
-            f"{model_dir} holds {rank_shard}, a distributed checkpoint of transformers, which it would load instead of "
-            f"{WEIGHT_FILE}: save it whole (from_pretrained(...).save_pretrained(...)), or move the shard-* files away"
+            f"{model_dir} holds {rank_shard}, a distributed checkpoint that transformers would load instead of {WEIGHT_FILE}: "
+            "move the shard-* files away"
         )
 
 

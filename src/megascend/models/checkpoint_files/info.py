@@ -367,9 +367,8 @@ def _check_separate_head(
     dedicated = next((name for name in heads if name.endswith(("embed_tokens.weight", "lm_head.weight"))), None)
     if dedicated is not None or config.get("mtp_use_dedicated_embeddings"):
         raise ConfigError(
-            f"mtp: train: the head of {kind} for multi-token prediction has an embedding or output layer of its own "
-            f"({dedicated or 'mtp_use_dedicated_embeddings: true'}), and only one that shares the model's can be trained; set "
-            "keep"
+            f"mtp: train: the head of {kind} for multi-token prediction has its own embedding or output layer "
+            f"({dedicated or 'mtp_use_dedicated_embeddings: true'}), which cannot be trained; set keep"
         )
     if (kinds := config.get("layer_types")) and kinds[-1] != "full_attention":
         raise ConfigError(
@@ -420,8 +419,8 @@ def is_tied(config: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, 
         tied = _declares_tied(config, model_dir)
         if not tied and len(tables) == 1:
             raise CheckpointError(
-                f"{model_dir}: config.json says tie_word_embeddings: false, and no file holds {OUTPUT}, which transformers would "
-                "draw at random: set tie_word_embeddings: true if the output layer is the embedding, else fetch the tensor"
+                f"{model_dir}: config.json says tie_word_embeddings: false, and no file holds {OUTPUT}: set it to true if the "
+                "embedding is the output layer, else fetch the tensor"
             )
         return tied
     embeddings = sorted(

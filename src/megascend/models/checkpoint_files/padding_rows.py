@@ -27,8 +27,8 @@ def restore_padding_rows(model: Any, headers: Mapping[str, TensorHeader]) -> Non
         if header_name is None:
             if not row.any():
                 raise CheckpointError(
-                    f"model: row {module.padding_idx} (pad_token_id) of {name} is zero once loaded, and no tensor of the files "
-                    "is known to hold it: set pad_token_id: null in config.json, or use engine fsdp"
+                    f"model: row {module.padding_idx} (pad_token_id) of {name} is zero once loaded, and no tensor is known to "
+                    "hold it: set pad_token_id: null in config.json"
                 )
             continue
         # A slice: only the row is read, not the embedding.

@@ -98,8 +98,8 @@ def dequantised_headers(
             )
     else:
         raise CheckpointError(
-            f"{source}/config.json: quantization_config.quant_method {method!r} is not read; fp8 with weight_block_size and "
-            "mxfp4 are. Dequantise the checkpoint first (transformers: from_pretrained(...).dequantize(), then save_pretrained)"
+            f"{source}/config.json: quantization_config.quant_method {method!r} is not read (fp8 with weight_block_size and "
+            "mxfp4 are): dequantise it with transformers"
         )
     left = [name for name, header in joined.items() if header.dtype.startswith("F8") and header.dtype != DEQUANTISED]
     if left:

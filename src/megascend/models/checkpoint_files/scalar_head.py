@@ -80,8 +80,8 @@ def find(
     if scalar_head is not None and classifier_class(config, scalar_head.unit) is None:
         title = f"{scalar_head.unit.capitalize()}Classification"
         raise ConfigError(
-            f"{model_dir}: transformers has no ...For{title} of model_type {config.get('model_type')!r}, so that nothing could "
-            f"load what would be trained; {_PURPOSES[scalar_head.unit]} need a model for which it has one, such as qwen3 or llama"
+            f"{model_dir}: transformers has no ...For{title} of model_type {config.get('model_type')!r}; "
+            f"{_PURPOSES[scalar_head.unit]} need a model for which it has one, such as qwen3 or llama"
         )
     return scalar_head
 
@@ -94,9 +94,8 @@ def _find(
     if head == "lm":
         if weight_name is not None:
             raise CheckpointError(
-                f"{model_dir}: {weight_name} is the head of a sequence or token classifier (a reward model, a critic): give the "
-                "backend head='scalar', or train a checkpoint of a ...ForCausalLM class. A run file trains it with the loss "
-                'bradley_terry, or with classification; docs/data.md, "Reward models and critics"'
+                f"{model_dir}: {weight_name} is the head of a classifier (a reward model, a critic): set head='scalar', or in a "
+                "run file bradley_terry or classification"
             )
         return None
     if isinstance(head, Classification):
@@ -117,9 +116,8 @@ def _find(
     stored = _stored(weight_name, config, tensors, model_dir)
     if stored.outputs != 1:
         raise CheckpointError(
-            f"{model_dir}: {WEIGHT} has shape {list(tensors[WEIGHT].shape)}; the head of a reward model or critic has one row "
-            "(num_labels: 1). Classifiers of sequences are trained with classification in a run file, or with "
-            "head=megascend.Classification(...); those of tokens are not trained"
+            f"{model_dir}: {WEIGHT} has shape {list(tensors[WEIGHT].shape)}, not the one row (num_labels: 1) of a reward model "
+            "or critic; set head=megascend.Classification(...)"
         )
     if config.get("problem_type") not in (None, "regression"):
         raise CheckpointError(f"{model_dir}: problem_type={config['problem_type']!r} is not that of one number a token")
@@ -196,8 +194,8 @@ def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHe
     unit = _TASKS.get(match["task"]) if match else None
     if unit is None or name != WEIGHT:
         raise CheckpointError(
-            f"{model_dir}: head='scalar' takes transformers' ...ForSequenceClassification and ...ForTokenClassification with a "
-            f"layer called score; config.json has architectures={classes}, and the head is {name}"
+            f"{model_dir}: head='scalar' takes a ...ForSequenceClassification or ...ForTokenClassification with a layer score; "
+            f"architectures is {classes}, the head {name}"
         )
     shape, bias = tensors[WEIGHT].shape, BIAS in tensors
     if len(shape) != 2:

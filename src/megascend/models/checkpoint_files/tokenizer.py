@@ -33,7 +33,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     if ordinary < 2:
         raise CheckpointError(
             f"{model}: the tokenizer knows {len(tokenizer)} token{'s' if len(tokenizer) != 1 else ''}, of which {ordinary} are "
-            "not special: its vocabulary is missing; copy tokenizer.json (or tokenizer.model) from the model's source"
+            "not special: its vocabulary is missing; copy tokenizer.json from the model's source"
         )
     return tokenizer
 

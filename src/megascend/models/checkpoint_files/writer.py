@@ -153,6 +153,6 @@ def require_same_tensors(source: Path, info: ModelInfo, exported: Mapping[str, T
     """Raise CheckpointError unless ``exported`` are the tensors of the model that came from ``source``, in ``dtype``."""
     if problems := differences(info.export_tensors, exported, DTYPES[f"torch.{dtype}"]):
         raise CheckpointError(
-            f"export: not the tensors that {source} has, so transformers would not load it as the same model: "
-            f"{'; '.join(problems)}. Nothing has been written; please report the model's architecture"
+            f"export: not the tensors of {source}, so nothing was written: {'; '.join(problems)}; please report the model's "
+            "architecture"
         )

@@ -90,8 +90,8 @@ def check_cann(stack: Stack) -> str:
     home = os.environ.get("ASCEND_HOME_PATH")
     if not home:
         raise PlatformError(
-            "ASCEND_HOME_PATH is not set, so CANN's compilers cannot be found: source its set_env.sh "
-            "(/usr/local/Ascend/ascend-toolkit/set_env.sh) in the shell that starts the run"
+            "ASCEND_HOME_PATH is not set, so CANN's compilers cannot be found: source set_env.sh "
+            "(/usr/local/Ascend/ascend-toolkit/set_env.sh)"
         )
     version = cann_version(Path(home))
     if simnpu.is_active() or (version or "").endswith("+simnpu"):
@@ -197,9 +197,8 @@ def check_megatron(stack: Stack) -> str:
     version = Version(".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH")))
     if version not in stack.requirement("megatron-core"):
         raise VersionError(
-            f"megatron.core would be imported from {info.parent}, which is version {version}, while the installed "
-            f"megatron-core is {installed_versions()['megatron-core']}: another Megatron tree comes first on sys.path. "
-            f"Remove it from PYTHONPATH. {stack}"
+            f"megatron.core would be imported from {info.parent}, which is version {version}, not from megatron-core "
+            f"{installed_versions()['megatron-core']}: remove it from PYTHONPATH. {stack}"
         )
     return f"megatron.core is the installed {installed_versions()['megatron-core']}"
 
@@ -261,8 +260,8 @@ def refusing_float64_wrapper(all_reduce: Callable[..., Any]) -> Callable[..., An
 
         if tensor.dtype == torch.float64 and tensor.device.type != "cpu":
             raise PlatformError(
-                "all_reduce of a float64 tensor on an NPU: HCCL has no float64, and MindSpeed would silently leave the "
-                "tensor as it was. Reduce it as float32, or on the CPU over a Gloo group"
+                "all_reduce of a float64 tensor on an NPU: HCCL has no float64, and MindSpeed would leave it as it was: reduce "
+                "it as float32, or on the CPU over Gloo"
             )
         return all_reduce(tensor, *args, **kwargs)
 

@@ -231,9 +231,8 @@ class TransformerEngine(PatchProvider):
     def before_megatron(self) -> list[str]:
         if not is_installed("transformer_engine"):
             raise PlatformError(
-                "platform 'cuda' needs Transformer Engine: pip install --no-build-isolation "
-                "'transformer-engine[pytorch]'. To run with megascend's slower reference implementation instead, "
-                "set MEGASCEND_REFERENCE_TE=1."
+                "platform 'cuda' needs Transformer Engine: pip install --no-build-isolation 'transformer-engine[pytorch]', or, "
+                "slower, set MEGASCEND_REFERENCE_TE=1"
             )
         self.setup.platform.has_transformer_engine_kernels = True
         return one_connection(os.environ)

@@ -84,8 +84,8 @@ class Runtime:
             self.prepare_for(engines.DEFAULT)
         if self.provider is None:
             raise ConfigError(
-                f"this process was prepared for engine {self.engine!r}, which needs no Megatron, so Megatron was not patched; "
-                "start another process, with megascend.bootstrap(engine='megatron') first"
+                f"this process was prepared for engine {self.engine!r}, so Megatron was not patched; start another process with "
+                "megascend.bootstrap(engine='megatron') first"
             )
         announce("importing Megatron-Core")
         with warnings.catch_warnings(), suppress_logs_below(logging.ERROR), gc_paused(), deferring():
@@ -151,13 +151,13 @@ class Runtime:
             )
         if tf32 not in (None, self.tf32):
             raise ConfigError(
-                f"this process was bootstrapped with tf32={self.tf32}; it cannot become {tf32}: the setting must precede "
-                f"any computation. Pass it in the first call: megascend.bootstrap(tf32={tf32})"
+                f"this process was bootstrapped with tf32={self.tf32}; it cannot become {tf32}: pass it in the first call: "
+                f"megascend.bootstrap(tf32={tf32})"
             )
         if affinity not in (None, self.affinity):
             raise ConfigError(
-                f"this process was bootstrapped with affinity={self.affinity!r}; it cannot become {affinity!r}: threads have "
-                f"been started since. Pass it in the first call: megascend.bootstrap(affinity={affinity!r})"
+                f"this process was bootstrapped with affinity={self.affinity!r}; it cannot become {affinity!r}: pass it in the "
+                f"first call: megascend.bootstrap(affinity={affinity!r})"
             )
         # These two share a patched Megatron-Core, and engines without Megatron share an unpatched process. In any other pair,
         # one engine would run with the patches of the other.
@@ -175,9 +175,8 @@ class Runtime:
                 else "without any patch"
             )
             raise ConfigError(
-                f"this process was bootstrapped for engine {self.engine!r}, {state}; engine {engine!r} cannot run in it: "
-                "one engine's patches must not be in another's process. Start another process, or, if nothing here needs "
-                f"{self.engine!r}, pass it in the first call: megascend.bootstrap(engine={engine!r})"
+                f"this process was bootstrapped for engine {self.engine!r}, {state}; engine {engine!r} cannot run in it: start "
+                f"another process with megascend.bootstrap(engine={engine!r})"
             )
         kind = type(self.provider)
         names = () if self.provider is None else (self.provider.name, f"{kind.__module__}:{kind.__qualname__}")
@@ -390,9 +389,6 @@ def require_clean(modules: Iterable[str], platform: str) -> None:
     early = [name for name in PATCHED_FIRST if name in loaded]
     if early:
         raise ImportOrderError(
-            f"{', '.join(early)} {'was' if len(early) == 1 else 'were'} imported before megascend.bootstrap(). On platform "
-            f"{platform!r} these packages pick their implementations while they are imported, so they would compute "
-            "with the wrong ones. Make megascend.bootstrap() the first lines of the program, above every import of "
-            "megatron, transformer_engine, mcore_bridge or anything that imports them (swift, verl, twinkle; peft, where a "
-            "transformer_engine is installed)."
+            f"{', '.join(early)} {'was' if len(early) == 1 else 'were'} imported before megascend.bootstrap(), with wrong "
+            f"implementations for platform {platform!r}: make it the first lines of the program"
         )

@@ -159,8 +159,8 @@ def aligned_frames(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> 
         raise _rebuild_error(refusing[0], *refusal)
     positions = describe({number: frame.position for number, frame in zip(ranks, valid, strict=True)})
     raise OutOfStepError(
-        f"rank {rank}: the ranks are out of step: {positions}. All ranks make the same calls in the same order, with the "
-        "same arguments where they must be equal; nothing was exchanged"
+        f"rank {rank}: the ranks are out of step: {positions}; make the same calls in the same order on all ranks, with "
+        "matching arguments; nothing was exchanged"
     )
 
 

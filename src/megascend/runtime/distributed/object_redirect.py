@@ -83,8 +83,7 @@ class ObjectCollectiveRedirect:
                 return name
         raise ProcessGroupError(
             f"{caller} on a {dist.get_backend(group)} group of ranks {dist.get_process_group_ranks(group)}, which carries no "
-            "objects: they do not travel over device groups. Use megascend.runtime.distributed.objects.gather_objects, or a "
-            "group made with backend='gloo'"
+            "objects: use gather_objects, or a group made with backend='gloo'"
         )
 
     def _single_rank_group(self) -> ProcessGroup:

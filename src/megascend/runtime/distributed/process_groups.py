@@ -175,9 +175,8 @@ def _check_open_files(topology: Topology, rank: int, platform: CommunicationPlat
     limit = open_file_limit(required)
     if limit < required:
         raise ProcessGroupError(
-            f"rank {rank}: in a world of {topology.world_size} ranks a process has up to {required} open files and sockets, most "
-            f"of them of Gloo groups, and {socket.gethostname()} allows {limit} (ulimit -Hn): "
-            "raise the hard limit (limits.conf, LimitNOFILE of systemd, docker run --ulimit nofile)"
+            f"rank {rank}: in a world of {topology.world_size} ranks a process has up to {required} open files and sockets, and "
+            f"{socket.gethostname()} allows {limit}: raise its hard limit (ulimit -Hn)"
         )
 
 
@@ -287,7 +286,7 @@ def _check_ranks(groups: ProcessGroups, device_groups: dict[str, ProcessGroup], 
         if actual != expected:
             raise ProcessGroupError(
                 f"rank {groups.rank}: {type(factory).__name__} created group {name} with ranks {actual}, the topology has "
-                f"{expected}; the engine's library, or a patch to it, orders ranks in a way that megascend does not know"
+                f"{expected}; check patches to the engine's library"
             )
 
 

@@ -126,9 +126,8 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -
             if not missing:
                 # Every rank has a number, but some are of an earlier start, and this rank cannot know which.
                 raise CollectiveTimeoutError(
-                    f"rank {rank}: the ranks did not agree on a start within {timeout_s:g} s, although each had stored a number "
-                    "in this start or an earlier one: a rank, often all ranks of a host, has not restarted. Look at torchrun's "
-                    "output on every host"
+                    f"rank {rank}: the ranks did not agree on a start within {timeout_s:g} s: a rank or host has not restarted; "
+                    "look at torchrun's output on every host"
                 )
             raise CollectiveTimeoutError(did_not_arrive(rank, "start-up", missing, world_size, timeout_s))
         time.sleep(_pause(world_size))

@@ -186,7 +186,6 @@ def check_fp32_products(error: float) -> None:
     """Raise PlatformError if the relative error of a product shows that it was not computed in fp32."""
     if error > TF32_ERROR:
         raise PlatformError(
-            f"fp32 is configured, but a matrix product of Transformer Engine has a relative error of {error:.1e}, as with TF32 "
-            f"(fp32: below {TF32_ERROR:.0e}). cuBLAS was in use before megascend.bootstrap() could set {TF32_VARIABLE}=0: call "
-            f"the bootstrap first, or set the variable before the program starts; tf32=True accepts TF32"
+            f"fp32 is configured, but a product of Transformer Engine has a relative error of {error:.1e}, as with TF32 (fp32: "
+            f"below {TF32_ERROR:.0e}): start the program with {TF32_VARIABLE}=0"
         )

@@ -212,17 +212,15 @@ def check_grid(parallel: Parallel, expert_tensor: int, world_size: int) -> None:
     attention = p.tensor * p.pipeline * p.context
     if world_size % attention:
         raise TopologyError(
-            f"world size {world_size} is not a multiple of parallel.tensor={p.tensor} x "
-            f"parallel.pipeline={p.pipeline} x parallel.context={p.context} = {attention}; "
-            f"start {_nearby(world_size, attention)} processes (--nproc, or torchrun), or lower one of them"
+            f"world size {world_size} is not a multiple of parallel.tensor={p.tensor} x parallel.pipeline={p.pipeline} x "
+            f"parallel.context={p.context} = {attention}; start {_nearby(world_size, attention)} processes"
         )
     experts = expert_tensor * p.expert * p.pipeline
     # A second check, because the expert grid divides the same world by other sizes.
     if world_size % experts:
         raise TopologyError(
-            f"world size {world_size} is not a multiple of parallel.expert_tensor={expert_tensor} x "
-            f"parallel.expert={p.expert} x parallel.pipeline={p.pipeline} = {experts}; "
-            f"start {_nearby(world_size, experts)} processes (--nproc, or torchrun), or lower one of them"
+            f"world size {world_size} is not a multiple of parallel.expert_tensor={expert_tensor} x parallel.expert={p.expert} "
+            f"x parallel.pipeline={p.pipeline} = {experts}; start {_nearby(world_size, experts)} processes"
             + (" (expert_tensor defaults to tensor)" if p.expert_tensor is None and expert_tensor > 1 else "")
         )
     if p.virtual_pipeline > 1 and p.pipeline == 1:
@@ -242,9 +240,8 @@ def check_grid(parallel: Parallel, expert_tensor: int, world_size: int) -> None:
         # reduced with those of all other weights, over DP x CP, whose ranks hold the same expert shards only if
         # ETP == TP. Smaller ETP: replicas within the TP group are never summed. Larger: different shards are.
         raise TopologyError(
-            f"parallel.expert_tensor={expert_tensor} differs from parallel.tensor={p.tensor} while parallel.expert=1: "
-            "Megatron-Core would reduce the experts' gradients over the wrong ranks and diverge without an error; "
-            f"set expert_tensor to {p.tensor} (or leave it out), or expert to 2 or more"
+            f"parallel.expert_tensor={expert_tensor} differs from parallel.tensor={p.tensor} while parallel.expert=1: gradients "
+            f"would be wrong; set expert_tensor to {p.tensor}, or expert to 2"
         )
 
 
@@ -296,8 +293,8 @@ def parse_pipeline_layout(text: str) -> list[str]:
             item = PIPELINE_LAYOUT.match(text, position)
             if item is None:
                 raise TopologyError(
-                    f"{setting}: {text[position:]!r} is not a part of a layout; E is the embedding, t a layer, m the head for "
-                    "multi-token prediction, L the output layer, | the end of a chunk, and t*3 and (tt|)*3 repeat"
+                    f"{setting}: {text[position:]!r} is not a part of a layout: E (embedding), t (layer), m (multi-token "
+                    "prediction), L (output), | (end of a chunk), t*3, (tt|)*3"
                 )
             part = expanded(item["group"]) if item["group"] else item["part"]
             parts.append(part * int(item["times"] or 1))
@@ -311,8 +308,8 @@ def parse_pipeline_layout(text: str) -> list[str]:
         order = ("E" if first else "") + "t" * chunk.count("t") + ("m?L" if last else "")
         if not re.fullmatch(order, chunk):
             raise TopologyError(
-                f"{setting}: chunk {number} of {len(chunks)} is {chunk!r}; the first one begins with E, the last one ends with "
-                "L, or mL if the head for multi-token prediction is trained, and all others have layers (t) only"
+                f"{setting}: chunk {number} of {len(chunks)} is {chunk!r}; the first begins with E, the last ends with L, or mL "
+                "if that head is trained, others have only t"
             )
         if not (first or last or chunk):
             raise TopologyError(
@@ -381,8 +378,8 @@ def resolve_sequence_parallel(parallel: Parallel, is_moe: bool) -> tuple[bool, l
         return False, []
     if is_moe and parallel.sequence is False:
         raise TopologyError(
-            f"parallel.sequence=false with experts and parallel.tensor={parallel.tensor}: Megatron-Core trains MoE "
-            "layers under tensor parallelism only with sequence parallelism; remove the setting, or set tensor to 1"
+            f"parallel.sequence=false with experts and parallel.tensor={parallel.tensor}: Megatron-Core trains them only with "
+            "sequence parallelism; remove the setting"
         )
     if is_moe and parallel.sequence is None:
         return True, [f"sequence parallelism is on: a model with experts needs it at parallel.tensor={parallel.tensor}"]

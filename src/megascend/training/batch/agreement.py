@@ -129,8 +129,7 @@ def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
                 different = [label for label in {**first, **second} if first.get(label) != second.get(label)]
                 raise DataError(
                     f"ranks {leader} and {rank} differ only in tensor, pipeline or context parallelism but were given different "
-                    f"samples (their {', '.join(different)} differ); pass the same list on both (backend.shard picks a data "
-                    "parallel rank's share of a global list)"
+                    f"samples ({', '.join(different)}); pass the same list on both"
                 )
     shares = [reports[leader] for leader, *_ in replicas]
     if not any(share.counts for share in shares):
@@ -148,7 +147,7 @@ def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
             owner = f" of adapter {name!r}" if name else ""
             raise DataError(
                 f"the weights of all samples{owner} sum to {sums.weight:g}, outside [{1 / WEIGHT_LIMIT:g}, {WEIGHT_LIMIT:g}]: "
-                "the loss would overflow in float32. It is divided by this sum, so scale all weights by one factor"
+                "the loss would overflow in float32; scale all weights by one factor"
             )
     # Sorted: the order is the adapters' index on all ranks.
     return Agreement(count, dict(sorted(counts.items())))

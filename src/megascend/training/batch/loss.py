@@ -152,8 +152,8 @@ class Loss:
             "teacher_states" not in self.requires or self.entropy or self.of != "logprobs" or self.is_cross_entropy
         ):
             raise ConfigError(
-                f"loss {self.name!r}: divergence=... is for losses of log-probabilities without entropy whose requires has "
-                f"'teacher_states'; got requires={self.requires}, of={self.of!r}, entropy={self.entropy}"
+                f"loss {self.name!r}: divergence=... needs 'teacher_states' in requires, of='logprobs' and no entropy; got "
+                f"requires={self.requires}, of={self.of!r}, entropy={self.entropy}"
             )
         if self.is_cross_entropy and (self.per != "token" or self.of != "logprobs" or self.entropy):
             raise ConfigError(

@@ -282,8 +282,8 @@ def _check_graph(loss: Loss, total: Tensor, leaves: Sequence[Tensor]) -> None:
     """Raise LossFunctionError for a sum without a gradient to the model, or with one to another tensor."""
     if not total.requires_grad:
         raise LossFunctionError(
-            f"loss {loss.name!r} returned values that do not depend on {loss.of}, inputs.entropy or inputs.candidate_logprobs, "
-            "or only through detach(): nothing would be trained. For a loss of 0, multiply by 0"
+            f"loss {loss.name!r} returned values that do not depend on {loss.of}, or only through detach(): nothing would be "
+            "trained; for a loss of 0, multiply by 0"
         )
     # autograd.grad would silently leave out other tensors: find them in the graph.
     visited, pending = set(), [total.grad_fn]

@@ -178,8 +178,8 @@ def check_fits(saved: CheckpointManifest, current: CheckpointManifest, directory
         kinds = ("LoRA adapters on a frozen model", "all parameters of a model")
         stored, trained = kinds if saved.optimizer is None else kinds[::-1]
         raise CheckpointError(
-            f"load: {directory} holds {stored}, and this run trains {trained}; set or leave out lora (of a backend: adapters) as "
-            "the checkpoint's run did, or begin a run from its exported weights"
+            f"load: {directory} holds {stored}, and this run trains {trained}; set or leave out lora (of a backend: adapters) "
+            "as the checkpoint's run did"
         )
     if saved.optimizer is not None and current.optimizer is not None:
         # Checkpoints of AdamW have no entry.

@@ -83,9 +83,8 @@ def check_complete(folder: Path, names: Collection[str], adaptable: Collection[s
     missing = [name for name in adaptable if name in targets and name not in names]
     if missing:
         raise CheckpointError(
-            f"adapter {folder}: {WEIGHTS} has no factors of {abbreviated(missing)}, which {CONFIG} targets (target_modules, "
-            "target_parameters, layers_to_transform): copy the file again if it is damaged; if these layers were not trained, "
-            f"leave them out of {CONFIG}"
+            f"adapter {folder}: {WEIGHTS} has no factors of {abbreviated(missing)}, which {CONFIG} targets: copy the file "
+            f"again, or leave these layers out of {CONFIG}"
         )
 
 
@@ -106,8 +105,8 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
     if not path.is_file():
         if (folder / "adapter_model.bin").is_file():
             raise CheckpointError(
-                "the weights are in adapter_model.bin, a pickle, which can run code when it is read. If you trust it, load it "
-                f"with peft and save it again as {WEIGHTS}: save_pretrained(..., safe_serialization=True)"
+                "the weights are in adapter_model.bin, a pickle, which can run code; if you trust it, load it with peft and "
+                f"save it as {WEIGHTS}"
             )
         raise CheckpointError(f"{WEIGHTS} is missing")
     try:
@@ -233,9 +232,8 @@ def check_plain(config: Mapping[str, Any]) -> None:
     initialisation = config.get("init_lora_weights", True)
     if str(initialisation).lower() not in _PLAIN_INIT:
         raise CheckpointError(
-            f"{CONFIG}: init_lora_weights is {initialisation!r}, which changes the base model's weights too, so this adapter "
-            f"does not fit {config.get('base_model_name_or_path')!r} itself. PEFT saves it as plain LoRA with "
-            "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            f"{CONFIG}: init_lora_weights is {initialisation!r}, which changes the base model "
+            f"{config.get('base_model_name_or_path')!r} too; save it as plain LoRA (path_initial_model_for_weight_conversion)"
         )
 
 

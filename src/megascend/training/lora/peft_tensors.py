@@ -202,9 +202,8 @@ def _gate_up(experts: str, index: int, projections: Mapping[str, Mapping[int, Fa
     if gate is None or up is None or not torch.equal(gate.a, up.a):
         problem = "only one of gate_proj and up_proj" if gate is None or up is None else "a different A for each"
         raise CheckpointError(
-            f"{WEIGHTS} adapts gate_proj and up_proj of {experts}.{index}, which are one parameter here, with {problem}; "
-            "a LoRA of the same rank needs one A for both. Train it on target_parameters "
-            "['mlp.experts.gate_up_proj', 'mlp.experts.down_proj']"
+            f"{WEIGHTS} adapts gate_proj and up_proj of {experts}.{index}, one parameter here, with {problem}; train "
+            "mlp.experts.gate_up_proj and mlp.experts.down_proj"
         )
     return Factors(gate.a, torch.cat([gate.b, up.b]))
 

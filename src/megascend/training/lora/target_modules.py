@@ -234,8 +234,7 @@ def check_untied(targets: Literal["all-linear"] | Sequence[str], prefix: str, *,
         if tied and matches(name, targets):
             raise ConfigError(
                 f"adapters.targets names {name!r}, but this model has one weight for {EMBEDDING} and {OUTPUT} "
-                "(tie_word_embeddings): an adapter merged into one would change the other. Save the model untied first: load "
-                f"it in transformers with tie_word_embeddings=False, copy {EMBEDDING}'s weight to {OUTPUT}, save_pretrained()"
+                "(tie_word_embeddings): leave it out, or save the model untied first"
             )
 
 

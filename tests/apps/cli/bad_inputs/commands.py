@@ -195,7 +195,7 @@ SERVE = {
         "serve --model model --nproc 8 --tensor 8", says="parallel.tensor=8 does not divide | attention heads"
     ),
     "too few processes": command(
-        "serve --model model --tensor 2", says="world size 1 | parallel.tensor=2 | start 2 processes (--nproc, or torchrun)"
+        "serve --model model --tensor 2", says="world size 1 | parallel.tensor=2 | start 2 processes"
     ),
     "too many processes": command("serve --model model --nproc 4096", says="--nproc 4096 | 4 processes a core"),
     "a host that is none": command(

@@ -101,7 +101,7 @@ MODELS = {
     "negative heads": model("config.json | num_attention_heads | -4", configure(num_attention_heads=-4)),
     "another vocabulary": model("(320, 32) | (999, 32) | different models", configure(vocab_size=999)),
     "text part in words": model("config.json | text_config | 'x'", configure(text_config="x")),
-    "a reward model": model("score.weight is the head of | bradley_terry | docs/data.md", reward_model),
+    "a reward model": model("score.weight is the head of | bradley_terry", reward_model),
     "no weights": model("neither model.safetensors nor", remove("model.safetensors")),
     "weights of torch": model(
         "neither model.safetensors nor | converted first", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin")

@@ -175,7 +175,7 @@ def test_groups_without_signal_end_the_run_at_the_bound(reward, expected, monkey
     message = str(raised.value)
     assert expected in message
     assert "test_collector.py:<lambda>" in message
-    assert "rollout.max_groups_without_signal (40)" in message
+    assert "rollout.max_groups_without_signal is 40" in message
     (warning,) = caplog.messages
     assert "the last 20 groups have no learning signal" in warning
     assert "the run ends after 40" in warning

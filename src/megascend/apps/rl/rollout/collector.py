@@ -374,9 +374,8 @@ class RolloutCollector:
         )
         if limit and streak.groups >= limit:
             raise DataError(
-                f"{description}. Nothing can be learned from them: see whether the function grades such a response as it should, "
-                "whether prompts are too hard, or learned already, and whether responses are long enough "
-                f"(rollout.max_tokens). rollout.max_groups_without_signal ({limit}) sets how many in a row end a run; 0: none"
+                f"{description}; rollout.max_groups_without_signal is {limit}: check the reward function, the difficulty of the "
+                "prompts and rollout.max_tokens"
             )
         # Half-way to the limit there is still time to act; without a limit the run continues, and the warning is repeated.
         warn_at = limit // 2 or WARNING_INTERVAL * self._buffer.batch

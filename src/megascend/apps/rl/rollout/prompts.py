@@ -108,7 +108,7 @@ def prompt_tokens(
     elif not tokenizer.chat_template:
         raise DataError(
             "a prompt with 'messages' needs a chat template, and the model's tokenizer has none; add chat_template.jinja to the "
-            "model's directory, or use 'prompt', a text that is continued"
+            "model's directory"
         )
     else:
         template = ChatTemplate(tokenizer, template_options, template_date)

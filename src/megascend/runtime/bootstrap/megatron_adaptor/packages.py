@@ -101,9 +101,8 @@ def _check_transformer_engine(stack: Stack) -> str:
             "both TransformerEngineNPU and CUDA's Transformer Engine are" if mixed else "CUDA's Transformer Engine is"
         )
         raise PlatformError(
-            f"{engines} installed ({', '.join(cuda_names)}). They share the name {TRANSFORMER_ENGINE}, and CUDA's cannot run on "
-            "an NPU host: pip uninstall transformer-engine transformer-engine-torch transformer-engine-cu12"
-            + ("" if mixed else f", then {remedy}")
+            f"{engines} installed ({', '.join(cuda_names)}); CUDA's cannot run on an NPU host: pip uninstall transformer-engine "
+            "transformer-engine-torch transformer-engine-cu12" + ("" if mixed else f", then {remedy}")
         )
     return f"{distribution_version(TRANSFORMER_ENGINE_DISTRIBUTION) or 'of an unknown version'} ({folders[0]})"
 

@@ -50,8 +50,8 @@ class MegatronAdaptor(PatchProvider):
     def before_megatron(self) -> list[str]:
         if early := [name for name in (packages.ADAPTOR, MINDSPEED_ADAPTOR) if name in sys.modules]:
             raise ImportOrderError(
-                f"{', '.join(early)} was imported before megascend.bootstrap(): it has read its arguments from sys.argv and "
-                "patched Megatron with them. Remove the import; the bootstrap does it"
+                f"{', '.join(early)} was imported before megascend.bootstrap(), and patched Megatron with arguments of "
+                "sys.argv: remove the import; the bootstrap does it"
             )
         ascend.check(packages.PREREQUISITES, self._stack)
         engine = packages.transformer_engine_folders()[0]
@@ -211,7 +211,7 @@ def check_batching(context_size: int, context_algorithm: str, *, packing: bool) 
     if context_size > 1 and packing and context_algorithm == "ulysses":
         raise ConfigError(
             f"batching.packing with parallel.context={context_size} and parallel.context_algorithm: ulysses: "
-            "TransformerEngineNPU has no all-to-all for packed samples; set batching.packing: false, or use ring or all_gather"
+            "TransformerEngineNPU packs no samples there; use ring"
         )
 
 
@@ -231,8 +231,8 @@ def require_engine(folder: Path) -> None:
     file = getattr(sys.modules[packages.TRANSFORMER_ENGINE], "__file__", None)
     if file is None or Path(file).parent != folder:
         raise PlatformError(
-            f"transformer_engine in this process is {file}, not TransformerEngineNPU in {folder}: MegatronAdaptor has put its "
-            "placeholder there. This process is patched half-way; start another"
+            f"transformer_engine in this process is {file}, not TransformerEngineNPU in {folder}: MegatronAdaptor put its "
+            "placeholder there; start another process"
         )
 
 

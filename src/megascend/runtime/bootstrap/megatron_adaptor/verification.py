@@ -26,8 +26,7 @@ def verify(config: Any, defaults: dict[str, Any]) -> None:
         raise PlatformError(
             "MegatronAdaptor's patches are not as they must be: "
             + "; ".join(failed)
-            + ". Something imported Megatron before megascend.bootstrap() or patched it afterwards, or the packages are of "
-            "branches that do not belong together; start a fresh process with the bootstrap first, and see megascend doctor"
+            + "; start a fresh process with megascend.bootstrap() first, with packages that megascend doctor accepts"
         )
 
 

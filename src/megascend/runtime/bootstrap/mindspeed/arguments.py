@@ -153,8 +153,7 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
             check_model({name: value, "context_parallel_size": 2})  # may raise a more specific error
             raise ConfigError(
                 f"provider_options.{name} is not among the options that were tested with megascend "
-                f"({', '.join(SUPPORTED_OPTIONS)}); most of the others have no effect without Megatron's training script, "
-                "or fail in the middle of a run; leave it out"
+                f"({', '.join(SUPPORTED_OPTIONS)}); leave it out"
             )
 
 
@@ -276,7 +275,6 @@ def check_batching(context_size: int, packing: bool) -> None:
     """Raise ConfigError for packed sequences with context parallelism: MindSpeed does not split them like mcore-bridge."""
     if context_size > 1 and packing:
         raise ConfigError(
-            f"batching.packing with parallel.context={context_size} on an NPU: MindSpeed's ring attention fails on packed "
-            "sequences, and its all-gather divides them contiguously while mcore-bridge divides them in a zigzag, so that "
-            "the logits would be wrong; set batching.packing: false"
+            f"batching.packing with parallel.context={context_size} on an NPU: MindSpeed's ring attention fails, all-gather "
+            "gives wrong logits; set batching.packing: false"
         )

@@ -43,8 +43,8 @@ def import_adaptor(values: Mapping[str, Any]) -> None:
     """
     if ADAPTOR in sys.modules:
         raise ImportOrderError(
-            f"{ADAPTOR} was imported before megascend.bootstrap(): it has read its arguments from sys.argv and patched "
-            "Megatron with them. Remove the import; the bootstrap does it"
+            f"{ADAPTOR} was imported before megascend.bootstrap(), and patched Megatron with arguments of sys.argv: remove the "
+            "import; the bootstrap does it"
         )
     set_arguments(values)
     ascend.guard_module_scan()

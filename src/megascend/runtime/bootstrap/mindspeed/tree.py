@@ -123,9 +123,8 @@ def branch_of(stack: Stack) -> str:
     """Return the branch for ``stack`` that runs without MegatronAdaptor; raise VersionError if there is none."""
     if stack.name not in BRANCHES:
         raise VersionError(
-            f"stack {stack.name} does not run on NPUs with provider 'mindspeed': from Megatron-Core 0.17 on the provider is "
-            "'megatron_adaptor', the default there. MindSpeed alone belongs to "
-            f"{' or '.join(f'stack {name}' for name in BRANCHES)}"
+            f"stack {stack.name} does not run on NPUs with provider 'mindspeed', which belongs to "
+            f"{' or '.join(f'stack {name}' for name in BRANCHES)}; use 'megatron_adaptor', the default"
         )
     return BRANCHES[stack.name]
 
@@ -225,13 +224,12 @@ def _check_transformer_engine(stack: Stack) -> str:
         return "none is installed, as it must be"
     if spec.origin is not None and ascend.is_for_npu(Path(spec.origin).parent):
         raise PlatformError(
-            f"TransformerEngineNPU is installed as transformer_engine ({spec.origin}). It belongs to MegatronAdaptor, with "
-            "stack 0.18 or 0.19 and provider megatron_adaptor; this stack's MindSpeed would import it instead of its own layers: "
-            "pip uninstall transformer-engine"
+            f"TransformerEngineNPU is installed as transformer_engine ({spec.origin}), which MindSpeed would import in place of "
+            "its layers: pip uninstall transformer-engine"
         )
     raise PlatformError(
-        f"CUDA's Transformer Engine is installed ({spec.origin}). MindSpeed would import it instead of its own layers, and "
-        "it cannot run on an NPU host: pip uninstall transformer-engine transformer-engine-torch transformer-engine-cu12"
+        f"CUDA's Transformer Engine is installed ({spec.origin}); it cannot run on NPUs: pip uninstall transformer-engine "
+        "transformer-engine-torch transformer-engine-cu12"
     )
 
 

@@ -17,8 +17,8 @@ def verify(config: Any, arguments: dict[str, Any], rotary: Any) -> None:
     failed = problems(config, arguments, rotary)
     if failed:
         raise PlatformError(
-            f"MindSpeed's patches are not as they must be: {'; '.join(failed)}. Something imported Megatron before "
-            "megascend.bootstrap() or patched it afterwards; start a fresh process with the bootstrap first"
+            f"MindSpeed's patches are not as they must be: {'; '.join(failed)}; start a fresh process with "
+            "megascend.bootstrap() before any import of Megatron"
         )
 
 

@@ -91,7 +91,7 @@ def _contiguous(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(tensor, Tensor) and not tensor.is_contiguous():
             raise PlatformError(
                 f"torch.distributed.{name}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
-                "contiguous. Gloo would write wrong numbers to it, and NCCL refuses it: pass tensor.contiguous(), and copy back"
+                "contiguous: pass tensor.contiguous(), and copy back"
             )
         if read and len(args) > (position := positions.index(read)):
             args = (*args[:position], _copies(args[position]), *args[position + 1 :])

@@ -293,8 +293,8 @@ def load(model: Path, dtype: torch.dtype, device: torch.device) -> Any:
             raise CheckpointError(f"local engine: {model}: {problem.replace('_', ' ')}: {sorted(report[problem])[:3]}")
     if depends_on_length(loaded):
         raise CheckpointError(
-            f"local engine: {model} has RoPE of kind longrope or dynamic, which transformers turns by the longest response of a "
-            "batch: log-probabilities of shorter ones would be wrong; use another rollout engine"
+            f"local engine: {model} has RoPE of kind longrope or dynamic, where shorter responses of a batch get wrong "
+            "log-probabilities; use another rollout engine"
         )
     restore_padding_rows(loaded, tensor_headers(model))
     return loaded.to(device).eval().requires_grad_(False)
