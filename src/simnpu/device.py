@@ -86,8 +86,8 @@ def _check_torch() -> None:
         "aten::empty.memory_format", "PrivateUse1"
     ):
         raise PlatformError(
-            f"PyTorch's one slot for an out-of-tree device is taken by {backend!r}: the simulated npu cannot run beside "
-            "it. With the real torch_npu installed, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to keep it from loading."
+            f"PyTorch's one slot for an out-of-tree device is taken by {backend!r}: if that is torch_npu, set "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         )
 
 

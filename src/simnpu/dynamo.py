@@ -72,8 +72,8 @@ def refuse_inductor(compile_fx: Any) -> None:
     def refusing(model: Any, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if any(getattr(getattr(example, "device", None), "type", None) == DEVICE for example in example_inputs):
             raise InductorError(
-                "torch.compile with Inductor: the simulated npu has no compiler (on hardware torch_npu brings its own). "
-                'Use backend="eager" or "aot_eager", or run without torch.compile (TORCHDYNAMO_DISABLE=1)'
+                "torch.compile with Inductor: the simulated npu has no compiler; "
+                'use backend="eager" or "aot_eager", or set TORCHDYNAMO_DISABLE=1'
             )
         return inner(model, example_inputs, *args, **kwargs)
 

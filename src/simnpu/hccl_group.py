@@ -108,9 +108,8 @@ class ProcessGroupHCCL(ProcessGroupGloo):
         except RuntimeError as error:
             late = [rank for rank, key in zip(self.ranks, keys, strict=True) if not self.store.check([key])]
             raise RuntimeError(
-                f"timed out after {limit.total_seconds():g} s: rank {self.ranks[self.rank()]} is at the first collective "
-                f"of the hccl group of ranks {self.ranks}, and of these {late} did not come. HCCL makes a communicator at "
-                f"its first collective, on all of its ranks at once; {CONNECT_VARIABLE} (seconds) sets how long it waits"
+                f"timed out after {limit.total_seconds():g} s ({CONNECT_VARIABLE}): rank {self.ranks[self.rank()]} is at the "
+                f"first collective of the hccl group of ranks {self.ranks}, and of these {late} did not come"
             ) from error
         self.joined = True
 

@@ -173,8 +173,8 @@ def boxed(op: Any, *args: Any, **kwargs: Any) -> Any:
     if op not in _kernels:
         if op.namespace != "aten":
             raise NotImplementedError(
-                f"Could not run '{op.name()}' with arguments from the 'npu' backend: the simulated npu has PyTorch's own "
-                "operators only; register a kernel for the PrivateUse1 dispatch key"
+                f"Could not run '{op.name()}' with arguments from the 'npu' backend: simnpu has PyTorch's own operators only; "
+                "register a PrivateUse1 kernel"
             )
         _kernels[op] = kernel_for(op)
     return _kernels[op](*args, **kwargs)

@@ -44,9 +44,8 @@ class NpuFusedOptimizerBase(Optimizer):
             self.combined = {p: p.grad for p in parameters}
         elif any(p not in self.combined or self.combined[p].data_ptr() != p.grad.data_ptr() for p in parameters):
             warnings.warn(
-                "torch_npu.optim: gradients were replaced since the first step (zero_grad(set_to_none=True), or "
-                "Module.zero_grad()). By torch_npu's published source its fused optimizers keep stepping with the old "
-                "ones, which they combined. The simulated optimizer takes the new ones. Use optimizer.zero_grad()",
+                "torch_npu.optim: gradients were replaced since the first step, and torch_npu's fused optimizers keep stepping "
+                "with the old ones (the simulated one takes the new ones); use optimizer.zero_grad()",
                 stacklevel=3,
             )
             self.combined = {p: p.grad for p in parameters}

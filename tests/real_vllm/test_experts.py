@@ -162,4 +162,4 @@ def test_unsupported_experts_raise_update_error() -> None:
     )
     assert lines[2].startswith("meta this engine balances experts between its workers (enable_eplb)")
     assert lines[3] == "meta taken"
-    assert lines[4].startswith("meta 0: with --enable-lora a reload leaves experts as they are stored")
+    assert lines[4].startswith("meta 0: --enable-lora leaves experts as stored")

@@ -85,7 +85,7 @@ def choose(sender: Location, receivers: Mapping[str, Location]) -> str:
         return names[0]
     raise TransportError(
         f"no transport brings bytes from the trainer ({sender}) to all receivers ({_description(receivers)}): set "
-        "WEIGHTWIRE_STAGING=cpu for the engines, which then stage weights in host memory, where gloo can send them"
+        "WEIGHTWIRE_STAGING=cpu for the engines (gloo)"
     )
 
 

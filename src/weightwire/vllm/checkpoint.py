@@ -160,7 +160,6 @@ def require_equal_head(head: torch.Tensor, embedding: torch.Tensor) -> None:
     # Bits: in a sharded update, both hold NaN where this worker loads nothing.
     if not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
         raise ManifestError(
-            f"{HEAD} of the update differs from the embedding, and vLLM was started with "
-            "tie_word_embeddings: true, which computes logits with the embedding: start vLLM from a directory "
-            "whose config.json says tie_word_embeddings: false (an export of the trainer does)"
+            f"{HEAD} of the update differs from the embedding, with which vLLM computes logits: start vLLM with "
+            "tie_word_embeddings: false in config.json"
         )

@@ -150,8 +150,8 @@ def _routed_experts(output: Any, prompt_length: int) -> RoutedExperts:
     # A model has more than one layer and expert: only where nothing was recorded is everything 0.
     if not indices.any():
         raise UnsupportedCallError(
-            "generate: vLLM returned 0 for all routed experts: the kernel of its experts routes tokens without reporting it; use "
-            "another --moe-backend, or vLLM 0.27 or later, which refuses such a kernel at its start"
+            "generate: vLLM returned 0 for all routed experts: its kernel routes tokens without reporting it; start vLLM with "
+            "another --moe-backend"
         )
     return RoutedExperts.of(indices)
 

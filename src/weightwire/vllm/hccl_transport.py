@@ -87,8 +87,7 @@ def require_working(communicator: Any) -> None:
     if disabled or not available:
         raise TransportError(
             f"vllm_hccl: vllm-ascend's PyHcclCommunicator is {'disabled' if disabled else 'not available'}: it could not load "
-            "libhccl.so, and would return from every broadcast without sending anything. Source CANN's set_env.sh, or set "
-            "HCCL_SO_PATH"
+            "libhccl.so and would send nothing; source CANN's set_env.sh, or set HCCL_SO_PATH"
         )
 
 

@@ -121,9 +121,9 @@ class Recording:
             dtypes = [(copy.target.dtype, self.tensors[copy.source.tensor]) for copy in self.copies]
             name = next(spec.name for dtype, spec in dtypes if dtype != _torch_dtype(spec))
             raise NotInPlaceError(
-                f"{separate_bytes} bytes of old weights do not fit into the update's own memory (limit: {SEPARATE_BYTES}), since "
-                f"{name}, for example, is sent in another dtype than the "
-                f"engine uses{', and is the base of later differences' if keep else ''}"
+                f"{separate_bytes} bytes of old weights do not fit into the update's memory (limit: {SEPARATE_BYTES}): {name}, "
+                "for example, is sent in another dtype than the engine "
+                f"uses{', and is the base of later differences' if keep else ''}"
             )
         return Exchange(parts, keep=keep, tied=self._tied_parts(pieces))
 

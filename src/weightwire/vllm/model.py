@@ -219,16 +219,15 @@ def check_reloadable(model: torch.nn.Module, vllm_config: Any) -> None:
         inner = getattr(method, "old_quant_method", None)
         if inner is not None and _expert_backend(inner) not in UNCONVERTED:
             raise UpdateError(
-                f"{name}: with --enable-lora a reload leaves experts as they are stored, and backend {_expert_backend(inner)} of "
-                f"{type(inner).__name__} reads them converted: start vLLM without it, or with --moe-backend triton"
+                f"{name}: --enable-lora leaves experts as stored, and backend {_expert_backend(inner)} of "
+                f"{type(inner).__name__} reads them converted: start vLLM without it"
             )
         on_cpu = any(parameter.device.type == "cpu" for parameter in layer.parameters())
         reloads = _rebuildable(method) or _in_fp8_blocks(method)
         if (on_cpu and not reloads) or _expert_backend(method) in PREPARED_APART:
             raise UpdateError(
                 f"{name} is an expert layer whose weights vLLM may reload wrongly ({type(method).__name__}, backend "
-                f"{_expert_backend(method)}), so this engine takes no updates of its model; on the CPU those of vLLM 0.32 can be "
-                "updated that are unquantized or in fp8 blocks"
+                f"{_expert_backend(method)}); on the CPU only unquantized experts or fp8 blocks are updated"
             )
 
 
@@ -257,9 +256,8 @@ def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
             before, after = attributes.get("moe_kernel"), getattr(method, "moe_kernel", None)
             if before is not None and (path := _differing_tensor(before, after, modules)) is not None:
                 raise UpdateError(
-                    f"{name}: vLLM's reload builds another kernel of these experts than the one in use ({type(method).__name__}, "
-                    f"backend {_expert_backend(method)}): {path} differs, which is computed from the weights and is none of the "
-                    "layer's parameters; start vLLM with another --moe-backend"
+                    f"{name}: vLLM's reload builds another kernel of these experts ({type(method).__name__}, backend "
+                    f"{_expert_backend(method)}): {path} differs; start vLLM with another --moe-backend"
                 )
     finally:
         for _, method, attributes in layers:

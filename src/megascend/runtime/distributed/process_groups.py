@@ -260,8 +260,7 @@ def _adopted_store(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.S
     if second is None:
         logging.getLogger(__name__).warning(
             f"rank {launch.rank}: the default process group's store, a {type(default).__name__}, allows no second "
-            "connection: errors of collectives will not name the ranks to blame, and collectives of different groups that wait "
-            "for each other end with their timeout"
+            "connection: errors of collectives will not name the ranks to blame"
         )
         return store, None
     # The second connection lacks the prefixes that torch put in front of the store: rank 0 chooses a new one for all.
