@@ -176,7 +176,7 @@ def _check_open_files(topology: Topology, rank: int, platform: CommunicationPlat
     if limit < required:
         raise ProcessGroupError(
             f"rank {rank}: in a world of {topology.world_size} ranks a process has up to {required} open files and sockets, and "
-            f"{socket.gethostname()} allows {limit}: raise its hard limit (ulimit -Hn)"
+            f"{socket.gethostname()} allows {limit} (ulimit -Hn): raise the hard limit"
         )
 
 

@@ -128,8 +128,8 @@ def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
             if first != second:
                 different = [label for label in {**first, **second} if first.get(label) != second.get(label)]
                 raise DataError(
-                    f"ranks {leader} and {rank} differ only in tensor, pipeline or context parallelism but were given different "
-                    f"samples ({', '.join(different)}); pass the same list on both"
+                    f"ranks {leader} and {rank} differ only in tensor, pipeline or context parallelism but got different "
+                    f"samples (their {', '.join(different)} differ); pass the same list on both"
                 )
     shares = [reports[leader] for leader, *_ in replicas]
     if not any(share.counts for share in shares):

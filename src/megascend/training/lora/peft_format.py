@@ -106,7 +106,7 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
         if (folder / "adapter_model.bin").is_file():
             raise CheckpointError(
                 "the weights are in adapter_model.bin, a pickle, which can run code; if you trust it, load it with peft and "
-                f"save it as {WEIGHTS}"
+                "save_pretrained(..., safe_serialization=True)"
             )
         raise CheckpointError(f"{WEIGHTS} is missing")
     try:
