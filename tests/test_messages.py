@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "megascend"
 LIMIT = 160
 FIELD = "x" * 6
-LEFT = {"config": 10, "apps/data": 14, "apps/serve": 1, "": 0}
+LEFT = {"config": 8, "apps/data": 13, "apps/serve": 1, "": 0}
 """Longer messages that are still to be shortened, by folder; ``""`` is all others."""
 
 

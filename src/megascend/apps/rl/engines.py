@@ -242,7 +242,7 @@ def _maker(address: str) -> MakeEngine:
     if kind not in MAKERS:
         raise ConfigError(
             f"engines: {address!r} is neither local nor {VLLM} nor the address of a vLLM server (http://HOST:PORT); an SGLang "
-            "server may be a teacher (teacher.engine), or an engine of a program (docs/weightsync.md)"
+            "server may only be teacher.engine"
         )
     return MAKERS[kind]
 
