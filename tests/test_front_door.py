@@ -38,6 +38,11 @@ def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> su
         (["train", "-h"], 0, "Usage: megascend train"),
         (["train", "x.yaml", "steps=3", "a.b=1"], 2, "with --set steps=3 --set a.b=1"),
         (["rl", "x.yaml", "--steps", "3"], 2, "with --set steps=VALUE"),
+        (["train", "optimizer.lr=3"], 2, "with --set optimizer.lr=3"),
+        (["serve", "port=3"], 2, "with --set port=3"),
+        (["show-config", "steps=3"], 2, "with --set steps=3"),
+        (["job", "slurm", "x.yaml", "steps=3"], 2, "with --set steps=3"),
+        (["init", "sft", "m", "steps=3"], 2, "with --set steps=3"),
         (["export", "a", "b", "--dtype", "fp8"], 2, "not one of fp32, fp16, bf16"),
     ],
 )
@@ -137,6 +142,7 @@ requests = [
     megascend.SampleRequest([1.5], params),
     megascend.SampleRequest([1], None),
     megascend.SampleRequest([1], megascend.SamplingParams(2, temperature="hot")),
+    "text",
 ]
 answers = [(answer.error, len(answer.samples)) for answer in megascend.Sampler(backend).generate(requests)]
 try:
@@ -165,8 +171,8 @@ def test_readme_program_runs_on_engine_single_by_changing_one_line(tmp_path: Pat
     # ratio exp(0.3) is clipped at 1.1 of an advantage of 1; exp(-0.3) at 0.9 of an advantage of -2, whose loss is larger
     assert policy_loss == pytest.approx((-1.1 + 2 * 0.9) / 2, rel=1e-4)
     assert metrics["clip_fraction"] == 1.0
-    assert [count for _, count in answers] == [0, 1, 0, 0, 0]
-    assert [error is None for error, _ in answers] == [False, True, False, False, False]
+    assert [count for _, count in answers] == [0, 1, 0, 0, 0, 0]
+    assert [error is None for error, _ in answers] == [False, True, False, False, False, False]
     assert "'clip'" in refused
     # One line when each phase begins, in order, in a plain program.
     phases = [line for line in completed.stderr.splitlines() if line.startswith("megascend: ")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -84,15 +85,23 @@ def test_event_loop_outlives_a_coroutine_that_exits() -> None:
         assert thread.run(answers()) == "loop"
 
 
+def interpreter(version: str) -> str | None:
+    """Return an interpreter of a version that starts: a name on PATH may be a shim of pyenv's that does not."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"{version}.*/bin/python")))]
+    starts = (
+        path for path in candidates if path and not subprocess.run([path, "-c", ""], capture_output=True).returncode
+    )
+    return sys.executable if sys.version.startswith(f"{version}.") else next(starts, None)
+
+
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12"])
 def test_line_of_a_thread_at_a_backward_jump(version: str) -> None:
     """Read the line of a thread in a loop many times: before Python 3.12 a frame has none at the jump to the head of the loop."""
 
-    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    python = sys.executable if version == here else shutil.which(f"python{version}")
-    # pyenv has a command for every version, which fails unless that version is selected.
-    if python is None or subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
-        pytest.skip(f"no python{version} on PATH")
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"no Python {version} on PATH or among pyenv's versions")
     program = (
         "import threading\nfrom megascend.runtime.diagnostics.watchdog import PhaseStack\n"
         "stack, done, lines = PhaseStack(threading.get_ident()), [], []\n"

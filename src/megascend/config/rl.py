@@ -266,7 +266,7 @@ class ReferenceSettings(Section):
     model: Literal["base"] | Path = Field(
         BASE,
         description="base: the model that the run starts from, with lora the model without its adapter; or the directory of a "
-        "Hugging Face checkpoint of the same architecture (without lora)",
+        "Hugging Face checkpoint of the same architecture (without lora), or its name on the Hub",
     )
     penalty: Literal["reward", "loss"] = Field(
         "loss",

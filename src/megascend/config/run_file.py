@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -92,6 +93,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"{path} is a directory; expected a run file in YAML (which names the model's directory as model:)"
         )
     if not os.path.lexists(path):  # a dangling link exists and fails below, when it is read
+        check_file_name(path)
         raise ConfigError(f"no config file at {path.absolute()}")
     try:
         text = path.read_bytes().decode("utf-8-sig")  # editors on Windows write a byte order mark
@@ -106,6 +108,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
     return values
+
+
+def check_file_name(path: Path) -> None:
+    """Raise ConfigError for a setting in place of a file's name, as some programs take them."""
+    if re.fullmatch(r"[a-z_]+(\.\w+)*=.*", str(path), re.DOTALL):
+        raise ConfigError(f"{path} is not the name of a file; a setting is changed with --set {path}")
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:

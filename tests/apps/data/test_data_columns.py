@@ -275,6 +275,14 @@ def test_tokens_with_a_teachers_candidates_become_a_document() -> None:
     assert (plain.token_weights, plain.candidates) == ((0.0, 0.5), None)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["Use [{'role': 'user', 'content': 'a'}].", '[{"id": 1, "level": "user", "content": "a"}]', '{"name": "user"}'],
+)
+def test_text_that_resembles_a_conversation_is_text(text: str) -> None:
+    assert parse_record({"prompt": "q", "completion": text}, "f:1").completion == text
+
+
 PART = {"type": "video", "video": "x"}
 PRINTED = str([USER, ANSWER])
 """As pandas writes lists of messages into CSV."""
@@ -287,6 +295,17 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
             {"prompt": PRINTED.replace("}, {", "}\n {"), "completion": PRINTED},  # NumPy's
             {"prompt": str([{"from": "human", "value": None}]), "chosen": "a", "rejected": "b"},
             {"prompt": "q", "chosen": PRINTED, "rejected": "b"},
+            {"instruction": PRINTED, "output": "a"},
+            {"instruction": "q", "output": PRINTED},
+            {"text": f"array({PRINTED}, dtype=object)"},
+            {"text": str((USER, ANSWER))},
+            {"text": str(USER)},
+            {"text": str({"messages": [USER, ANSWER]})},
+            {"text": str([{"name": None, **USER}])},
+            {"text": str([json.dumps(USER), json.dumps(ANSWER)])},
+            {"text": json.dumps(json.dumps([USER, ANSWER]))},
+            {"text": f"{json.dumps(USER)}\n{json.dumps(ANSWER)}"},
+            {"text": json.dumps([USER, ANSWER])[:-9]},  # cut
         )
     },
     "conversation under text": ({"text": json.dumps([USER, ANSWER])}, "is a conversation, not a text"),

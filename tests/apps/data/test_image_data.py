@@ -460,6 +460,33 @@ def test_limits_are_settings(folder: Path, model: Path) -> None:
         assert str(error.value) == f"{path}:1: {message}"
 
 
+PLACES = (
+    *(
+        "<|image_pad|>",
+        "<image_soft_token>",
+        "[IMG]",
+        "<|image|>",
+        "<|image_1|>",
+        "<start_of_image>",
+        "<|begin_of_image|>",
+    ),
+    *("<|vision_start|>", "<IMG_CONTEXT>", "<image_placeholder>", "<|video_pad|>", "<video>", "<|media_pad|>"),
+)
+"""Places of images in texts of several families."""
+
+
+@pytest.mark.parametrize("marker", ["<image>", *PLACES])
+def test_place_of_an_image_that_is_learned_as_text_is_reported(marker: str, folder: Path, model: Path) -> None:
+    """In plain texts for any model, and in conversations for a model of text."""
+    text_model = folder / "model"
+    write_checkpoint(text_model, ModelSize(arch="qwen3", hidden=32, layers=2))
+    content = [{"role": "user", "content": f"{marker}?"}, {"role": "assistant", "content": "a"}]
+    for record, path in (({"text": f"{marker}?"}, model), ({"messages": content}, text_model)):
+        data = Data(path=write(folder / "data.jsonl", record))
+        store = prepare_samples(DataSource(data.path, data, "data.path"), byte_tokenizer(2048, IMAGES), LIMITS, path)
+        assert any(f"{marker} is learned as text" in line for line in store.remarks), store.remarks
+
+
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
@@ -483,6 +510,13 @@ def test_limits_are_settings(folder: Path, model: Path) -> None:
                 [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}],
             )
             for column in ({}, {"images": []}, {"images": None}, {"image": None})
+        ),
+        *(
+            (
+                {"messages": [{"role": "user", "content": f"{marker}?"}, {"role": "assistant", "content": "a"}]},
+                "no images: add",
+            )
+            for marker in PLACES
         ),
         ({"messages": conversation({"type": "video", "video": "cat.mp4"})}, "is a part of type 'video'; only text and"),
         (

@@ -30,6 +30,8 @@ NAME = "owner/tiny"
 RUN = {"model": NAME, "output": "out"}
 RL = RUN | {"rollout": {"prompts": "p", "prompts_per_step": 1, "group_size": 2, "max_tokens": 1}, "engines": ["local"]}
 
+REWARD = RL | {"rollout": RL["rollout"] | {"reward": "math:sqrt"}}
+
 
 def cli(*arguments):
     try:
@@ -48,6 +50,8 @@ ENTRANCES = {
     "backend": lambda: megascend.SingleBackend(NAME, precision="fp32", self_check=False).close(),
     "revision": lambda: megascend.EngineSpec.of(NAME + "@main", {}).model,
     "teacher": lambda: with_snapshots(RlConfig(**RL, teacher={"model": NAME})).teacher.model,
+    "reference": lambda: with_snapshots(RlConfig(**REWARD, reference={"model": NAME})).reference.model,
+    "reference base": lambda: with_snapshots(RlConfig(**REWARD, reference={})).reference.model,
     "distillation": lambda: with_snapshots(
         RunConfig(**RUN, data={"path": "d"}, distillation={"teacher": NAME})).distillation.teacher,
     "serve": lambda: with_snapshots(ServeConfig(model=NAME)),
@@ -97,7 +101,7 @@ def test_name_on_the_hub_is_taken_by_every_entrance(home: Path, tmp_path: Path) 
     assert completed.returncode == 0, completed.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
     assert {name for name, text in results.items() if "Traceback" in text} == set(), completed.stderr[-2000:]
-    for entrance in ("plan", "eval", "revision", "teacher", "distillation", "serve"):
+    for entrance in ("plan", "eval", "revision", "teacher", "reference", "distillation", "serve"):
         assert COMMIT in results[entrance], entrance
     assert f"name='{NAME}'" in results["serve"]  # what clients may call it
     assert f"model: {NAME}\n" in (tmp_path / "run.yaml").read_text()  # the run file names what the user named

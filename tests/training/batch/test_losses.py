@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import tensor
@@ -317,3 +319,17 @@ def test_distillation_of_a_distribution_without_a_rest_is_the_plain_divergence()
 def test_jsd_refuses_its_limits() -> None:
     with pytest.raises(ConfigError, match=r"beta=1 is not between 0 and 1; forward_kl and reverse_kl are its limits"):
         BUILT_IN["jsd"].with_settings(beta=1.0)(torch.zeros(3), distillation_inputs())
+
+
+@pytest.mark.parametrize("value", ["0.1", None, True, float("nan"), [0.1]])
+def test_setting_that_is_no_number_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ConfigError, match="loss 'ppo': clip_low must be a number"):
+        resolve("ppo", {"clip_low": value})
+
+
+@pytest.mark.parametrize("value", [0, 0.1, math.inf, np.float32(0.1)])
+def test_setting_is_any_number(value: Any) -> None:
+    assert dict(resolve("ppo", {"clip_high": value, "dual_clip": None}).settings) == {
+        "clip_high": value,
+        "dual_clip": None,
+    }

@@ -1,6 +1,6 @@
 """A checkpoint of one layout loads under any other with equal parameters and moments.
 
-Each loaded checkpoint is saved again, and Megatron-Core's own reader reads both as full tensors for the comparison.
+Each loaded checkpoint is saved again, and torch's own reader reads both as full tensors for the comparison.
 """
 
 import functools
@@ -8,6 +8,9 @@ import itertools
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from megascend import Adam, Batching, Parallel
 from megascend.testing import run_distributed
@@ -64,18 +67,14 @@ def step(backend, samples):
 
 
 def whole_tensors(directories):
-    """Return the full tensors of every checkpoint, read by Megatron-Core."""
-
-    def on_rank():
-        from megatron.core import dist_checkpointing
-
-        tensors = {directory: dist_checkpointing.load_plain_tensors(str(directory)) for directory in directories}
-        return {
-            directory: {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
-            for directory, entries in tensors.items()
-        }
-
-    return run_distributed(on_rank, 1, timeout_s=300)[0]
+    """Return the full tensors of every checkpoint, read by torch."""
+    tables = {}
+    for directory in directories:
+        entries = {}
+        reader = FileSystemReader(directory)
+        _load_state_dict(entries, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        tables[directory] = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
+    return tables
 
 
 @pytest.fixture(scope="module")

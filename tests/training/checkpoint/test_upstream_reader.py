@@ -8,13 +8,20 @@ import time
 
 import pytest
 import torch
+from packaging.version import Version
 from small_runs import files_of, make_backend, small_model, train
 
 from megascend import Adam
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.testing import run_distributed
 
-pytestmark = pytest.mark.usefixtures("megatron_imported")
+pytestmark = [
+    pytest.mark.usefixtures("megatron_imported"),
+    pytest.mark.skipif(
+        Version(torch.__version__) >= Version("2.15.dev0"),
+        reason="Megatron-Core's reader gives torch 2.15's TensorProperties.strides to torch.empty, which raises TypeError",
+    ),
+]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -50,10 +50,12 @@ def init_command(
     from megascend.apps.plan.hardware import load
     from megascend.apps.train.run_template import TASKS, RunFileRequest, run_files
     from megascend.config.commented import json_schema
+    from megascend.config.run_file import check_file_name
     from megascend.errors import ConfigError
     from megascend.runtime.io.paths import make_directory
 
     show_messages()
+    check_file_name(out)
     hardware = None if cards is None else load(device)
     request = RunFileRequest(model, data, output, length, batch, lora, overrides or (), cards or 0, hardware)
     files = run_files(task, request, out).files

@@ -45,10 +45,12 @@ def job_command(
     from megascend.apps.train.job_file import KINDS, ClusterRequest, check_kind, job_file
     from megascend.config import RunConfig, parsed, read_settings
     from megascend.config.rl import RlConfig
+    from megascend.config.run_file import check_file_name
     from megascend.errors import ConfigError
 
     show_messages()
     check_kind(kind)
+    check_file_name(out or Path())
     settings_kind = RlConfig if "rollout" in read_settings(config) else RunConfig
     settings = parsed(settings_kind, read_settings(config, overrides, settings_kind), config)
     if settings.platform == "cpu":

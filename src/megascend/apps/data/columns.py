@@ -58,8 +58,14 @@ IMAGES = ("images", "image")
 """Columns with the images of a conversation: a list, or one."""
 CONVERSATIONS = ("text", "prompt", "completion", "chosen", "rejected")
 """Columns of texts in place of which other data have conversations."""
-PRINTED_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:.*\}\s*\]\s*""", re.DOTALL)
-"""A list of messages as Python and NumPy print it, which tools write into CSV."""
+PRINTED_MESSAGES = re.compile(
+    r"""["\s]*(?:\{\\*['"](?:messages|conversations)\\*['"]\s*:\s*)?(?:array\()?(?:[\[(][\[(\s]*)?["']?\{\s*"""
+    r"""(?=.*?['"](?:content|value|tool_calls|function_call)\\*['"]\s*:)"""
+    r"""(?=\\*['"](?:role|content|from|value|name|weight|loss|tool_call\w*|reasoning\w*|thinking|id)\\*['"]\s*:).*?"""
+    r"""['"](?:role|from)\\*['"]\s*:\s*\\*['"](?:system|developer|user|assistant|tool|human|gpt)\\*['"]""",
+    re.DOTALL,
+)
+"""Beginning of a conversation in another form than a list in JSON: as Python or NumPy prints it, JSON in JSON, JSON Lines."""
 KNOWN_FORMS = (
     "'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', 'chosen' and 'rejected', "
     "'text', or 'token_ids'"
@@ -119,16 +125,14 @@ def parse_record(
     return document
 
 
-def _text(values: Mapping[str, Any], name: str, source: str, *, empty: bool = False) -> str:
+def text_column(values: Mapping[str, Any], name: str, source: str, *, empty: bool = False) -> str:
     """Return a string column; ``empty``: it may be missing or blank."""
     text = values.get(name, "" if empty else None)
-    if name in CONVERSATIONS and isinstance(text, str):
-        if isinstance(conversation_or_text(text), list):
-            raise DataError(
-                f"{source}: {name!r} is a conversation, not a text: name its column 'messages' (data.columns)"
-            )
-        if PRINTED_MESSAGES.fullmatch(text):
-            raise DataError(f"{source}: {name!r} is a conversation in Python's notation: write it as JSON (json.dumps)")
+    is_list = isinstance(text, str) and isinstance(conversation_or_text(text), list)
+    if is_list and name in CONVERSATIONS:
+        raise DataError(f"{source}: {name!r} is a conversation, not a text: name its column 'messages' (data.columns)")
+    if isinstance(text, str) and not is_list and PRINTED_MESSAGES.match(text):
+        raise DataError(f"{source}: {name!r} is a conversation in Python's notation: write it as JSON (json.dumps)")
     if not isinstance(text, str) or not (empty or text.strip()):
         kind = "a string" if empty else "a string that is not empty"
         raise DataError(f"{source}: {name!r} must be {kind}, found {text!r:.60}")
@@ -136,7 +140,7 @@ def _text(values: Mapping[str, Any], name: str, source: str, *, empty: bool = Fa
 
 
 def _parse_text(values: Mapping[str, Any], source: str) -> Document:
-    return Document(source, text=_text(values, "text", source))
+    return Document(source, text=text_column(values, "text", source))
 
 
 def _parse_tokens(values: Mapping[str, Any], source: str) -> Document:
@@ -201,7 +205,7 @@ def _parse_chat(values: Mapping[str, Any], source: str) -> Document:
     if (
         isinstance(messages, list)
         and name == "conversations"
-        and (system := _text(values, "system", source, empty=True))
+        and (system := text_column(values, "system", source, empty=True))
     ):
         first = messages[0] if messages and isinstance(messages[0], dict) else {}
         if first.get("role") != "system":
@@ -223,8 +227,8 @@ def _parse_completion(values: Mapping[str, Any], source: str) -> Document:
     if not isinstance(prompt, list):
         return Document(
             source,
-            prompt=_text(values, "prompt", source),
-            completion=_text(values, "completion", source),
+            prompt=text_column(values, "prompt", source),
+            completion=text_column(values, "completion", source),
             label=label,
             **_chat(values, source),
         )
@@ -254,7 +258,7 @@ def _parse_completion(values: Mapping[str, Any], source: str) -> Document:
 
 def _parse_alpaca(values: Mapping[str, Any], source: str) -> Document:
     messages = []
-    if system := _text(values, "system", source, empty=True):
+    if system := text_column(values, "system", source, empty=True):
         messages.append({"role": "system", "content": system})
     # In tables the list is JSON text.
     history = decoded(values.get("history", []))
@@ -262,11 +266,11 @@ def _parse_alpaca(values: Mapping[str, Any], source: str) -> Document:
         raise DataError(f"{source}: 'history' must be a list of [question, answer], found {history!r:.60}")
     for question, answer in history:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    extra = _text(values, "input", source, empty=True)
-    question = _text(values, "instruction", source) + (f"\n{extra}" if extra.strip() else "")
+    extra = text_column(values, "input", source, empty=True)
+    question = text_column(values, "instruction", source) + (f"\n{extra}" if extra.strip() else "")
     messages += [
         {"role": "user", "content": question},
-        {"role": "assistant", "content": _text(values, "output", source)},
+        {"role": "assistant", "content": text_column(values, "output", source)},
     ]
     return _conversation(messages, f"{source}: messages of instruction and output", values, source)
 
@@ -292,8 +296,8 @@ def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
             f"{margin!r:.60}; if it is something else, choose the columns to read with data.columns"
         )
     if not any(lists):
-        chosen, rejected = (_text(values, name, source) for name in sides)
-        prompt = _text(values, "prompt", source)
+        chosen, rejected = (text_column(values, name, source) for name in sides)
+        prompt = text_column(values, "prompt", source)
         if chosen == rejected:
             raise DataError(f"{source}: 'chosen' and 'rejected' are the same")
         return Document(source, prompt=prompt, chosen=chosen, rejected=rejected, margin=margin, **_chat(values, source))

@@ -94,7 +94,7 @@ def iterate_records(
         yield from _saved_records(path, split, findings)
         return
     files = split_files(path, split, config_name, findings)
-    count, card = 0, Card.read(path, config_name, findings.setting)
+    count, card = 0, Card.read(path, config_name, findings.setting, split)
     for file in files:
         try:
             for record in _typed(READERS[file.suffix](file, findings), file, card.features, findings):
@@ -115,33 +115,50 @@ def _typed(
     """Yield the records of a file with values as its schema, or its folder's card, declares them."""
     features = dict(card_features)
     if file.suffix == ".parquet":
-        import datasets
         from pyarrow import parquet
 
         try:
-            features = {**datasets.Features.from_arrow_schema(parquet.read_schema(file)), **features}
+            features = {**_declared(parquet.read_schema(file)), **features}
+        except DataError as error:
+            findings.file_problem(f"{file}: {error}")
+            return
         except ValueError as error:  # pyarrow's errors, too
             findings.file_problem(f"{file}: not a parquet file that can be read: {error}")
             return
-    convert = _converter(features) if features else None
+    encoded = file.suffix not in (".json", ".jsonl")
+    converters = {name: convert for name, inner in features.items() if (convert := _converter(inner, encoded))}
     for record in records:
+        # Columns that are null stay, by which they are known to be there.
+        columns = converters.keys() & (record.value if isinstance(record.value, dict) else ())
         with findings.collecting():
             try:
-                yield record if convert is None else record._replace(value=convert(record.value))
+                changes = {key: converters[key](entry) for key in columns if (entry := record.value[key]) is not None}
             except DataError as error:
                 raise DataError(f"{record.source}: {error}") from None
+            yield record._replace(value=record.value | changes) if changes else record
 
 
-def _converter(feature: Any) -> Callable[[Any], Any] | None:
+def _declared(schema: Any) -> Mapping[str, Any]:
+    """Return datasets' features of a parquet schema; DataError for a column of a type that datasets does not have (a map)."""
+    import datasets
+
+    try:
+        return datasets.Features.from_arrow_schema(schema)
+    except ValueError as error:
+        kinds = ", ".join(f"{field.name} ({field.type})" for field in schema)
+        raise DataError(f"datasets cannot load one of its columns: {error} {kinds:.80}; leave it out") from None
+
+
+def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:
     """Return a function that decodes stored values of a feature of datasets; None for those that stay as they are.
 
-    JSON is parsed, class labels become names, and keys that a struct has only because other rows have them (null) are left out.
-    Images stay files, which are decoded within limits later.
+    JSON is parsed where it is text (``encoded``), class labels become names, and keys that a struct has only because other rows
+    have them (null) are left out. Images stay files, which are decoded within limits later.
     """
     import datasets
 
     if isinstance(feature, dict):
-        parts = {name: _converter(inner) for name, inner in feature.items()}
+        parts = {name: _converter(inner, encoded) for name, inner in feature.items()}
 
         def struct(value: Any) -> Any:
             if not isinstance(value, dict):
@@ -151,16 +168,23 @@ def _converter(feature: Any) -> Callable[[Any], Any] | None:
 
         return struct
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-    if inner is not None and (element := _converter(inner)) is not None:
+    if inner is not None and (element := _converter(inner, encoded)) is not None:
         return lambda value: (
             [None if entry is None else element(entry) for entry in value] if isinstance(value, list) else value
         )
     if isinstance(feature, datasets.ClassLabel):
         return lambda value: label_name(feature, value)
-    if isinstance(feature, getattr(datasets, "Json", ())):  # of datasets 4.7 and later
-        json_type: Any = feature
-        return lambda value: json_type.decode_example(value) if isinstance(value, str) else value
+    if encoded and isinstance(feature, getattr(datasets, "Json", ())):  # of datasets 4.7 and later
+        return _parse_json_value
     return None
+
+
+def _parse_json_value(value: Any) -> Any:
+    """Parse a value of datasets' ``Json`` type."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise DataError(f"a column of datasets' Json type is not valid JSON, found {value!r:.60}") from None
 
 
 # --- text and JSON ---

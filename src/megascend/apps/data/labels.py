@@ -33,13 +33,20 @@ class LabelName(str):
 def label_name(feature: Any, value: Any) -> Any:
     """Return the name of a value of datasets' ``ClassLabel``, which is an id or a name; -1 (no label) stays as it is."""
     try:
-        number = feature.str2int(value) if isinstance(value, str) else int(value)
+        number: Any = value
+        if isinstance(value, str):
+            try:
+                number = feature.str2int(value)
+            except ValueError:
+                number = float(value)  # tables store ids as floats if some are missing
+        if int(number) != number:
+            raise ValueError
         if number == -1:
-            return number
-        name = LabelName(feature.int2str(number))
+            return -1
+        name = LabelName(feature.int2str(int(number)))
     except (TypeError, ValueError):
         raise DataError(f"the class labels are {_abbreviated(feature.names)}, found {value!r:.60}") from None
-    name.number = number
+    name.number = int(number)
     return name
 
 

@@ -387,7 +387,7 @@ def content_of(source: DataSource, files: Sequence[Path]) -> list[Any]:
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read ({setting}): {error.strerror or error}") from None
     # Not all of the card, whose text does not matter.
-    if features := Card.read(path, source.data.config_name, setting).features:
+    if features := Card.read(path, source.data.config_name, setting, source.data.split).features:
         digests.append([CARD, str(features)])
     return [str(path), digests, [relpath(file, path) for file in all_files]]
 

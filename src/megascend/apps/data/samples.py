@@ -16,7 +16,7 @@ import torch
 from megascend.apps.data.chat import ChatTemplate
 from megascend.apps.data.document import Document, Messages
 from megascend.apps.data.findings import Findings
-from megascend.apps.data.images import PLACEHOLDER, EncodedImages, ImageProcessor, folder_of, sources_of
+from megascend.apps.data.images import ANY_PLACEHOLDER, EncodedImages, ImageProcessor, folder_of, sources_of
 from megascend.apps.data.labels import LabelSet
 from megascend.apps.data.rendering import Span
 from megascend.errors import DataError
@@ -192,6 +192,7 @@ class Encoder:
 
     def _text(self, document: Document, text: str) -> list[Sample]:
         """Cut a text into pieces; neighbours share one token, the last target of one being the first input of the next."""
+        self._check_placeholders(document.source, text)
         if document.ends:
             tokens = self._closed(self._ids(text, special=document.begins)[0])
         else:
@@ -342,16 +343,13 @@ class Encoder:
     def _decoded(self, messages: Messages, source: str) -> EncodedImages | None:
         """Return the images of a conversation, each decoded once; None for a model of text."""
         sources, processor = sources_of(messages), self._image_processor
-        if (
-            processor is not None
-            and not sources
-            and any(
-                isinstance(message.get("content"), str) and PLACEHOLDER in message["content"] for message in messages
-            )
-        ):
+        contents = [message.get("content") for message in messages]
+        texts = [] if sources else [content for content in contents if isinstance(content, str)]
+        if processor is not None and (match := next(filter(None, map(ANY_PLACEHOLDER.search, texts)), None)):
             raise DataError(
-                f"the conversation has {PLACEHOLDER} in a text and no images: add them, or make it a part of type 'text'"
+                f"the conversation has {match[0]} in a text and no images: add them, or make it a part of type 'text'"
             )
+        self._check_placeholders(source, *texts)
         if processor is None:
             if sources:
                 raise DataError(
@@ -369,6 +367,7 @@ class Encoder:
             learn_prompt: give the prompt weight 1, not 0; by default ``train_on_prompt``.
         """
         learn_prompt = self._train_on_prompt if learn_prompt is None else learn_prompt
+        self._check_placeholders(source, prompt, completion)
         tokens, offsets = self._ids(prompt + completion, offsets=True)
         if not learn_prompt and lies_within_a_token(offsets, [len(prompt)]):
             self._findings.remark(SHARED_TOKEN, source)
@@ -393,6 +392,11 @@ class Encoder:
                 f"{kind} have no end to learn, as the tokenizer has no end token: set eos_token in tokenizer_config.json",
                 source,
             )
+
+    def _check_placeholders(self, source: str, *texts: str) -> None:
+        """Remark that texts have a place for an image, which is learned as it is written."""
+        if match := next(filter(None, map(ANY_PLACEHOLDER.search, texts)), None):
+            self._findings.remark(f"{match[0]} is learned as text, without an image", source)
 
     def _note_ends(self, tokens: Sequence[int], weights: Sequence[float]) -> None:
         """Keep which tokens that end an answer are learned, for the generation_config.json of exports."""

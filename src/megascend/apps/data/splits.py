@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megascend.apps.data.findings import Findings
 from megascend.config.documents import load_yaml
 from megascend.errors import DataError
-from megascend.models.checkpoint_files.files import LFS_POINTER
+from megascend.models.checkpoint_files.files import A_POINTER, is_pointer
 from megascend.runtime.io.paths import real
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
@@ -28,8 +28,13 @@ ALL = "all"
 """Names all readable files of a folder, or all splits of a saved one."""
 HELD_OUT = "validation"
 """The split that validation.path takes of a folder with several, unless validation.split names one."""
-SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\.\w+)", re.DOTALL)
-"""Path of one of several files, as datasets writes it."""
+SHARD = re.compile(
+    r"(?P<stem>.*?)(?P<number>\d+)(?P<of>[-_.]of[-_.]\d+)?(-[\da-f]{8}[\da-f-]{8,}(-c\d+)?)?(?P<suffix>(\.\w+)+)",
+    re.DOTALL | re.IGNORECASE,
+)
+"""Path of one of several files, as datasets and others write them: with their number, and a hash or UUID."""
+NUMBER_DIGITS = 3
+"""Least digits of a file's number that counts as a shard's where the total is not in the name."""
 MOST_SHARDS = 10_000
 """Files whose names are compared: more are taken as they are."""
 CARD, CARD_YAML = "README.md", ".huggingface.yaml"
@@ -198,9 +203,9 @@ class Card(NamedTuple):
     counts: Mapping[str, int] = {}
 
     @classmethod
-    def read(cls, path: Path, config_name: str | None, setting: str) -> Card:
-        """Read the card of a folder; an empty one of a file, or of a folder without."""
-        if not (path / CARD).is_file():
+    def read(cls, path: Path, config_name: str | None, setting: str, split: str | None = None) -> Card:
+        """Read the card of a folder; an empty one of a file, of a folder without, or of all files where it cannot be read."""
+        if not any((path / name).is_file() for name in (CARD, "dataset_infos.json")):  # the latter of old versions
             return cls()
         from datasets.info import DatasetInfosDict
 
@@ -214,6 +219,8 @@ class Card(NamedTuple):
         except DataError:
             return cls()  # no config can be chosen, which counts only where one is needed
         except Exception as error:  # datasets, YAML and the card's reader raise many kinds of error
+            if split == ALL and config_name is None:
+                return cls()
             raise DataError(f"{path / CARD} ({setting}): datasets cannot read it: {error}; correct it") from error
         info = next(iter(infos.values()), None)
         if info is None:
@@ -223,11 +230,11 @@ class Card(NamedTuple):
     def check_count(self, path: Path, split: str | None, count: int, setting: str) -> None:
         """Raise DataError if the files of a split do not hold as many records as the card says, as datasets does."""
         counts = self.counts
-        # All files may be more than those of the splits.
-        if not counts or split == ALL or (split is not None and split not in counts):
+        if not counts or (split not in (None, ALL) and split not in counts):
             return
-        expected = counts[choose_split(path, split, counts, setting)]
-        if count != expected:
+        expected = sum(counts.values()) if split == ALL else counts[choose_split(path, split, counts, setting)]
+        # All files may be more than those of the splits.
+        if count < expected or (count > expected and split != ALL):
             raise DataError(
                 f"{path} ({setting}): its card counts {expected} examples, and the files hold {count}: download the missing "
                 f"ones, or correct {CARD}"
@@ -318,18 +325,24 @@ def _readable_files(path: Path, findings: Findings) -> list[Path]:
 def _complete(files: Sequence[Path], findings: Findings) -> list[Path]:
     """Return the files without further names of one, whose records would be learned twice; report what is not there."""
     names: dict[Path, Path] = {}
-    shards: dict[tuple[str, str, str], set[int]] = {}
+    shards: dict[tuple[str, int, str, str], set[int]] = {}
     for file in files:
-        with contextlib.suppress(OSError), file.open("rb") as stream:  # readers report files that cannot be read
-            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-                findings.problem(f"{file}: a pointer of Git LFS, not the file: fetch it with git lfs pull")
-        if match := SHARD.fullmatch(str(file)):
-            shards.setdefault((match["stem"], match["total"], match["suffix"]), set()).add(int(match["number"]))
+        with contextlib.suppress(OSError):  # readers report files that cannot be read
+            if is_pointer(file):
+                findings.problem(f"{file}: {A_POINTER}")
+            elif not file.stat().st_size:
+                findings.remark("is empty", str(file))
+        if (match := SHARD.fullmatch(str(file))) and (match["of"] or len(match["number"]) >= NUMBER_DIGITS):
+            key = (match["stem"], len(match["number"]), match["of"] or "", match["suffix"])
+            shards.setdefault(key, set()).add(int(match["number"]))
         if (first := names.setdefault(real(file), file)) is not file:
             findings.remark(f"is not read: the same file as {first.name}", str(file))
-    for (stem, total, suffix), numbers in shards.items():
-        for number in sorted({*range(int(total))} - numbers if int(total) <= MOST_SHARDS else ()):
-            findings.remark("is missing: the data are incomplete", f"{stem}{number:0{len(total)}}-of-{total}{suffix}")
+    for (stem, digits, of, suffix), numbers in shards.items():
+        # Most tools count from 0, some from 1. Without a total only gaps show, and numbers may be of another kind: years.
+        last = int(of[4:]) - (int(of[4:]) not in numbers) if of else max(numbers)
+        first = last - int(of[4:]) + 1 if of else min(numbers)
+        for number in sorted({*range(first, last + 1)} - numbers if last <= MOST_SHARDS and first <= 1 else ()):
+            findings.remark("is missing: the data are incomplete", f"{stem}{number:0{digits}}{of}{suffix}")
     return list(names.values())
 
 

@@ -105,7 +105,7 @@ class SourceFiles:
             # Before the identity: what changes between them is noticed.
             self._states = [_file_states(file) for file in self.files]
             self._identities = [file_identity(file) for file in self.files]
-            features = Card.read(source.path, data.config_name, source.setting).features
+            features = Card.read(source.path, data.config_name, source.setting, data.split).features
             parts = [*self._identities, *([str(features)] if features else [])]
             self.identity = xxhash.xxh3_128(" ".join(parts).encode()).hexdigest()
         except OSError as error:
@@ -143,7 +143,7 @@ class RecordStream:
         self._buffer, self._shuffle = data.shuffle_buffer, data.shuffle
         self._watched = SourceFiles(source) if files is None else files
         self.files = self._watched.files
-        self._card = Card.read(source.path, data.config_name, source.setting)
+        self._card = Card.read(source.path, data.config_name, source.setting, data.split)
         lengths = [stream_length(file) for file in self.files]
         # Others are measured in bytes.
         if all(file.suffix == ".parquet" for file in self.files):

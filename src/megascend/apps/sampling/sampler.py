@@ -167,6 +167,8 @@ class Sampler:
 
     def _refusal(self, request: SampleRequest) -> str | None:
         engine = self._engine
+        if not isinstance(request, SampleRequest):
+            return f"megascend.SampleRequest is expected, got {type(request).__name__}"
         if request.problem is not None:
             return request.problem
         if self._decode is None and any(isinstance(stop, str) for stop in request.params.stop):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,14 +214,6 @@ def json_of_chunks(chunks: Sequence[np.ndarray | ImageChunk]) -> list[dict[str, 
         else {"tokens": chunk.tolist()}
         for chunk in chunks
     ]
-
-
-def holds_images(model_input: Any) -> bool:
-    """Check whether a ``ModelInput`` in JSON has other chunks than text, without reading them."""
-    chunks = model_input.get("chunks") if isinstance(model_input, Mapping) else None
-    return isinstance(chunks, list) and any(
-        isinstance(chunk, Mapping) and chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks
-    )
 
 
 def integers(values: Any) -> np.ndarray:

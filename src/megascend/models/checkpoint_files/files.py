@@ -24,7 +24,12 @@ TOKENIZER_FILES = (
 """Prefixes of the names of a tokenizer's files."""
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
 GENERATION_CONFIG = "generation_config.json"
-LFS_POINTER = b"version https://git-lfs"
+POINTER = re.compile(
+    rb"(\xef\xbb\xbf)?(version https?://\S+\s+([\w.-]+ \S+\s+)*oid \w+:|# xet version \d|(\.\./)*(\.git)?/annex/objects/\S+\s*$)"
+)
+"""Beginning of the file that Git LFS, Xet or git-annex leave in place of one that they have not fetched."""
+LARGEST_POINTER = 1024
+"""Bytes of such a file, as Git LFS has it."""
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = f"{WEIGHT_FILE}.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -158,6 +163,14 @@ def _refuse_other_readings(model_dir: Path) -> None:
         )
 
 
+A_POINTER = "a pointer of Git LFS, Xet or git-annex, not the file: fetch it, with git lfs pull for example"
+
+
+def is_pointer(path: Path) -> bool:
+    """Check whether a file stands for one that a version control system has not fetched."""
+    return path.stat().st_size <= LARGEST_POINTER and POINTER.match(path.read_bytes()) is not None
+
+
 def _headers(path: Path) -> dict[str, TensorHeader]:
     """Read the safetensors header: 8 bytes length, JSON, then the data (huggingface.co/docs/safetensors, "Format")."""
     try:
@@ -165,8 +178,8 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
         with path.open("rb") as file:
             prefix = file.read(8)
             # A clone without git-lfs has small text files instead of the weights.
-            if prefix == LFS_POINTER[:8] and prefix + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
-                raise CheckpointError(f"{path} is a pointer of Git LFS, not the file: fetch it with git lfs pull")
+            if is_pointer(path):
+                raise CheckpointError(f"{path} is {A_POINTER}")
             # A file shorter than 8 bytes counts as a header that does not fit.
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
             if length + 8 > size:

@@ -30,13 +30,14 @@ SNAPSHOT = re.compile(r"(?P<kind>models|datasets)--(?P<owner>[\w.-]+?)--(?P<name
 def with_snapshots(config: Settings) -> Settings:
     """Return the settings with directories in place of names on the Hub."""
     from megascend.config import RunConfig
+    from megascend.config.rl import BASE
     from megascend.config.serve import ServeConfig
 
     changes: dict[str, Any] = {"model": snapshot(config.model)}
-    for section, setting in (("teacher", "model"), ("distillation", "teacher")):
+    for section, setting in (("teacher", "model"), ("distillation", "teacher"), ("reference", "model")):
         settings = getattr(config, section, None)
-        if settings is not None and (teacher := getattr(settings, setting)) is not None:
-            directory = snapshot(teacher, setting=f"{section}.{setting}")
+        if settings is not None and (other := getattr(settings, setting)) not in (None, BASE):
+            directory = snapshot(other, setting=f"{section}.{setting}")
             changes[section] = settings.model_copy(update={setting: directory})
     if isinstance(config, ServeConfig) and config.name is None and changes["model"] != config.model:
         changes["name"] = str(config.model)

@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -164,12 +165,16 @@ class Loss:
         """Return this loss with keyword arguments of its function, e.g. ``ppo``'s ``clip_low``. Equal settings make equal losses.
 
         Raises:
-            ConfigError: the function has no such argument; the message lists its arguments.
+            ConfigError: the function has no such argument, or a default that is a number and the value is none.
         """
-        names = list(self._arguments())
-        unknown = [name for name in settings if name not in names]
-        if unknown:
-            raise ConfigError(f"loss {self.name!r} has no setting {unknown[0]!r}; it has: {', '.join(names) or 'none'}")
+        defaults = self._arguments()
+        for name, value in settings.items():
+            if name not in defaults:
+                names = ", ".join(defaults) or "none"
+                raise ConfigError(f"loss {self.name!r} has no setting {name!r}; it has: {names}")
+            is_number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+            if type(defaults[name]) in (int, float) and not is_number:
+                raise ConfigError(f"loss {self.name!r}: {name} must be a number, got {value!r:.60}")
         return replace(self, settings=tuple(sorted({**dict(self.settings), **settings}.items())))
 
     def effective_settings(self) -> dict[str, Any]:

@@ -196,6 +196,7 @@ def test_prompt_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        "{\"prompt\": \"[{'role': 'user', 'content': 'a'}]\"}",  # as Python prints messages
         "{",
         "[]",
         "{}",

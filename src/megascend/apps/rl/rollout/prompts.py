@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.apps.data.chat import ChatTemplate
-from megascend.apps.data.columns import IMAGES
+from megascend.apps.data.columns import IMAGES, text_column
 from megascend.apps.data.files import parse_json
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.images import sources_of
@@ -63,6 +63,7 @@ def parse_prompt(line: str, source: str, *, free: bool = False) -> Prompt:
         raise DataError(f"{source}: expected a JSON object with either 'prompt' or 'messages', found {record!r:.60}")
     if "prompt" in record and (not isinstance(record["prompt"], str) or not record["prompt"]):
         raise DataError(f"{source}: 'prompt' must be a string that is not empty, found {record['prompt']!r:.60}")
+    text_column(record, "prompt", source, empty=True)
     messages = ()
     if "messages" in record:
         messages, _ = parse_messages(record["messages"], f"{source}: messages", learned=False)
