@@ -46,6 +46,14 @@ def test_files_named_on_a_page_exist(page: Path) -> None:
     assert missing == [], f"{page.name} names missing files"
 
 
+@pytest.mark.parametrize("page", ["benchmarks.md", "numerics.md"])
+def test_files_of_measurements_exist(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    files = set(re.findall(r"`(?:benchmarks/)?([\w-]+/[\w.-]+\.json)`", text))
+    assert len(files) > 5
+    assert sorted(file for file in files if not (ROOT / "benchmarks" / file).exists()) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_modules_named_on_a_page_exist(page: Path) -> None:
     from importlib.util import find_spec
@@ -81,7 +89,7 @@ def test_api_page_lists_exactly_the_public_names() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     rows = "".join(re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE))
     entries = [
-        *re.findall(r"^::: megascend\.(?:bootstrap\.)?(\w+)$", page, re.MULTILINE),
+        *re.findall(r"^::: megascend\.(?:runtime\.bootstrap\.)?(\w+)$", page, re.MULTILINE),
         *re.findall(r"`(\w+)`", rows),
     ]
     public = {name: getattr(megascend, name) for name in megascend.__all__ if name != "__version__"}

@@ -268,7 +268,7 @@ def bootstrap(
             Megatron-Core that needs no mcore-bridge; ``single``, ``fsdp``, or one registered with
             ``megascend.register_engine``; default: value of an earlier call, or what is used first.
         provider: provider that patches Megatron (see :mod:`megascend.runtime.bootstrap.providers`); default: the platform's
-        first.
+            first.
             ``MEGASCEND_REFERENCE_TE=1`` in the environment means ``reference`` on ``cuda``.
         affinity: ``numa``: all threads of this process run on the CPUs of one NUMA node, its device's if known (see
             :mod:`megascend.runtime.platforms.affinity`); ``none``, the default: on all CPUs that the launcher allows.
