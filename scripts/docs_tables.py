@@ -385,8 +385,14 @@ def planning_figures(name: str) -> Any:
     return json.loads((DOCS.parent / "benchmarks" / "planning" / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def far_off(row: dict[str, Any], share: float) -> bool:
+    """Check whether a prediction misses the time or the memory of a step by more than ``share``."""
+    pairs = [(row["predicted"], row["seconds"]), (row.get("predicted_gib"), row.get("gib"))]
+    return any(abs(predicted / measured - 1) > share for predicted, measured in pairs if measured is not None)
+
+
 def planned_steps() -> str:
-    """Format predictions beside the steps that were measured here."""
+    """Format predictions beside the steps that were measured here and are far off; predictions.json has all."""
     content = planning_figures("predictions")["measured"]
     rows = [
         [
@@ -405,18 +411,19 @@ def planned_steps() -> str:
             ),
         ]
         for row in content["rows"]
+        if far_off(row, 0.1)
     ]
     summary = content["summary"]
     legend = (
         f"{summary['rows']} steps: median error of time {summary['median']:.1%}; {summary['memory_rows']} peaks: median error of "
-        f"memory {summary['memory']:.1%}."
+        f"memory {summary['memory']:.1%}. Those that are off by more than 10 %; `benchmarks/planning/predictions.json` has all:"
     )
     header = ("step", "ms measured", "predicted", "error", "GiB measured", "predicted", "error")
     return legend + "\n\n" + table(header, rows)
 
 
 def planned_tables() -> str:
-    """Format predictions beside figures that others have published."""
+    """Format predictions beside figures that others have published and that are far off; predictions.json has all."""
     content = planning_figures("predictions")["published"]
     sources = list(dict.fromkeys(row["source"] for row in content["rows"]))
     rows = [
@@ -428,10 +435,12 @@ def planned_tables() -> str:
             f"{sources.index(row['source']) + 1}" + (f": {row['note']}" if row["note"] else ""),
         ]
         for row in content["rows"]
+        if far_off(row, 0.2)
     ]
     legend = "; ".join(f"{number}: {source}" for number, source in enumerate(sources, start=1))
     summary = content["summary"]
     first = f"{summary['rows']} rows: median error {summary['median']:.1%}. Sources: {legend}."
+    first += " Those that are off by more than 20 %; `benchmarks/planning/predictions.json` has all:"
     return first + "\n\n" + table(("row", "s published", "predicted", "error", "source, and what it says"), rows)
 
 
