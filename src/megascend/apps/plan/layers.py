@@ -42,8 +42,7 @@ tokens leave room for 1.5 us each (benchmarks/performance/small-lora-steps.json)
 TILE = 128
 """Tokens of a tile of attention kernels: a window is computed in tiles."""
 PERMUTATION = 2.0
-"""Time in which a permutation moves rows, relative to a copy: 1.7 ms where a copy would take 0.85
-(benchmarks/performance/experts.json)."""
+"""Time in which a permutation moves rows, in copies: 1.7 ms, not 0.85 (benchmarks/performance/experts.json)."""
 QUANTISATION_BYTES = 3
 """Bytes that a cast of an element to fp8 moves, read in 16 bits."""
 
