@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_origin
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -28,8 +28,9 @@ from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.commented import description, type_text
 from megascend.config.rl import RlConfig
 from megascend.config.rl_presets import PRESETS
-from megascend.config.section import item_section, section_of
+from megascend.config.section import section_in, section_of
 from megascend.config.serve import ServeConfig
+from megascend.engines.context import EngineSpec
 from megascend.models.base import IndexedAttention, LatentAttention, expert_count
 from megascend.models.families.qwen3_vl import UNDECLARED
 from megascend.models.memory.parameters import stages
@@ -80,7 +81,8 @@ def section_tables(kind: type[BaseModel], names: Iterable[str], prefix: str = ""
     rows = []
     for name in names:
         field, key = kind.model_fields[name], prefix + name
-        item = item_section(kind, name)
+        annotation = kind.model_fields[name].annotation
+        item = section_in(annotation) if get_origin(annotation) in (list, tuple) else None
         section = section_of(kind, name) or item
         if section is not None:
             if section not in _anchors:
@@ -89,16 +91,33 @@ def section_tables(kind: type[BaseModel], names: Iterable[str], prefix: str = ""
             kind_text = f"{'list of [sections]' if item else '[section]'}(#{_anchors[section]})"
         else:
             kind_text = type_text(field.annotation, field.metadata, quote="`")
-        if field.description is None and section is None:
-            raise SystemExit(f"{kind.__name__}.{name} has no description: write Field(description=...)")
-        default = (
-            "required" if field.is_required() else "" if field.annotation is section else f"`{text_of(field.default)}`"
-        )
-        rows.append([f"`{key}`", kind_text, default, description(kind, name)])
+        rows.append([f"`{key}`", kind_text, *default_and_meaning(kind, name)])
     heading = f"### `{prefix.rstrip('.')}`\n\n" if prefix else ""
     yield heading + table(["key", "type", "default", "meaning"], rows)
     for key, section in nested:
         yield from section_tables(section, section.model_fields, f"{key}.")
+
+
+def default_and_meaning(kind: type[BaseModel], name: str) -> list[str]:
+    """Format the last two columns of a setting."""
+    field, section = kind.model_fields[name], section_of(kind, name)
+    if field.description is None and section is None:
+        raise SystemExit(f"{kind.__name__}.{name} has no description: write Field(description=...)")
+    default = (
+        "required" if field.is_required() else "" if field.annotation is section else f"`{text_of(field.default)}`"
+    )
+    return [default, description(kind, name)]
+
+
+def constructor_settings() -> str:
+    """Format the settings of backends' constructors, with links to the sections."""
+    rows = []
+    for name, field in EngineSpec.model_fields.items():
+        kind_text = type_text(field.annotation, field.metadata, quote="`")
+        if name in TrainerConfig.model_fields and (section := section_of(EngineSpec, name)) is not None:
+            kind_text = f"[`{section.__name__}`](#{name})"
+        rows.append([f"`{name}`", kind_text, *default_and_meaning(EngineSpec, name)])
+    return table(["setting", "type", "default", "meaning"], rows)
 
 
 def text_of(value: Any) -> str:
@@ -512,6 +531,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings of train and rl": lambda: settings(TrainerConfig),
     "settings of train": lambda: settings(RunConfig, base=TrainerConfig),
     "settings of rl": lambda: settings(RlConfig, base=TrainerConfig),
+    "settings of constructors": constructor_settings,
     "presets": presets,
     "settings of serve": lambda: settings(ServeConfig),
     "metrics of train": lambda: metrics(declared_metrics(StepRecord)),

@@ -108,8 +108,8 @@ def test_unknown_setting_error_names_path_and_value(tmp_path):
         (lambda: Batching(micro_batch_tokens="many"), ["micro_batch_tokens", "'many'"]),
         (lambda: Adam(learning_rate=1e-4), ["learning_rate: unknown setting", "called lr here"]),
         (lambda: Parallel(tp=2), ["tp: unknown setting", "called tensor here"]),
-        (lambda: SingleBackend("m", optimizer={"lr": 1e-4}), ["optimizer: megascend.Adam(...)", "got {'lr': 0.0001}"]),
-        (lambda: MegatronBackend("m", parallel=2), ["parallel: megascend.Parallel(...)", "got 2"]),
+        (lambda: SingleBackend("m", optimizer=1e-4), ["optimizer: a section of settings is expected", "got 0.0001"]),
+        (lambda: MegatronBackend("m", parallel=2), ["parallel: a section of settings is expected", "got 2"]),
     ],
 )
 def test_value_out_of_range_error_names_limit(make, words):
@@ -119,7 +119,7 @@ def test_value_out_of_range_error_names_limit(make, words):
 
 
 def test_unknown_precision_or_platform_raises_config_error(checkpoint):
-    assert_all(errors(1, lambda: build(checkpoint, precision="fp8")), ConfigError, "fp32, fp16 or bf16", "'fp8'")
+    assert_all(errors(1, lambda: build(checkpoint, precision="fp8")), ConfigError, "'fp16' or 'bf16'", "'fp8'")
     assert_all(errors(1, lambda: build(checkpoint, platform="tpu")), ConfigError, "'cpu'", "'tpu'")
 
 

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from megascend.apps.tracking.tracker import check_trackers
 from megascend.apps.train.plot import require_extra
-from megascend.config.trackers import check_trackers
 from megascend.errors import ConfigError, MissingDependencyError
 from megascend.runtime.io.paths import cache_folder
 from megascend.runtime.io.shared import locked

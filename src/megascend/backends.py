@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,6 +29,7 @@ from megascend.config import (
     Schedule,
     VisionTower,
 )
+from megascend.config.registry import ENGINES, EngineEntry, load
 from megascend.engines.base import check_model_settings
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
 from megascend.errors import ConfigError, TopologyError
@@ -36,7 +37,7 @@ from megascend.models.checkpoint_files.hub import snapshot
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.checkpoint_files.scalar_head import HeadKind
 from megascend.models.selfcheck import process
-from megascend.runtime.bootstrap import engines
+from megascend.runtime.bootstrap.versions import PACKAGES
 from megascend.runtime.distributed.launch import Launch
 
 if TYPE_CHECKING:
@@ -47,9 +48,6 @@ if TYPE_CHECKING:
     from megascend.runtime.bootstrap import Runtime
     from megascend.runtime.distributed.engine_groups import GroupFactory
     from megascend.runtime.topology.topology import Topology
-
-SPEC_SETTINGS = tuple(field.name for field in fields(EngineSpec) if field.name != "model")
-"""Settings of a built-in engine's backend that its :class:`EngineSpec` holds."""
 
 
 def register_engine(
@@ -73,11 +71,11 @@ def register_engine(
     Raises:
         ConfigError: another engine has that name, or a package is not in the version table.
     """
-    # Registering the same backend again changes nothing, so set-up code may run twice.
-    if _backends.get(name, backend) is not backend:
-        raise ConfigError(f"register_engine: another engine is called {name!r}; names in use: {', '.join(_backends)}")
-    engines.register(name, megatron, packages)
-    _backends[name] = backend
+    if unknown := sorted({*packages} - {*PACKAGES}):
+        raise ConfigError(
+            f"engine {name!r}: the version table has no {', '.join(unknown)}; it has {', '.join(PACKAGES)}"
+        )
+    ENGINES.add(name, EngineEntry(backend, megatron, tuple(packages)))
 
 
 def accepted_settings(engine: str) -> frozenset[str]:
@@ -92,6 +90,12 @@ def accepted_settings(engine: str) -> frozenset[str]:
     return names - backend.unsupported_settings if _is_built_in(backend) else names
 
 
+def applicable(engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``settings`` without those that an engine does not have and that are at their defaults."""
+    names = accepted_settings(engine) | EngineSpec.changed(settings)
+    return {name: value for name, value in settings.items() if name in names}
+
+
 def make_backend(engine: str, **settings: Any) -> Backend:
     """Build the backend of an engine, by its name in run files.
 
@@ -101,7 +105,7 @@ def make_backend(engine: str, **settings: Any) -> Backend:
     Raises:
         ConfigError: the engine is not registered, or it does not have one of these settings.
     """
-    _refuse_unknown(engine, settings)
+    _refuse(engine, settings.keys() - accepted_settings(engine))
     return _backend_of(engine)(**settings)
 
 
@@ -123,12 +127,11 @@ def check_backend(
     Raises:
         ConfigError, TopologyError, CheckpointError, VersionError: the engine does not support these settings.
     """
-    _refuse_unknown(engine, settings)
+    _refuse(engine, settings.keys() - accepted_settings(engine))
     backend = _backend_of(engine)
     if _is_built_in(backend):
         # Class methods instead of the constructor, because a dry run has no process groups.
-        # Settings that the spec does not have, such as save_timeout_s, belong to the backend only.
-        spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in SPEC_SETTINGS})
+        spec = EngineSpec.of(model, settings)
         backend._check_spec(spec, runtime, topology)
         check_model_settings(spec, info)
         if spec.adapters is not None:
@@ -146,21 +149,15 @@ def _is_built_in(backend: Callable[..., Backend]) -> TypeIs[type[EngineBackend]]
     return isinstance(backend, type) and issubclass(backend, EngineBackend)
 
 
-def _refuse_unknown(engine: str, settings: Mapping[str, Any]) -> None:
-    unknown = sorted(settings.keys() - accepted_settings(engine))
-    if unknown:
+def _refuse(engine: str, settings: Collection[str]) -> None:
+    if settings:
         raise ConfigError(
-            f"engine {engine!r} has no setting {', '.join(unknown)}; leave it out, or choose another engine"
+            f"engine {engine!r} has no setting {', '.join(sorted(settings))}; leave it out, or choose another engine"
         )
 
 
 def _backend_of(engine: str) -> Callable[..., Backend]:
-    if engine not in _backends:
-        raise ConfigError(
-            f"unknown engine {engine!r}; known: {', '.join(_backends)}. Register yours on every rank "
-            "(megascend.register_engine; a run file names the module under plugins)"
-        )
-    return _backends[engine]
+    return load(ENGINES.require(engine).backend)
 
 
 class EngineBackend(Backend, ABC):
@@ -202,57 +199,34 @@ class EngineBackend(Backend, ABC):
         mtp_loss_weight: float = 0.1,
         vision_tower: VisionTower = "frozen",
     ) -> None:
-        """
+        """Build the model, and the engine that trains it. Collective.
+
         Args:
             model: directory of a Hugging Face checkpoint with safetensors weights, or a name on the Hub, ``owner/name`` or
                 ``owner/name@revision``, which is downloaded.
-            parallel: parallel sizes; the data parallel size is the world size divided by their product. None: data parallelism
-                only.
-            precision: ``fp32``, ``fp16`` or ``bf16``, for parameters, activations and pipeline messages. Main parameters,
-                gradients and moments are always fp32.
-            tf32: as for :func:`megascend.bootstrap`, which is called if it has not been.
-            optimizer, schedule, recompute, moe, batching, fsdp: see :mod:`megascend.config`.
-            adapters: freeze the model and train LoRA adapters on it (:meth:`add_adapter`); optimizer and schedule are then
-                each adapter's, unless it has its own.
-            provider_options: further settings of the provider, beside those derived from the model and the layout.
-            platform, provider: as for :func:`megascend.bootstrap`.
-            seed: seed of dropout and all other random numbers.
-            timeout_s: seconds after which a missing rank is an error on all others.
-            save_timeout_s: seconds that a call waits for a checkpoint to be written before the save counts as failed.
-            self_check: compare a small slice of the model with transformers first (docs/support.md); a few seconds, once per
-                configuration.
-            head: the model's last layer: ``lm``, logits; ``scalar``, the head of a reward model or critic, from a checkpoint
-                of transformers' ``...ForSequenceClassification`` or ``...ForTokenClassification`` with one label; or a new
-                scalar head in place of a causal language model's output layer (``new_sequence_classifier``,
-                ``new_token_classifier``), initialised from ``seed`` as in transformers. ``reward_model``: the checkpoint's
-                scalar head where it has one, else a new sequence classifier's. A :class:`megascend.Classification`: likewise
-                the head of a sequence classifier with its labels.
-            mtp: heads of the checkpoint for multi-token prediction: ``train`` one with the model (MegatronBackend only;
-                docs/support.md), ``keep`` them as they are, or ``drop`` them from exports.
-            mtp_loss_weight: factor of that head's loss.
-            vision_tower: ``train`` the vision tower of a model that takes images (with ``adapters``: they may act on its linear
-                layers), or keep it ``frozen``.
+
+        The others are settings of :class:`megascend.EngineSpec`, under the names that run files have for them; None is the
+        default. docs/settings.md has a table of them.
 
         Raises:
             ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError,
             CollectiveTimeoutError, SelfCheckError: before any training, on every rank.
         """
-        # The first statement, so that the locals are the arguments.
-        arguments = locals()
-        settings = {name: arguments[name] for name in SPEC_SETTINGS}
-        # None means default: EngineSpec.of leaves it out.
+        settings = {
+            "parallel": parallel, "precision": precision, "tf32": tf32, "optimizer": optimizer, "schedule": schedule,
+            "recompute": recompute, "moe": moe, "batching": batching, "adapters": adapters,
+            "provider_options": provider_options, "platform": platform, "seed": seed, "timeout_s": timeout_s,
+            "save_timeout_s": save_timeout_s, "self_check": self_check, "provider": provider, "head": head, "fsdp": fsdp,
+            "mtp": mtp, "mtp_loss_weight": mtp_loss_weight, "vision_tower": vision_tower,
+        }  # fmt: skip
         # A setting at its default asks for nothing: a program changes its engine by its constructor's name.
-        defaults = EngineSpec(Path())
-        changed = {name: v for name, v in settings.items() if v is not None and v != getattr(defaults, name)}
-        _refuse_unknown(self.engine_name, changed)
+        _refuse(self.engine_name, self.unsupported_settings & EngineSpec.changed(settings))
         spec = EngineSpec.of(model, settings)
-        # Evaluated for its error: the property raises for micro_batch_tokens "auto", which only a run resolves.
-        _ = spec.batching.budget
 
         # The worker starts first: it imports its packages while this process imports Megatron.
         with self._self_check_worker(spec) as worker, self._context(spec) as context:
             engine = self._build(spec, context, worker)
-        super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
+        super().__init__(engine, context.model_dir, context.runtime.platform, spec.save_timeout_s)
         self._built_from = spec, context
 
     def frozen_engine(self, model: str | Path) -> Engine:
@@ -261,7 +235,7 @@ class EngineBackend(Backend, ABC):
         trained, context = self._built_from
         # Not the settings of training: an optimizer, for example, may be one that adapters do not have.
         spec = EngineSpec(
-            snapshot(model),
+            model=snapshot(model),
             precision=trained.precision,
             batching=trained.batching,
             # Without an adapter these freeze the model, so that it has neither gradients nor moments.
@@ -460,8 +434,3 @@ class FsdpBackend(EngineBackend):
         from megascend.engines.fsdp.engine import FsdpEngine
 
         return FsdpEngine(spec, context)
-
-
-_backends: dict[str, Callable[..., Backend]] = {
-    backend.engine_name: backend for backend in (MegatronBackend, SingleBackend, FsdpBackend)
-}

@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 HIDDEN = "***"
-_SECRET = r"(?:password|passwd|secret|api_?key|token|(?:access|auth|api|hf|bearer)_token)"
-_SECRET_NAME = re.compile(rf"(?:.*_)?(?:password|passwd|secret|api_?key)|{_SECRET}", re.IGNORECASE)
-_IN_URL = re.compile(rf"(?<=://)[^/?#\s'\"]+(?=@)|(?<=[?&])({_SECRET}=)[^&#\s'\"]+", re.IGNORECASE)
+_WORD = (
+    r"passw(?:or)?d|passphrase|pwd|secret|credentials?|authorization|cookie|(?:api|access|secret|private|wandb)[_-]?key"
+)
+_TOKEN = r"(?:(?:access|auth|api|hf|bearer|session|security|refresh|id|private)[_-]?)?token"
+_SECRET_NAME = re.compile(rf"(?:.*[_-]|.*[a-z0-9](?=[A-Z]))?(?i:{_WORD})|(?i:{_TOKEN}|pass|bearer|(?:basic_)?auth)")
+_IN_QUERY = rf"(?<=[?&;#])((?:[\w-]*[_-])?(?:{_WORD}|{_TOKEN}|pass|auth|key|sig|signature)=)[^&;#\s'\"]+"
+_IN_URL = re.compile(rf"(?<=://)[^/?#\s'\"]+(?=@)|{_IN_QUERY}", re.IGNORECASE)
 
 
 def redacted(value: Any) -> Any:
@@ -22,11 +26,9 @@ def redacted(value: Any) -> Any:
     if isinstance(value, str):
         return _IN_URL.sub(lambda match: (match[1] or "") + HIDDEN, value) if "://" in value else value
     if isinstance(value, dict):
-        hidden = {
-            name for name, entry in value.items() if entry and isinstance(name, str) and _SECRET_NAME.fullmatch(name)
-        }
+        secret = {name for name in value if isinstance(name, str) and _SECRET_NAME.fullmatch(name)}
         return {
-            name: HIDDEN if name in hidden and isinstance(entry, str) else redacted(entry)
+            name: HIDDEN if name in secret and entry and entry is not True else redacted(entry)
             for name, entry in value.items()
         }
     return type(value)(map(redacted, value)) if type(value) in (list, tuple) else value

@@ -112,14 +112,14 @@ def test_clip_ranges_that_would_not_be_applied_are_refused() -> None:
 
 
 def test_equal_groups_are_kept_where_they_have_advantages() -> None:
-    assert with_objective(preset="grpo").rollout.drop_equal
-    assert not with_objective(preset="reinforce++").rollout.drop_equal
-    assert with_objective(preset="reinforce++", advantages="reinforce++_baseline").rollout.drop_equal
+    assert with_objective(preset="grpo").drops_equal_groups
+    assert not with_objective(preset="reinforce++").drops_equal_groups
+    assert with_objective(preset="reinforce++", advantages="reinforce++_baseline").drops_equal_groups
     # A teacher's scores are learned from a group with equal rewards, too.
-    assert not RlConfig(**SETTINGS, teacher={"model": "teacher", "rewards": True}).rollout.drop_equal
+    assert not RlConfig(**SETTINGS, teacher={"model": "teacher", "rewards": True}).drops_equal_groups
     rollout = SETTINGS["rollout"] | {"drop_equal": True}
-    assert RlConfig(**SETTINGS | {"rollout": rollout}, teacher={"model": "m", "rewards": True}).rollout.drop_equal
-    assert RlConfig(**SETTINGS | {"rollout": rollout}, objective={"preset": "reinforce++"}).rollout.drop_equal
+    assert RlConfig(**SETTINGS | {"rollout": rollout}, teacher={"model": "m", "rewards": True}).drops_equal_groups
+    assert RlConfig(**SETTINGS | {"rollout": rollout}, objective={"preset": "reinforce++"}).drops_equal_groups
 
 
 def test_a_penalty_in_rewards_that_a_teacher_replaces_is_refused() -> None:

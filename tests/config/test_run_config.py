@@ -100,7 +100,7 @@ UNHELPFUL: dict[str, str] = {
     "trackers=[{wandb: 5}]": r"run\.yaml: trackers\.0\.wandb: Input should be a valid dictionary \(got 5\)$",
     "lerning_rate=1": r"lerning_rate: unknown setting \(value 1\), did you mean learning_rate, called optimizer\.lr here\?",
     "rollout={prompts: p.jsonl}": r"rollout: for megascend rl only",
-    "trackers=[wanb]": r"trackers: unknown tracker 'wanb', did you mean wandb\? Available: tensorboard, wandb",
+    "trackers=[wanb]": r"trackers: unknown tracker 'wanb', did you mean wandb\? Known: tensorboard, wandb",
 }
 
 

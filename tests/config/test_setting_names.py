@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from peft import LoraConfig
 from transformers import TrainingArguments
 
+from megascend.apps.data.files import READERS
 from megascend.apps.rl.set_up import check_objective
-from megascend.config import RunConfig, load_config
-from megascend.config.plugins import POLICY_LOSSES, PROVIDERS
+from megascend.config import Adam, RunConfig, load_config
+from megascend.config.registry import DATA_FORMATS, ENGINES, PROVIDERS, TRACKERS, losses_of_responses
+from megascend.config.registry import load as load_entry
 from megascend.config.rl import Objective, RlConfig, load_rl_config
 from megascend.config.section import all_settings
 from megascend.config.serve import ServeConfig, load_serve_config
 from megascend.config.synonyms import SYNONYMS, VALUES
 from megascend.errors import ConfigError
-from megascend.runtime.bootstrap import providers
-from megascend.training.batch.losses import BUILT_IN
+from megascend.models.checkpoint_files.hidden_matrices import MATRIX_OPTIMIZERS
+from megascend.training.batch import losses, policy_losses
 
 RUN_FILE = "model: m\noutput: o\ndata: {path: d.jsonl}\n"
 RL_FILE = "model: m\noutput: o\nrollout: {prompts: p.jsonl, reward: 'operator:eq'}\n"
@@ -200,7 +206,7 @@ def test_unknown_name_is_refused_when_the_file_is_read(override: str, message: s
     ("override", "message"),
     [
         ("objective.loss=poo", "objective.loss: unknown loss of sampled responses 'poo', did you mean ppo"),
-        ("objective.loss=dpo", "objective.loss: unknown loss of sampled responses 'dpo'"),
+        ("objective.loss=dpo", "objective.loss: dpo needs ref_logprobs; responses have old_logprobs and advantages"),
         ("sync.transport=ncl", "sync.transport: unknown transport 'ncl', did you mean nccl"),
     ],
 )
@@ -214,13 +220,67 @@ def test_unknown_engine_of_the_service_is_refused_when_the_file_is_read(tmp_path
         load_serve_config(None, {"model": "m", "engine": "vllm"})
 
 
-def test_known_names_are_those_of_the_registries() -> None:
-    assert {*PROVIDERS} >= {*providers.names()}
-    assert {*PROVIDERS[:4]} <= {*providers.names()}
-    for name in BUILT_IN:
-        try:
-            check_objective(Objective(loss=name))
-        except ConfigError:
-            assert name not in POLICY_LOSSES
-        else:
-            assert name in POLICY_LOSSES
+# --- registries ---
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_is_the_backend_that_its_row_names(name: str) -> None:
+    assert load_entry(ENGINES[name].backend).engine_name == name
+
+
+def test_every_format_of_data_has_a_reader() -> None:
+    assert READERS.keys() == {*DATA_FORMATS.values()}
+
+
+@pytest.mark.parametrize("path", [row.factory for row in PROVIDERS.values()] + [row.open for row in TRACKERS.values()])
+def test_providers_and_trackers_are_where_their_rows_say(path: str) -> None:
+    assert isinstance(load_entry(path), type)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in get_args(Adam.model_fields["kind"].annotation) if kind != "adamw"])
+def test_kind_of_optimizer_has_an_implementation_and_a_section(kind: str) -> None:
+    assert isinstance(load_entry(MATRIX_OPTIMIZERS[kind].implementation), type)
+    assert kind in Adam.model_fields
+
+
+def test_every_function_of_a_loss_has_a_row() -> None:
+    functions = {
+        name
+        for module in (losses, policy_losses)
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and not name.startswith("_")
+        and [*inspect.signature(function).parameters][1:2] == ["inputs"]
+    }
+    # That of whole distributions has no name: a teacher's model belongs to it.
+    assert functions - {"vocabulary_divergence"} == losses.BUILT_IN.keys()
+
+
+@pytest.mark.parametrize("name", losses.BUILT_IN)
+def test_run_files_name_the_losses_that_learn_from_responses(name: str) -> None:
+    try:
+        check_objective(Objective(loss=name))
+    except ConfigError:
+        assert name not in losses_of_responses()
+    else:
+        assert name in losses_of_responses()
+
+
+def test_a_loss_is_added_by_its_function_and_one_row() -> None:
+    """The recipe of CONTRIBUTING.md, in a process of its own."""
+    program = """
+from megascend.config.registry import LOSSES, BuiltInLoss
+from megascend.config.rl import RlConfig
+from megascend.config.plugins import check_loss, check_names
+from megascend.models.checkpoint_files.hidden_matrices import MATRIX_OPTIMIZERS
+from megascend.training.batch import policy_losses
+LOSSES["mine"] = BuiltInLoss(requires=("old_logprobs", "advantages"))
+LOSSES["of_texts"] = BuiltInLoss()
+policy_losses.mine = policy_losses.of_texts = lambda logprobs, inputs: -logprobs
+check_names(RlConfig(model="m", output="o", rollout={"prompts": "p", "reward": "r:f"}, objective={"loss": "mine"}))
+check_loss("of_texts", plugins=False)
+from megascend.apps.serve.samples import loss_of
+from megascend.training.batch.losses import resolve
+assert loss_of("mine", {}).function is resolve("mine").function is policy_losses.mine
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from megascend import (
 from megascend.apps.cli.random_checkpoint import byte_tokenizer
 from megascend.apps.train import run_backend
 from megascend.config.plugins import check_plugins, import_plugins
+from megascend.config.registry import ENGINES
 from megascend.errors import ConfigError
 from megascend.runtime.bootstrap import engines
 from support.forked_programs import run_forked
@@ -138,9 +140,8 @@ def test_a_run_file_names_its_plug_in_and_the_engine(checkpoint: Path, tmp_path:
     assert exported["lm_head.weight"].shape == (VOCABULARY, HIDDEN)
 
 
-def test_engine_names_are_unique_and_unknown_names_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_backends", dict(backends._backends))
-    monkeypatch.setattr(engines, "_registry", dict(engines._registry))
+@mock.patch.dict(ENGINES)
+def test_engine_names_are_unique_and_unknown_names_raise() -> None:
 
     class RegisteredBackend(Backend):
         def __init__(self, model: str) -> None: ...
@@ -158,7 +159,7 @@ def test_engine_names_are_unique_and_unknown_names_raise(monkeypatch: pytest.Mon
         backends.make_backend("theirs")
     with pytest.raises(ConfigError, match="version table has no scipy"):
         register_engine("other", RegisteredBackend, packages=["scipy"])
-    assert "other" not in backends._backends
+    assert "other" not in ENGINES
 
 
 @pytest.mark.parametrize(
@@ -177,9 +178,8 @@ def test_constructor_refuses_settings_of_other_engines(backend: Any, setting: di
     assert name not in backends.accepted_settings(backend.engine_name)
 
 
-def test_settings_of_a_run_file_reach_engines_that_know_them_and_others_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_backends", dict(backends._backends))
-    monkeypatch.setattr(engines, "_registry", dict(engines._registry))
+@mock.patch.dict(ENGINES)
+def test_settings_of_a_run_file_reach_engines_that_know_them_and_others_refuse() -> None:
     received: dict[str, Any] = {}
 
     def make(model: Path, seed: int, recompute: Any = None) -> Any:

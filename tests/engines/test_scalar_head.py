@@ -132,7 +132,7 @@ def test_unsupported_combinations_with_a_scalar_head_raise(parity_folder):
         refused(CheckpointError, "has no score.weight; for a new head", lm, plain)
         refused(CheckpointError, "has a head already", critic, plain, "new_token_classifier")
         refused(CheckpointError, "has one row", three_labels, plain)
-        refused(ConfigError, "head must be one of lm, scalar", lm, plain, "value")
+        refused(ConfigError, "head: Input should be 'lm', 'scalar'", lm, plain, "value")
         with make_backend(critic, plain) as backend:
             samples = [Sample.scored(ids, returns=[0.0] * len(ids)) for ids in TOKENS[:2]]
             with pytest.raises(ConfigError, match="loss 'cross_entropy' works on log-probabilities"):

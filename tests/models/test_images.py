@@ -430,7 +430,7 @@ def test_samples_and_settings_that_do_not_fit_are_refused(parity_folder: Path) -
             {},
             "the first of 4 pipeline stages has 1: set parallel.pipeline or parallel.virtual_pipeline lower",
         ),
-        (Case("tower"), {"vision_tower": "yes"}, "vision_tower must be frozen or train, got 'yes'"),
+        (Case("tower"), {"vision_tower": "yes"}, "vision_tower: Input should be 'frozen' or 'train' (got 'yes')"),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else None,
 )

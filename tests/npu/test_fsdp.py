@@ -98,8 +98,8 @@ def test_trajectories_equal_hugging_face(run_python, parity_folder, tmp_path):
 
 def test_compilation_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"fsdp.compile is not supported on NPUs.*set compile: false"):
-        check_settings(EngineSpec(Path("model"), fsdp=Fsdp(compile=True)), plan(Parallel(), 1), npu=True)
-    check_settings(EngineSpec(Path("model")), plan(Parallel(), 1), npu=True)
+        check_settings(EngineSpec(model=Path("model"), fsdp=Fsdp(compile=True)), plan(Parallel(), 1), npu=True)
+    check_settings(EngineSpec(model=Path("model")), plan(Parallel(), 1), npu=True)
 
 
 ATTENTION = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -13,19 +12,18 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megascend.config.data import PREFERENCE_LOSSES
-from megascend.config.trackers import check_tracker_names
+from megascend.config.registry import (
+    ENGINES,
+    LOSSES,
+    PROVIDERS,
+    TRACKERS,
+    check_loss_of_responses,
+    check_registered,
+    losses_of_data,
+)
 from megascend.errors import ConfigError, MegascendError
 from weightwire.transports import transport_names
 
-ENGINES = ["megatron", "single", "fsdp"]
-"""Names of the engines that run files may set; :func:`megascend.register_engine` adds others."""
-LOSSES = ["cross_entropy", *PREFERENCE_LOSSES, "classification"]
-"""Names of the losses that run files may set; :func:`megascend.register_loss` adds others."""
-PROVIDERS = ["mindspeed", "megatron_adaptor", "transformer_engine", "reference"]
-"""Names of the providers that run files may set; :func:`megascend.register_provider` adds others."""
-POLICY_LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro", "stable_reinforce"]
-"""Losses that learn from sampled responses; :func:`megascend.register_loss` adds others."""
 REMEDY = "install its package into this environment, or put the folder that holds it on PYTHONPATH"
 
 
@@ -60,44 +58,18 @@ def check_names(settings: BaseModel) -> None:
     engine, provider = getattr(settings, "engine", None), getattr(settings, "provider", None)
     objective, sync = getattr(settings, "objective", None), getattr(settings, "sync", None)
     if engine is not None:
-        check_registered("engine", engine, ENGINES, "megascend.register_engine")
+        ENGINES.require(engine)
     if provider is not None and ":" in provider:
         check_module("provider", provider.partition(":")[0])
     elif provider is not None:
-        check_registered("provider", provider, PROVIDERS, "megascend.register_provider")
+        PROVIDERS.require(provider)
     if objective is not None:
-        check_registered(
-            "loss of sampled responses",
-            objective.loss,
-            POLICY_LOSSES,
-            "megascend.register_loss",
-            setting="objective.loss",
-        )
+        check_loss_of_responses(objective.loss, reference=getattr(settings, "reference", None) is not None)
     if sync is not None:
-        transports = ["auto", *transport_names()]
-        check_registered(
-            "transport",
-            sync.transport,
-            transports,
-            "weightwire.transports.register_transport",
-            setting="sync.transport",
-        )
-    check_tracker_names(getattr(settings, "tracker_options", ()))
-
-
-def check_registered(kind: str, name: str, names: Sequence[str], register: str, setting: str | None = None) -> None:
-    """Raise ConfigError if ``name`` is not among ``names``.
-
-    Args:
-        register: function that registers another one.
-    """
-    if name not in names:
-        matches = get_close_matches(name, names, 1)
-        advice = f", did you mean {matches[0]}? Known" if matches else "; known"
-        raise ConfigError(
-            f"{setting or kind}: unknown {kind} {name!r}{advice}: {', '.join(names)}. Register yours on every rank "
-            f"({register}; a run file names the module under plugins)"
-        )
+        transports, function = ["auto", *transport_names()], "weightwire.transports.register_transport"
+        check_registered("transport", sync.transport, transports, function, "sync.transport")
+    for tracker in getattr(settings, "tracker_options", ()):
+        TRACKERS.require(tracker, "trackers")
 
 
 def check_loss(name: str, *, plugins: bool) -> None:
@@ -108,13 +80,8 @@ def check_loss(name: str, *, plugins: bool) -> None:
     """
     if ":" in name:
         check_name(name, "loss")
-    elif name not in LOSSES and not plugins:
-        matches = get_close_matches(name, LOSSES, 1)
-        advice = f", did you mean {matches[0]}? Known" if matches else "; known"
-        raise ConfigError(
-            f"loss: unknown loss {name!r}{advice}: {', '.join(LOSSES)}, or a function of yours as path/to/file.py:function. A "
-            "module under plugins may register others; those of a teacher's distributions are distillation.loss"
-        )
+    elif not plugins:
+        check_registered("loss", name, losses_of_data(), LOSSES.function)
 
 
 def import_plugins(modules: Sequence[str]) -> None:

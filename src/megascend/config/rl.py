@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_settings
 from megascend.config.data import PREFERENCE_LOSSES
@@ -111,10 +111,10 @@ class Rollout(Section):
         description="largest number of steps between the weights that sampled a response and those that learn from it; 0: "
         "engines and trainer take turns",
     )
-    drop_equal: bool = Field(
-        True,
-        description="dynamic sampling: drop groups whose rewards are all equal, and sample other prompts; with "
-        "objective.advantages: reinforce++, and with teacher.rewards, false unless set",
+    drop_equal: bool | None = Field(
+        None,
+        description="dynamic sampling: drop groups whose rewards are all equal, and sample other prompts; default: true, but "
+        "false with objective.advantages: reinforce++, and with teacher.rewards",
     )
     max_groups_without_signal: Count | None = Field(
         None,
@@ -440,7 +440,7 @@ class RlConfig(TrainerConfig):
     )
     placement: PlacementSettings = PlacementSettings()
     vllm: Vllm = Vllm()
-    objective: Objective = Objective()
+    objective: Objective = Field(Objective(), validate_default=True)  # for its length
     reference: ReferenceSettings | None = Field(
         None, description="reference model, and penalty on the KL divergence to it"
     )
@@ -458,6 +458,15 @@ class RlConfig(TrainerConfig):
             lines = "; ".join(f"{name}: {COUNTERPARTS[name]}" for name in names)
             raise ValueError(f"{', '.join(names)}: for megascend train only; {lines}")
         return values
+
+    @field_validator("objective")
+    @classmethod
+    def _limits_length(cls, objective: Objective, info: ValidationInfo) -> Objective:
+        """Fill in the default of ``length``, which another section has."""
+        rollout = info.data.get("rollout")  # missing if it is wrong itself
+        if objective.length is not None or rollout is None:
+            return objective
+        return objective.model_copy(update={"length": rollout.max_tokens})
 
     @model_validator(mode="after")
     def _graded(self) -> RlConfig:
@@ -489,12 +498,6 @@ class RlConfig(TrainerConfig):
                 f"objective.overlong_share: {objective.overlong_share:g} is a penalty on single responses, and an episode of "
                 "rollout.environment has several; set it to 0, and let the environment's reward depend on length"
             )
-        # The sections are frozen; these are the defaults that depend on another section.
-        if objective.length is None:
-            vars(self)["objective"] = objective.model_copy(update={"length": rollout.max_tokens})
-        teaches_rewarded = self.teacher is not None and self.teacher.rewards
-        if (objective.compares_groups or teaches_rewarded) and "drop_equal" not in rollout.model_fields_set:
-            vars(self)["rollout"] = rollout.model_copy(update={"drop_equal": False})
         return self
 
     @model_validator(mode="after")
@@ -533,6 +536,13 @@ class RlConfig(TrainerConfig):
         return self.teacher is None or self.teacher.rewards
 
     @property
+    def drops_equal_groups(self) -> bool:
+        """Check whether groups with equal rewards are dropped; by default where nothing is learned from them."""
+        if self.rollout.drop_equal is not None:
+            return self.rollout.drop_equal
+        return not (self.objective.compares_groups or (self.teacher is not None and self.teacher.rewards))
+
+    @property
     def replaced_settings(self) -> dict[str, Any]:
         """Return the settings of ``objective`` without effect: those of what is learned from rewards that a teacher replaces."""
         if self.learns_from_rewards:
@@ -565,7 +575,7 @@ class RlConfig(TrainerConfig):
                 f"sync.every={self.sync.every} needs rollout.max_lag of {self.sync.every - 1} or more, got "
                 f"{self.rollout.max_lag}: between two updates every step learns from weights that are one step older"
             )
-        self.batching.budget  # noqa: B018, raises unless it is a number
+        self.batching.check_budget()
         if not self.engines:
             raise ValueError("engines must name at least one")
         if self.rollout.router_replay and self.rollout.controller is None and "local" in self.engines:

@@ -27,24 +27,14 @@ from megascend.config.data import (
     Validation,
 )
 from megascend.config.run_file import read_settings
-from megascend.config.section import Count, Seconds, Section, Seed, Size, explain
+from megascend.config.section import Count, Seconds, Section, Size, explain
 from megascend.config.training import (
-    Adam,
+    Adapters,
     Affinity,
-    AnyPrecision,
     BaseWeights,
-    Batching,
-    Fsdp,
+    EngineSettings,
     Lora,
-    Moe,
-    Mtp,
-    Parallel,
-    PlatformName,
     PluginName,
-    ProviderOptions,
-    Recompute,
-    Schedule,
-    VisionTower,
 )
 from megascend.errors import HIDDEN, ConfigError, hidden_entries
 
@@ -130,7 +120,7 @@ class Checkpoint(Section):
     )
 
 
-class TrainerConfig(Section):
+class TrainerConfig(EngineSettings):
     """Settings shared by ``megascend train`` and ``megascend rl``."""
 
     @model_validator(mode="before")
@@ -146,12 +136,8 @@ class TrainerConfig(Section):
             )
         return values
 
-    model: Path = Field(
-        description="Hugging Face checkpoint directory (safetensors), or a name on the Hub: owner/name@revision"
-    )
     output: Path = Field(description="run directory for metrics, checkpoints, plot and export")
     steps: Size = Field(100, description="optimizer steps")
-    platform: PlatformName = Field("auto", description="device type; auto: the first of npu, cuda, cpu that works")
     affinity: Affinity = Field(
         "none", description="numa: bind each process to the CPUs of one NUMA node, that of its device if known"
     )
@@ -165,56 +151,19 @@ class TrainerConfig(Section):
         description="megatron (Megatron-Core), fsdp (transformers' models under FSDP2), single (transformers in one process), "
         "or the name of an engine that a plug-in registers",
     )
-    precision: AnyPrecision = Field(
-        "bf16", description="type of compute and exported weights; main parameters are fp32"
-    )
     tf32: bool = Field(False, description="CUDA only: multiply fp32 matrices in TensorFloat-32 (10 bits of mantissa)")
-    seed: Seed = Field(1234, description="seed of the data order, dropout, new parameters and sampling")
-    parallel: Parallel = Parallel()
-    fsdp: Fsdp = Fsdp()
-    optimizer: Adam = Adam()
-    schedule: Schedule = Schedule()
-    recompute: Recompute = Recompute()
-    moe: Moe = Moe()
-    mtp: Mtp = Field(
-        "keep",
-        description="heads for multi-token prediction: train one with the model (engine megatron), keep them as they are (an "
-        "export copies their tensors), or drop them (an export has none)",
-    )
-    mtp_loss_weight: float = Field(
-        0.1, gt=0, description="weight of the loss of a head for multi-token prediction, with mtp: train"
-    )
-    vision_tower: VisionTower = Field(
-        "frozen",
-        description="the vision tower of a model that takes images, with the layers that turn its features into those of the "
-        "language model: keep its weights, or train them with the model; with lora: adapt only the language model, or the "
-        "tower's linear layers too",
-    )
-    batching: Batching = Batching()
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora | None = Field(
         None,
         description="freeze the model and train one LoRA adapter; default: train all parameters",
     )
     base_weights: BaseWeights = Field(
-        "unquantised",
-        description="with lora, the frozen weights of the layers' linear layers and experts: in the run's precision "
-        "(unquantised), or as fp8 or 4 bits (nf4) with a scale for each 128 or 64 values, dequantised in each product (engine "
-        "megatron on CPU and CUDA)",
+        "unquantised", description=f"with lora, the {Adapters.model_fields['base_weights'].description}"
     )
     template_date: date | None = Field(
         None,
         description="date for chat templates that print today's date; default: the day on which the run first started, also "
         "when it is resumed",
-    )
-    provider: str | None = Field(
-        None,
-        description="provider that patches Megatron-Core for the platform: a registered name, or package.module:attribute; "
-        "default: chosen by platform",
-    )
-    provider_options: ProviderOptions = Field(
-        {},
-        description="options of the provider; of provider mindspeed, MindSpeed's command-line arguments with underscores",
     )
     trackers: tuple[str | dict[str, dict[str, Any]], ...] = Field(
         (),
@@ -235,11 +184,6 @@ class TrainerConfig(Section):
         10,
         description="end the run when more than this many consecutive steps have non-finite gradients; the last batch is kept in "
         "OUTPUT/non_finite",
-    )
-    timeout_s: Seconds = Field(600, description="seconds after which the other ranks report a missing rank")
-    self_check: bool = Field(
-        True,
-        description="compare a small slice of the model with transformers before training; off: train what the engine computes",
     )
 
     def data_paths(self) -> dict[str, Path | None]:

@@ -168,16 +168,11 @@ def section_of(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
     field = kind.model_fields.get(name)
     if field is None or get_origin(field.annotation) in (list, tuple):
         return None
-    return _section_in(field.annotation)
+    return section_in(field.annotation)
 
 
-def item_section(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the class of the items of a setting that is a list of sections; None for a setting of another type."""
-    annotation = kind.model_fields[name].annotation
-    return _section_in(annotation) if get_origin(annotation) in (list, tuple) else None
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the class of the one section among an annotation and its members."""
     kinds = (annotation, *get_args(annotation))
     sections = [candidate for candidate in kinds if isinstance(candidate, type) and issubclass(candidate, BaseModel)]
     return sections[0] if len(sections) == 1 else None

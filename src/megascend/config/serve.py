@@ -8,19 +8,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from megascend.config import (
-    AnyPrecision,
-    Batching,
-    Parallel,
-    PlatformName,
     Seconds,
     Section,
-    Seed,
     Size,
-    VisionTower,
     parsed,
     read_settings,
 )
 from megascend.config.data import ImageLimits
+from megascend.config.training import ModelSettings
 
 DURABLE_BODY_BYTES = 2**27
 """SQLite takes rows of up to 10**9 bytes, and a body may be several times as long when stored as JSON."""
@@ -62,12 +57,9 @@ class Limits(Section):
     )
 
 
-class ServeConfig(Section):
+class ServeConfig(ModelSettings):
     """Settings of ``megascend serve``, from its YAML file and its options."""
 
-    model: Path = Field(
-        description="Hugging Face checkpoint directory (safetensors), or a name on the Hub: owner/name@revision"
-    )
     name: str | None = Field(
         None, description="name under which clients may request the model (base_model), besides the directory's path"
     )
@@ -83,12 +75,6 @@ class ServeConfig(Section):
         [], description="addresses of proxies whose X-Forwarded-For is trusted for the audit log"
     )
     engine: str = Field("megatron", description="training engine: megatron, fsdp or single")
-    parallel: Parallel = Parallel()
-    precision: AnyPrecision = Field("bf16", description="type of compute and of the base model's weights")
-    platform: PlatformName = Field("auto", description="device type; auto: the first of npu, cuda, cpu that works")
-    batching: Batching = Batching()
-    seed: Seed = Field(1234, description="seed of the ranks' random generators")
-    timeout_s: Seconds = Field(600, description="seconds after which a missing rank is an error on the others")
     max_models: Size = Field(64, description="models (adapters) of all tenants at a time")
     max_samplers: Size = Field(
         8, description="saved adapters that the ranks load for sampling at a time, in addition to max_models"
@@ -120,11 +106,6 @@ class ServeConfig(Section):
         20, description="with durable, optimizer steps of a model between its saves; a restart repeats about that many"
     )
     limits: Limits = Limits()
-    vision_tower: VisionTower = Field(
-        "frozen",
-        description="of a model that takes images: adapters act on the language model alone, or (train) on the linear layers "
-        "of the vision tower too",
-    )
     images: RequestImages = RequestImages()
 
     @model_validator(mode="after")

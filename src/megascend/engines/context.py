@@ -5,27 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from megascend.config import (
-    Adam,
-    Adapters,
-    BaseWeights,
-    Batching,
-    Fsdp,
-    Moe,
-    Mtp,
-    Parallel,
-    PlatformName,
-    Precision,
-    Recompute,
-    Schedule,
-    VisionTower,
-)
-from megascend.config.training import precision_name
-from megascend.errors import CheckpointError, ConfigError
+from pydantic import Field, model_validator
+
+from megascend.config import Adapters, BaseWeights, Checkpoint
+from megascend.config.training import EngineSettings
+from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.files import weight_files
 from megascend.models.checkpoint_files.hub import snapshot
 from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
@@ -42,54 +30,39 @@ from megascend.surroundings import announce
 
 logger = logging.getLogger(__name__)
 
-SECTIONS = {
-    "parallel": Parallel,
-    "optimizer": Adam,
-    "schedule": Schedule,
-    "recompute": Recompute,
-    "moe": Moe,
-    "batching": Batching,
-    "adapters": Adapters,
-    "fsdp": Fsdp,
-}
-"""Settings of an engine that have a class of their own."""
 
+class EngineSpec(EngineSettings):
+    """Settings of a backend, and of the engine that it builds: those of run files, and those that only programs set.
 
-@dataclass(frozen=True)
-class EngineSpec:
-    """Settings of an engine, those of :class:`megascend.MegatronBackend` under the same names; every engine uses some of them.
-
-    Raises:
-        ConfigError: a setting has none of its possible values.
+    Every engine uses some of them.
     """
 
-    model: Path
-    parallel: Parallel = field(default_factory=Parallel)
-    precision: Precision = "bf16"
-    tf32: bool | None = None
-    optimizer: Adam = field(default_factory=Adam)
-    schedule: Schedule = field(default_factory=Schedule)
-    recompute: Recompute = field(default_factory=Recompute)
-    moe: Moe = field(default_factory=Moe)
-    batching: Batching = field(default_factory=Batching)
-    adapters: Adapters | None = None
-    platform: PlatformName = "auto"
-    seed: int = 1234
-    timeout_s: float = 600.0
-    self_check: bool = True
-    head: HeadKind = "lm"
-    mtp: Mtp = "keep"
-    mtp_loss_weight: float = 0.1
-    vision_tower: VisionTower = "frozen"
-    provider: str | None = None
-    provider_options: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
-    fsdp: Fsdp = field(default_factory=Fsdp)
+    tf32: bool | None = Field(
+        None, description="as for megascend.bootstrap, which is called if it has not been; CUDA only"
+    )
+    adapters: Adapters | None = Field(
+        None,
+        description="freeze the model and train LoRA adapters on it (add_adapter); optimizer and schedule are then each "
+        "adapter's, unless it has its own",
+    )
+    head: HeadKind = Field(
+        "lm",
+        description="the model's last layer: lm, logits; scalar, the head of a reward model or critic, from a checkpoint of "
+        "transformers' ...ForSequenceClassification or ...ForTokenClassification with one label; new_sequence_classifier or "
+        "new_token_classifier, a new one in place of a causal language model's output layer, initialised from seed as in "
+        "transformers; reward_model, the checkpoint's scalar head where it has one, else a new sequence classifier's; a "
+        "megascend.Classification, likewise the head of a sequence classifier with its labels",
+    )
+    save_timeout_s: float = Field(
+        Checkpoint.model_fields["timeout_s"].default,
+        gt=0,
+        description="seconds that a call waits for a checkpoint to be written before the save counts as failed",
+    )
 
-    def __post_init__(self) -> None:
-        for name, kind in (("precision", Precision), ("mtp", Mtp), ("vision_tower", VisionTower)):
-            value, (*first, last) = getattr(self, name), get_args(kind)
-            if value not in get_args(kind):
-                raise ConfigError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
+    @model_validator(mode="after")
+    def _has_a_budget(self) -> EngineSpec:
+        self.batching.check_budget()
+        return self
 
     @property
     def base_weights(self) -> BaseWeights:
@@ -97,18 +70,20 @@ class EngineSpec:
         return "unquantised" if self.adapters is None else self.adapters.base_weights
 
     @classmethod
+    def changed(cls, settings: Mapping[str, Any]) -> set[str]:
+        """Return the names of the settings that are not at their defaults, for which None stands, too."""
+        return {name for name, value in settings.items() if value not in (None, cls.model_fields[name].default)}
+
+    @classmethod
     def of(cls, model: str | Path, settings: Mapping[str, Any]) -> EngineSpec:
-        """Build the spec from settings by field name; None means the default.
+        """Build the spec from settings by field name; None means the default. A name on the Hub is downloaded.
 
         Raises:
-            ConfigError: a section is of another type, such as a dict or an optimizer of torch.
+            ConfigError: a setting is unknown, or has none of its possible values.
         """
-        for name, kind in SECTIONS.items():
-            value = settings.get(name)
-            if value is not None and not isinstance(value, kind):
-                raise ConfigError(f"{name}: megascend.{kind.__name__}(...) is expected here (got {value!r:.200})")
         chosen = {name: value for name, value in settings.items() if value is not None}
-        return cls(snapshot(model), **chosen | {"precision": precision_name(chosen.get("precision", cls.precision))})
+        spec = cls(model=Path(model), **chosen)
+        return spec.model_copy(update={"model": snapshot(model)})
 
 
 @dataclass(frozen=True)

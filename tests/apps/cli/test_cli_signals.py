@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from megascend.apps.cli.run_report import read_run
-from megascend.apps.train.stop_signals import STOPPING
+from megascend.runtime.stop_signals import STOPPING
 from support import forked_programs
 
 PLUGIN = """

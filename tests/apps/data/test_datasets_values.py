@@ -345,7 +345,7 @@ def test_json_type_in_json_files_is_not_parsed_twice(tmp_path: Path) -> None:
 def test_malformed_json_type_is_refused_with_its_row(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("c\nplain\n")
     write_card(tmp_path, Features({"c": Json()}), 1, "train.csv")
-    with pytest.raises(DataError, match=r"train.csv:2: .*Json type is not valid JSON, found 'plain'"):
+    with pytest.raises(DataError, match=r"train.csv:2: .*Json type: not valid JSON"):
         records(tmp_path)
 
 
@@ -378,3 +378,8 @@ def test_all_reads_files_beside_a_text_that_is_no_card(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.split: all reads every file"):
         list(iterate_records(tmp_path, None, Findings()))
     assert [record.value for record in iterate_records(tmp_path, "all", Findings())] == [{"text": "a"}]
+
+
+def test_class_label_that_is_named_like_a_number_is_read_by_name() -> None:
+    feature = ClassLabel(names=["1.0", "0.0"])
+    assert [label_name(feature, value).number for value in ("1.0", "0.0", 0, "1")] == [0, 1, 0, feature.str2int("1")]

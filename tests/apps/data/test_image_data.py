@@ -504,7 +504,7 @@ def test_place_of_an_image_that_is_learned_as_text_is_reported(marker: str, fold
         ({"messages": conversation({"type": "image", "image": "data:image/png;base64,"})}, "is empty: 0 bytes"),
         ({"messages": conversation({"type": "image", "image": "data:image/png,abc"})}, "is a data: URL without base64"),
         *(
-            ({"messages": messages} | column, "has <image> in a text and no images")
+            ({"messages": messages} | column, "<image> is in a text without images")
             for messages in (
                 [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "a cat"}],
                 [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}],
@@ -514,7 +514,7 @@ def test_place_of_an_image_that_is_learned_as_text_is_reported(marker: str, fold
         *(
             (
                 {"messages": [{"role": "user", "content": f"{marker}?"}, {"role": "assistant", "content": "a"}]},
-                "no images: add",
+                "without images: add",
             )
             for marker in PLACES
         ),

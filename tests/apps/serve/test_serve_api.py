@@ -368,6 +368,106 @@ def test_saves_in_progress_keep_to_the_quota(tmp_path) -> None:
         assert service.service.checkpoints.total_bytes("alice") == 10
 
 
+def test_saves_in_progress_reserve_what_an_earlier_one_took(tmp_path) -> None:
+    with served(tmp_path / "storage", limits={"storage_bytes": 12}) as service:
+        model = service.alice.model()
+        service.alice.ask("save_weights", {"model_id": model, "path": "first", "seq_id": 1})
+        late = [{"model_id": model, "path": f"p{number}", "seq_id": number} for number in (4, 3, 2)]
+        names = [service.alice.post("save_weights", body).json()["request_id"] for body in late][::-1]
+        answers = [service.alice.fetch(name) for name in names]
+        assert ["12 are allowed" in answer.get("error", "") for answer in answers] == [False, True, True]
+        assert [call[0] for call in service.backend.calls].count("save") == 2, "nothing is written beyond the quota"
+        service.alice.get(f"training_runs/{model}/checkpoints/weights/p2", "DELETE")
+        assert "error" not in service.alice.ask("save_weights", {"model_id": model, "path": "p5", "seq_id": 5})
+
+
+def test_replacement_that_is_larger_keeps_to_the_quota(tmp_path, monkeypatch) -> None:
+    with served(tmp_path / "storage", limits={"storage_bytes": 12}) as service:
+        save = {"model_id": service.alice.model(), "path": "one", "overwrite": True}
+        service.alice.ask("save_weights", {**save, "seq_id": 1})
+        original = service.backend.save_adapter
+
+        def larger(name: str, path: str, optimizer: bool = True) -> None:
+            original(name, path, optimizer)
+            (Path(path) / "optimizer.safetensors").write_bytes(b"1234567890")
+
+        monkeypatch.setattr(service.backend, "save_adapter", larger)
+        assert "12 are allowed" in service.alice.ask("save_weights", {**save, "seq_id": 2})["error"]
+        assert service.service.checkpoints.total_bytes("alice") == 0
+        assert list((tmp_path / "storage").rglob("*.safetensors")) == []
+
+
+def test_requests_that_fill_gaps_keep_to_the_limit(tmp_path) -> None:
+    with served(tmp_path / "storage", limits={"pending": 4}) as service:
+        model = service.alice.model()
+        service.backend.gate.clear()
+        service.alice.forward_backward(model, 100, 10)
+        codes = [service.alice.post("forward_backward", train_body(model, n, 10)).status_code for n in range(1, 8)]
+        assert codes == [200] * 3 + [429] * 4
+        service.backend.gate.set()
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_server_whose_storage_is_gone_is_not_ready(tmp_path, durable) -> None:
+    with served(tmp_path / "storage", durable=durable) as service:
+        model = service.alice.model()
+        service.service.ready = True
+        assert service.client.get("/readyz").status_code == 200
+        shutil.rmtree(tmp_path / "storage")
+        assert service.client.get("/readyz").status_code == 503
+        if durable:  # SQLite goes on to write into its removed file
+            step = {"model_id": model, "seq_id": 1, "adam_params": {}}
+            durability: Any = service.service.durability
+            durability._writer._wait_s = 0.1
+            assert service.alice.post("optim_step", step).status_code == 503
+
+
+def test_values_of_another_type_are_refused(system) -> None:
+    """numpy takes texts and true for numbers, and gives every number the bytes of a long text beside it."""
+    number = 0
+    for field, value, reason in (
+        ("target_tokens", [True, 5], "expected integers, got bool"),
+        ("target_tokens", ["x" * 50_000, *[5] * 4000], "expected integers, got str"),
+        ("target_tokens", [2**64 - 100, 5], "too large"),
+        ("target_tokens", {"5": 6}, "a list of numbers is expected, got dict"),
+        ("target_tokens", [[5, 6], [7]], "must have the same length"),
+        ("weights", ["1", 1.0], "expected numbers, got str"),
+        ("weights", [True, 1.0], "expected numbers, got bool"),
+        ("weights", [None, 1.0], "must be finite"),
+        ("weights", [1e39, 1.0], "must be finite"),
+    ):
+        model, number = system.alice.model(), number + 1
+        body = train_body(model, 1, 5, 6, weights=[1.0, 1.0])
+        inputs = body["forward_backward_input"]["data"][0]["loss_fn_inputs"]
+        inputs[field] = {"dtype": inputs[field]["dtype"], "data": value}
+        assert reason in system.alice.ask("forward_backward", body)["error"], (field, str(value)[:40])
+        system.alice.post("unload_model", {"model_id": model})
+    model = system.alice.model()
+    for number, config in enumerate((0, False, [], "", {"clip_low_threshold": None}), 1):
+        body = train_body(model, number, 5, loss="ppo", logprobs=[-1.0], advantages=[1.0])
+        body["forward_backward_input"]["loss_fn_config"] = config
+        assert "must be a number" in system.alice.ask("forward_backward", body)["error"], config
+    for number, name in enumerate(("adam_params", "optimizer_params", "optim_params"), 6):
+        answer = system.alice.ask("optim_step", {"model_id": model, "seq_id": number, name: None})
+        assert "learning_rate" in answer["error"]
+
+
+def test_deep_and_ambiguous_json_is_refused(system) -> None:
+    """What is parsed in a shallow thread must be encoded on the event loop, and parsed again after a restart."""
+    model = system.alice.model()
+    start = f'{{"model_id": "{model}", "seq_id": 1, "adam_params": {{"learning_rate": 0.1'
+    for content, reason in (
+        (f'{start}}}, "x": {"[" * 100}{"]" * 100}}}', "more than 64 deep"),
+        (f'{start}, "learning_rate": 0.2}}}}', "'learning_rate' twice"),
+        (f'{start}}}, "x": [{"null," * 2**18}0]}}', "texts and constants"),
+    ):
+        answer = system.alice.post(
+            "optim_step" if len(content) < 2**20 else "forward_backward", content=content.encode()
+        )
+        assert (answer.status_code in (400, 413), reason in answer.text) == (True, True), answer.text[:200]
+    assert system.alice.post("optim_step", content=f"{start}}}}}".encode()).status_code == 200
+
+
 def test_garbage_is_refused(system) -> None:
     model = system.alice.model()
     for content in (b"[" * 100_000, b"{", b"[]", b"\xff\xfe", b'{"model_id": 5}', b'{"seq_id": 1e999}'):

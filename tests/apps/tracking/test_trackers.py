@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from megascend.apps.tracking import TrackedRun
+from megascend.apps.tracking import tracker as registry
+from megascend.apps.tracking.tracker import check_trackers, register_tracker
 from megascend.apps.tracking.trackers import BackgroundTracker, Trackers
 from megascend.apps.train.preflight import check_packages
 from megascend.config import Data, RunConfig
-from megascend.config import trackers as registry
-from megascend.config.trackers import check_trackers, register_tracker
 from megascend.errors import ConfigError, MissingDependencyError
 
 ROW = {
@@ -67,8 +67,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordingTracker]]:
         trackers.append(RecordingTracker(run))
         return trackers[-1]
 
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-    register_tracker("kept", open_kept)
+    monkeypatch.setitem(registry.TRACKERS, "kept", registry.TrackerEntry(open_kept))
     return trackers
 
 
@@ -87,9 +86,7 @@ def test_trackers_are_named_with_options_or_without(tmp_path: Path) -> None:
 def test_an_unknown_name_and_a_missing_package_are_found_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown tracker 'wandbb', did you mean wandb\? Available: tensorboard, wandb"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown tracker 'wandbb', did you mean wandb\? Known: tensorboard, wandb"):
         check_packages(config(tmp_path, "wandbb"))
     monkeypatch.setattr(registry, "is_installed", lambda name: False)
     for name, extra in (("tensorboard", "track"), ("wandb", "wandb"), ("mlflow", "mlflow")):

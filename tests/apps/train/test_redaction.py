@@ -14,12 +14,11 @@ from megascend import errors
 from megascend.apps.cli.main import app
 from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.apps.tracking import TrackedRun
+from megascend.apps.tracking import tracker as registry
 from megascend.apps.train.resume import differences
 from megascend.apps.train.train import train
 from megascend.config import RunConfig
-from megascend.config import trackers as registry
 from megascend.config.run import load_config
-from megascend.config.trackers import register_tracker
 from megascend.errors import HIDDEN, ConfigError, ControllerLostError, MegascendError, hidden_entries, redacted
 from megascend.runtime.bootstrap.runtime import Runtime
 from megascend.testing import run_distributed
@@ -55,6 +54,48 @@ OPTIONS = {
             },
         ),
         ([{"a": ("http://u:p@h", 1)}], [{"a": ("http://***@h", 1)}]),
+        *(
+            ({name: "x"}, {name: "***"})
+            for name in (
+                "pwd",
+                "pass",
+                "passphrase",
+                "auth",
+                "Authorization",
+                "x-api-key",
+                "apiKey",
+                "accessToken",
+                "clientSecret",
+                "userPassword",
+                "aws_secret_access_key",
+                "private_key",
+                "wandb_key",
+                "credentials",
+                "session_token",
+                "cookie",
+            )
+        ),
+        ({"password": 1234, "secrets": 5, "secret": ["x"]}, {"password": "***", "secrets": 5, "secret": "***"}),
+        *(
+            ({name: "x"}, {name: "x"})
+            for name in (
+                "key",
+                "sort_key",
+                "eos_token",
+                "imageToken",
+                "tokens",
+                "passes",
+                "compass",
+                "author",
+                "keyfile",
+            )
+        ),
+        *(
+            (f"http://h/a?b=1&{name}=x&c=2", f"http://h/a?b=1&{name}=***&c=2")
+            for name in ("sig", "X-Amz-Signature", "key", "pwd", "api-key", "X-Amz-Security-Token")
+        ),
+        ("http://h/#access_token=x", "http://h/#access_token=***"),
+        ("http://h/?monkey=x&design=y", "http://h/?monkey=x&design=y"),
     ],
 )
 def test_secrets_are_replaced_and_nothing_else(value: Any, expected: Any) -> None:
@@ -123,8 +164,7 @@ def test_run_saves_no_password_and_resumes(tmp_path: Path, monkeypatch: pytest.M
             assert not any(secret in json.dumps(run.config) for secret in SECRETS)
             raise RuntimeError(f"no answer from {run.options['tracking_uri']}")
 
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-        register_tracker("kept", open_kept)
+        monkeypatch.setitem(registry.TRACKERS, "kept", registry.TrackerEntry(open_kept))
         train(settings(1))
         train(settings(2), resume="auto")
         return options

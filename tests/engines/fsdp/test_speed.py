@@ -74,7 +74,7 @@ def test_a_variable_that_keeps_torch_from_compiling_is_refused_with_the_setting(
     from megascend.engines.context import EngineSpec
     from megascend.engines.fsdp.engine import check_settings
 
-    spec, topology = EngineSpec(Path("model"), fsdp=COMPILED), plan(Parallel(), 1)
+    spec, topology = EngineSpec(model=Path("model"), fsdp=COMPILED), plan(Parallel(), 1)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 disables"):
         check_settings(spec, topology)

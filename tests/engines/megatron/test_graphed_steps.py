@@ -448,7 +448,7 @@ def test_other_engines_refuse_the_setting():
     from megascend.engines.fsdp import engine as fsdp
     from megascend.engines.single import engine as single
 
-    spec = EngineSpec(Path("model"), batching=Batching(cuda_graphs=CudaGraphs()))
+    spec = EngineSpec(model=Path("model"), batching=Batching(cuda_graphs=CudaGraphs()))
     with pytest.raises(ConfigError, match=r"engine single: batching\.cuda_graphs is a setting of engine megatron"):
         single.check_settings(spec)
     with pytest.raises(ConfigError, match=r"engine fsdp: batching\.cuda_graphs is a setting of engine megatron"):

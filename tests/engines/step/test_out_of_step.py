@@ -144,7 +144,7 @@ def test_every_rank_raises_and_nothing_changes(checkpoint, tmp_path, layout):
     pairs = [*pairs_of(tmp_path), ("optimizer_step()", "forward_backward(loss='cross_entropy')")]
     for pair, *messages in zip(pairs, messages_0, messages_1, strict=True):
         assert_positions_named(messages, pair)
-    assert "where it raised ConfigError: unknown loss 'unknown'" in messages_0[3]
+    assert "where it raised ConfigError: loss: unknown loss 'unknown'" in messages_0[3]
     assert after < before  # two more steps were taken, by all
     assert not (tmp_path / "a").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,31 @@ def test_every_truncation_raises_checkpoint_error(folder):
 def test_invalid_safetensors_header_raises_checkpoint_error(folder, header):
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match="is not safetensors"):
+        tensor_headers(folder)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"shape": [-1], "data_offsets": [-4, 4]},
+        {"shape": [1], "data_offsets": [8, 4]},
+        {"shape": [1], "data_offsets": [0.0, 4.0]},
+        {"shape": [1], "data_offsets": [0, 4, 4]},
+        {"shape": [-1], "data_offsets": [0, 4]},
+    ],
+)
+def test_tensor_outside_its_file_is_refused(folder, entry):
+    header = json.dumps({"a": {"dtype": "F32", **entry}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0000")
+    with pytest.raises(CheckpointError, match="is not safetensors"):
+        tensor_headers(folder)
+
+
+def test_header_of_gigabytes_is_not_read(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes((2**40).to_bytes(8, "little") + b"{}")
+    os.truncate(path, 2**40 + 8)  # without content, which takes no room
+    with pytest.raises(CheckpointError, match="a header of 1099511627776 bytes"):
         tensor_headers(folder)
 
 

@@ -83,6 +83,9 @@ def test_names_on_the_hub_are_downloaded_and_cached(tmp_path: Path, hub: tuple[s
     requests.clear()
     assert "owner/chats" in resolved(tmp_path, endpoint, model="owner")
     assert requests == []
+    # Nor is a path in a folder that is here: a mistyped one would be downloaded from whoever has that name.
+    assert "owner/tiny does not exist, and is not looked for on the Hub" in resolved(tmp_path, endpoint)
+    assert requests == []
 
 
 def test_name_without_network_and_cache_is_an_error_with_the_remedy(tmp_path: Path) -> None:

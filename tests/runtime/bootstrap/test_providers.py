@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 
 from megascend import changes
 from megascend.config import Parallel
+from megascend.config.registry import PROVIDERS, ProviderEntry
 from megascend.errors import ConfigError, PlatformError
 from megascend.runtime.bootstrap import providers
 from megascend.runtime.bootstrap.patches import CLIPPING
 from megascend.runtime.bootstrap.providers import (
     PatchProvider,
-    ProviderEntry,
     ProviderSetup,
     TransformerEngine,
     create,
@@ -36,8 +38,9 @@ class NotedProvider(PatchProvider):
 
 
 @pytest.fixture(autouse=True)
-def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "_registry", dict(providers._registry))
+def _own_registry() -> Iterator[None]:
+    with mock.patch.dict(PROVIDERS):
+        yield
 
 
 def setup(platform: str) -> ProviderSetup:
@@ -62,7 +65,7 @@ def test_provider_is_chosen_by_name_or_import_path() -> None:
 def test_unknown_or_unsuitable_provider_is_refused_with_the_choices() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"unknown provider 'mindsped'; known: mindspeed, megatron_adaptor, transformer_engine, reference",
+        match=r"unknown provider 'mindsped', did you mean mindspeed\? Known: mindspeed, megatron_adaptor, transformer_engine",
     ):
         create("mindsped", setup("npu"))
     with pytest.raises(
@@ -79,7 +82,7 @@ def test_unknown_or_unsuitable_provider_is_refused_with_the_choices() -> None:
 def test_a_name_belongs_to_one_factory() -> None:
     register("noted", NotedProvider)
     register("noted", NotedProvider)  # a module that is imported twice
-    with pytest.raises(ConfigError, match="'noted' is registered already"):
+    with pytest.raises(ConfigError, match="another provider is called 'noted'"):
         register("noted", Reference)
     with pytest.raises(ConfigError, match="colon"):
         register("a:b", NotedProvider)
@@ -94,7 +97,7 @@ def test_options_of_a_provider_without_any_are_refused() -> None:
 def test_patching_packages_are_registered() -> None:
     register("noted", NotedProvider, packages=("noted_patches",))
     assert providers.packages() == ["mindspeed", "megatron_adaptor", "noted_patches"]
-    assert providers._registry["noted"] == ProviderEntry(NotedProvider, (), ("noted_patches",))
+    assert PROVIDERS["noted"] == ProviderEntry(NotedProvider, (), ("noted_patches",))
 
 
 # --- CUDA's ---
@@ -164,6 +167,7 @@ def test_loops_of_gradient_clipping_are_replaced_by_transformer_engine(monkeypat
 
 OUTSIDE = """
 import sys
+from collections.abc import Iterator
 import megascend
 from megascend.reference import te as reference_te
 
@@ -229,6 +233,7 @@ def test_provider_is_loaded_by_import_path(tmp_path: Path, python) -> None:
     (tmp_path / "own_provider.py").write_text(OUTSIDE)
     program = f"""
 import sys
+from collections.abc import Iterator
 sys.path.insert(0, {str(tmp_path)!r})
 import megascend
 runtime = megascend.bootstrap("cpu", provider="own_provider:Own")

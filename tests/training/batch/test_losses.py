@@ -222,7 +222,7 @@ def test_a_loss_is_found_by_name_or_made_of_a_callable():
 def test_invalid_loss_raises_config_error():
     with pytest.raises(
         ConfigError,
-        match=r"unknown loss 'hinge'; known by name: cross_entropy, .*, ppo, cispo, gspo, dro, stable_reinforce, dpo",
+        match=r"unknown loss 'hinge'; known: cross_entropy, .*, ppo, cispo, gspo, dro, stable_reinforce, dpo",
     ):
         resolve("hinge")
     with pytest.raises(ConfigError, match=r"a loss is a name, a megascend\.Loss or a callable, got int"):
@@ -333,3 +333,8 @@ def test_setting_is_any_number(value: Any) -> None:
         "clip_high": value,
         "dual_clip": None,
     }
+
+
+def test_settings_are_a_mapping() -> None:
+    with pytest.raises(ConfigError, match="loss_settings must be a mapping of names to numbers, got list"):
+        resolve("ppo", ["clip_low"])  # type: ignore[arg-type]

@@ -123,6 +123,7 @@ def _devices(results: dict[str, Check]) -> str | None:
 
 def verdict(checks: list[Check]) -> str:
     """Summarize in one line the devices that this host can train on, and the missing packages."""
+    from megascend.config.registry import ENGINES
     from megascend.runtime.bootstrap import engines
 
     results = {check.name: check for check in checks}
@@ -132,7 +133,7 @@ def verdict(checks: list[Check]) -> str:
         return f"ready to train on {device}"
     broken = f"{len(failed)} failed: {', '.join(failed)}"
     # The bootstrap check is of engine megatron, which needs all packages; other engines need fewer.
-    able = [name for name in engines.names() if not {*engines.needs(name).packages} & {*failed}]
+    able = [name for name in ENGINES if not {*engines.needs(name).packages} & {*failed}]
     others_fine = {*failed} <= {*engines.needs(engines.DEFAULT).packages, "bootstrap"}
     if others_fine and able and engines.DEFAULT not in able:
         return f"{broken}; engine {engines.DEFAULT} cannot train here, and {' and '.join(able)} can, on {device}"

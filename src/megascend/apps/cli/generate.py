@@ -306,11 +306,11 @@ def inference_settings(
 ) -> InferenceSettings:
     """Find the model, its adapters and its tokenizer; adapters without a name are called by their directory's."""
     from megascend.apps.train.inference import InferenceSettings
-    from megascend.config.plugins import ENGINES, check_registered
+    from megascend.config.registry import ENGINES
     from megascend.errors import CheckpointError, ConfigError
     from megascend.models.checkpoint_files.hub import snapshot
 
-    check_registered("engine", engine, ENGINES, "megascend.register_engine", setting="--engine")
+    ENGINES.require(engine, setting="--engine")
     if platform not in ("auto", "cpu", "cuda", "npu"):
         raise ConfigError(f"--platform {platform}: known are auto, cpu, cuda, npu")
     model = snapshot(model, setting="MODEL")

@@ -43,9 +43,8 @@ def job_command(
     from megascend.apps.cli.messages import show_messages
     from megascend.apps.plan.hardware import load
     from megascend.apps.train.job_file import KINDS, ClusterRequest, check_kind, job_file
-    from megascend.config import RunConfig, parsed, read_settings
+    from megascend.config import RunConfig, check_file_name, parsed, read_settings
     from megascend.config.rl import RlConfig
-    from megascend.config.run_file import check_file_name
     from megascend.errors import ConfigError
 
     show_messages()

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend import errors
-from megascend.apps.train.stop_signals import STOPPING, SignalRecorder
 from megascend.errors import ConfigError, MegascendError, PlatformError, WorkerError
+from megascend.runtime.stop_signals import STOPPING, SignalRecorder
 from megascend.surroundings import announce
 
 if TYPE_CHECKING:

@@ -131,8 +131,8 @@ def serve_command(
 def serve_process(settings: str, keys: dict[str, str], generated_key: str | None, client: str | None = None) -> None:
     """Serve as one rank, in order to the end: arguments as those of :func:`~megascend.apps.serve.server.serve_rank`."""
     from megascend.apps.serve.server import serve_rank
-    from megascend.apps.train.stop_signals import ALWAYS, stopping
     from megascend.runtime.io.lasting_output import LastingOutput
+    from megascend.runtime.stop_signals import ALWAYS, stopping
 
     LastingOutput().install()
     for number in stopping():

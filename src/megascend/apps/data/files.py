@@ -18,8 +18,9 @@ from megascend.apps.data.columns import parse_record
 from megascend.apps.data.document import Document
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.labels import label_name
-from megascend.apps.data.splits import ALL, TEXT_SUFFIXES, Card, choose_split, files_of, is_saved, split_files
+from megascend.apps.data.splits import ALL, Card, choose_split, files_of, is_saved, split_files
 from megascend.config import Data
+from megascend.config.registry import DATA_FORMATS
 from megascend.errors import DataError
 
 Position = tuple[int, int]
@@ -97,7 +98,9 @@ def iterate_records(
     count, card = 0, Card.read(path, config_name, findings.setting, split)
     for file in files:
         try:
-            for record in _typed(READERS[file.suffix](file, findings), file, card.features, findings):
+            for record in _typed(
+                READERS[DATA_FORMATS[file.suffix]].records(file, findings), file, card.features, findings
+            ):
                 count += not isinstance(record.value, Document)
                 yield record
         except OSError as error:
@@ -115,15 +118,16 @@ def _typed(
     """Yield the records of a file with values as its schema, or its folder's card, declares them."""
     features = dict(card_features)
     if file.suffix == ".parquet":
+        import datasets
         from pyarrow import parquet
 
+        problem = "not a parquet file that can be read"
         try:
-            features = {**_declared(parquet.read_schema(file)), **features}
-        except DataError as error:
-            findings.file_problem(f"{file}: {error}")
-            return
+            schema = parquet.read_schema(file)
+            problem = f"datasets cannot load one of its columns: {' '.join(str(schema).split()):.80}; leave it out"
+            features = {**datasets.Features.from_arrow_schema(schema), **features}
         except ValueError as error:  # pyarrow's errors, too
-            findings.file_problem(f"{file}: not a parquet file that can be read: {error}")
+            findings.file_problem(f"{file}: {problem}: {error}")
             return
     encoded = file.suffix not in (".json", ".jsonl")
     converters = {name: convert for name, inner in features.items() if (convert := _converter(inner, encoded))}
@@ -138,22 +142,11 @@ def _typed(
             yield record._replace(value=record.value | changes) if changes else record
 
 
-def _declared(schema: Any) -> Mapping[str, Any]:
-    """Return datasets' features of a parquet schema; DataError for a column of a type that datasets does not have (a map)."""
-    import datasets
-
-    try:
-        return datasets.Features.from_arrow_schema(schema)
-    except ValueError as error:
-        kinds = ", ".join(f"{field.name} ({field.type})" for field in schema)
-        raise DataError(f"datasets cannot load one of its columns: {error} {kinds:.80}; leave it out") from None
-
-
 def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:
     """Return a function that decodes stored values of a feature of datasets; None for those that stay as they are.
 
-    JSON is parsed where it is text (``encoded``), class labels become names, and keys that a struct has only because other rows
-    have them (null) are left out. Images stay files, which are decoded within limits later.
+    JSON that is text (``encoded``) is parsed, class labels become names, and keys that a struct has for other rows (null) are
+    left out. Images stay files, which are decoded within limits later.
     """
     import datasets
 
@@ -175,16 +168,8 @@ def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:
     if isinstance(feature, datasets.ClassLabel):
         return lambda value: label_name(feature, value)
     if encoded and isinstance(feature, getattr(datasets, "Json", ())):  # of datasets 4.7 and later
-        return _parse_json_value
+        return lambda value: parse_json(value, "datasets' Json type") if isinstance(value, str) else value
     return None
-
-
-def _parse_json_value(value: Any) -> Any:
-    """Parse a value of datasets' ``Json`` type."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        raise DataError(f"a column of datasets' Json type is not valid JSON, found {value!r:.60}") from None
 
 
 # --- text and JSON ---
@@ -397,23 +382,21 @@ def _parquet_records(path: Path, findings: Findings, start: Position = BEGINNING
         findings.file_problem(f"{path}: not a parquet file that can be read: {error}")
 
 
-READERS: dict[str, Callable[[Path, Findings], Iterator[Record]]] = {
-    ".jsonl": _jsonl_records,
-    ".json": _json_records,
-    ".csv": _csv_records,
-    ".tsv": _csv_records,
-    ".parquet": _parquet_records,
-    **dict.fromkeys(TEXT_SUFFIXES, _text_records),
+class Reader(NamedTuple):
+    """Readers of a format: of whole files, and of a part of one at a time, which begins anywhere."""
+
+    records: Callable[[Path, Findings], Iterator[Record]]
+    stream: Callable[[Path, Findings, Position], Iterator[Record]]
+
+
+READERS = {
+    "jsonl": Reader(_jsonl_records, _jsonl_records),
+    "json": Reader(_json_records, _json_lines),
+    "csv": Reader(_csv_records, _csv_records),
+    "parquet": Reader(_parquet_records, _parquet_records),
+    "text": Reader(_text_records, _text_blocks),
 }
-STREAM_READERS: dict[str, Callable[[Path, Findings, Position], Iterator[Record]]] = {
-    ".jsonl": _jsonl_records,
-    ".json": _json_lines,
-    ".csv": _csv_records,
-    ".tsv": _csv_records,
-    ".parquet": _parquet_records,
-    **dict.fromkeys(TEXT_SUFFIXES, _text_blocks),
-}
-"""Readers that hold a part of a file at a time, and begin anywhere."""
+"""Readers of the formats in ``DATA_FORMATS``."""
 
 
 def stream_records(
@@ -423,7 +406,7 @@ def stream_records(
     if path.is_dir():
         yield from _saved_records(path, split, findings, start)
         return
-    yield from _typed(STREAM_READERS[path.suffix](path, findings, start), path, card_features, findings)
+    yield from _typed(READERS[DATA_FORMATS[path.suffix]].stream(path, findings, start), path, card_features, findings)
 
 
 def stream_length(path: Path) -> int:

@@ -33,8 +33,7 @@ DATA_URL = re.compile(r"data:[^,]{0,200};base64,(?P<data>.*)", re.DOTALL | re.IG
 PLACEHOLDER = "<image>"
 """Place of an image in the text of messages, in data sets with a column of images."""
 ANY_PLACEHOLDER = re.compile(
-    r"<(\|?)(image|video|audio|image_\d+|(image|video|audio|media)_(pad|soft_token|placeholder)|vision_start|(begin|start)_of_image)\1>"
-    r"|\[IMG\]|<IMG_CONTEXT>"
+    r"<(\|?)((image|video|audio|media(?=_))(_\d+|_pad|_soft_token|_placeholder)?|vision_start|\w+_of_image)\1>|\[IMG\]|<IMG_CONTEXT>"
 )
 """Places of images, videos and sounds in the texts of models and data sets."""
 KEYS = ("image", "path", "url", "base64", "bytes")

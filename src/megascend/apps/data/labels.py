@@ -33,20 +33,16 @@ class LabelName(str):
 def label_name(feature: Any, value: Any) -> Any:
     """Return the name of a value of datasets' ``ClassLabel``, which is an id or a name; -1 (no label) stays as it is."""
     try:
-        number: Any = value
-        if isinstance(value, str):
-            try:
-                number = feature.str2int(value)
-            except ValueError:
-                number = float(value)  # tables store ids as floats if some are missing
-        if int(number) != number:
+        is_id = not isinstance(value, str) or (value.endswith(".0") and value not in feature.names)  # floats of tables
+        number = int(float(value)) if is_id else feature.str2int(value)
+        if is_id and number != float(value):
             raise ValueError
         if number == -1:
             return -1
-        name = LabelName(feature.int2str(int(number)))
+        name = LabelName(feature.int2str(number))
     except (TypeError, ValueError):
         raise DataError(f"the class labels are {_abbreviated(feature.names)}, found {value!r:.60}") from None
-    name.number = int(number)
+    name.number = number
     return name
 
 

@@ -149,9 +149,8 @@ class Encoder:
             self._findings.remark("'label' is not read: it is for classifiers (classification)", document.source)
             return
         raise DataError(
-            f"'label' must be true (desirable) or false (undesirable), found {document.class_label!r:.60}; if it is of a "
-            "classifier, set classification; if it is something else, choose the columns to read with data.columns: {prompt: "
-            "prompt, completion: completion}"
+            f"'label' must be true (desirable) or false (undesirable), found {document.class_label!r:.60}; for a classifier set "
+            "classification, else leave it out (data.columns)"
         )
 
     def _classified(self, document: Document, labels: LabelSet) -> Sample | None:
@@ -172,10 +171,7 @@ class Encoder:
         # The first token is never a target: 0 by default.
         if document.candidates is not None or any(weight != 1 for weight in (document.token_weights or ())[1:]):
             columns = "'weights' and 'prompt_length'" if document.candidates is None else "'top_ids' and 'top_logprobs'"
-            raise DataError(
-                f"{columns} have no meaning for a classifier: leave them out, or choose the columns to read with data.columns: "
-                "{token_ids: token_ids, label: label}"
-            )
+            raise DataError(f"{columns} have no meaning for a classifier: leave them out (data.columns)")
         if document.messages is not None:
             kind = "conversation"
             tokens, _, images = self._conversation(document, document.messages, None, learn_all=True)
@@ -343,13 +339,9 @@ class Encoder:
     def _decoded(self, messages: Messages, source: str) -> EncodedImages | None:
         """Return the images of a conversation, each decoded once; None for a model of text."""
         sources, processor = sources_of(messages), self._image_processor
-        contents = [message.get("content") for message in messages]
-        texts = [] if sources else [content for content in contents if isinstance(content, str)]
-        if processor is not None and (match := next(filter(None, map(ANY_PLACEHOLDER.search, texts)), None)):
-            raise DataError(
-                f"the conversation has {match[0]} in a text and no images: add them, or make it a part of type 'text'"
-            )
-        self._check_placeholders(source, *texts)
+        if not sources:
+            contents = [content for message in messages if isinstance(content := message.get("content"), str)]
+            self._check_placeholders(source, *contents, refused=processor is not None)
         if processor is None:
             if sources:
                 raise DataError(
@@ -393,9 +385,11 @@ class Encoder:
                 source,
             )
 
-    def _check_placeholders(self, source: str, *texts: str) -> None:
-        """Remark that texts have a place for an image, which is learned as it is written."""
+    def _check_placeholders(self, source: str, *texts: str, refused: bool = False) -> None:
+        """Refuse texts that have the place of an image, or remark that it is learned as it is written."""
         if match := next(filter(None, map(ANY_PLACEHOLDER.search, texts)), None):
+            if refused:
+                raise DataError(f"{match[0]} is in a text without images: add them, or make it a part of type 'text'")
             self._findings.remark(f"{match[0]} is learned as text, without an image", source)
 
     def _note_ends(self, tokens: Sequence[int], weights: Sequence[float]) -> None:

@@ -15,26 +15,23 @@ from typing import Any, NamedTuple
 
 from megascend.apps.data.findings import Findings
 from megascend.config.documents import load_yaml
+from megascend.config.registry import DATA_FORMATS
 from megascend.errors import DataError
 from megascend.models.checkpoint_files.files import A_POINTER, is_pointer
 from megascend.runtime.io.paths import real
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst")
-RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
-"""Endings of the files that are read."""
-KNOWN_SUFFIXES = ", ".join(SUFFIXES)
+TEXT_SUFFIXES = tuple(suffix for suffix, kind in DATA_FORMATS.items() if kind == "text")
+RECORD_SUFFIXES = tuple(suffix for suffix, kind in DATA_FORMATS.items() if kind != "text")
+KNOWN_SUFFIXES = ", ".join(DATA_FORMATS)
 ALL = "all"
 """Names all readable files of a folder, or all splits of a saved one."""
 HELD_OUT = "validation"
 """The split that validation.path takes of a folder with several, unless validation.split names one."""
 SHARD = re.compile(
-    r"(?P<stem>.*?)(?P<number>\d+)(?P<of>[-_.]of[-_.]\d+)?(-[\da-f]{8}[\da-f-]{8,}(-c\d+)?)?(?P<suffix>(\.\w+)+)",
+    r"(?P<stem>.*?)(?P<number>\d+(?=[-_.]of)|\d{3,})(?P<of>[-_.]of[-_.]\d+)?(-[\da-f]{8}[\da-f-]{8,}(-c\d+)?)?(?P<suffix>(\.\w+)+)",
     re.DOTALL | re.IGNORECASE,
 )
-"""Path of one of several files, as datasets and others write them: with their number, and a hash or UUID."""
-NUMBER_DIGITS = 3
-"""Least digits of a file's number that counts as a shard's where the total is not in the name."""
+"""Path of one of several files with their number, of three digits or more if the total is not there."""
 MOST_SHARDS = 10_000
 """Files whose names are compared: more are taken as they are."""
 CARD, CARD_YAML = "README.md", ".huggingface.yaml"
@@ -70,7 +67,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
             f"no training data at {path} ({findings.setting}): it is a link to {path.readlink()}, which does not exist"
         )
     if path.is_file():
-        if path.suffix not in SUFFIXES:
+        if path.suffix not in DATA_FORMATS:
             raise DataError(
                 f"{path}: files ending in {path.suffix!r} are not read ({findings.setting}); known: {KNOWN_SUFFIXES}"
             )
@@ -96,7 +93,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
     files = []
     for name in names:
         for file in splits[name]:
-            if file.suffix in SUFFIXES:
+            if file.suffix in DATA_FORMATS:
                 files.append(file)
             else:
                 findings.problem(
@@ -233,8 +230,7 @@ class Card(NamedTuple):
         if not counts or (split not in (None, ALL) and split not in counts):
             return
         expected = sum(counts.values()) if split == ALL else counts[choose_split(path, split, counts, setting)]
-        # All files may be more than those of the splits.
-        if count < expected or (count > expected and split != ALL):
+        if count < expected or (count > expected and split != ALL):  # all files may be more than those of the splits
             raise DataError(
                 f"{path} ({setting}): its card counts {expected} examples, and the files hold {count}: download the missing "
                 f"ones, or correct {CARD}"
@@ -311,7 +307,7 @@ def _readable_files(path: Path, findings: Findings) -> list[Path]:
             findings.remark("hidden files are not read", str(file))
         elif file.is_dir():
             findings.remark("is not read: a link to a folder", str(file))
-        elif file.suffix not in SUFFIXES:
+        elif file.suffix not in DATA_FORMATS:
             findings.remark(f"{file.suffix or file.name!r} files are not read", str(file))
         elif file.name.upper() == CARD.upper():
             findings.remark("is not read", str(file))
@@ -328,11 +324,11 @@ def _complete(files: Sequence[Path], findings: Findings) -> list[Path]:
     shards: dict[tuple[str, int, str, str], set[int]] = {}
     for file in files:
         with contextlib.suppress(OSError):  # readers report files that cannot be read
+            if not file.stat().st_size:
+                findings.remark("is empty", str(file))
             if is_pointer(file):
                 findings.problem(f"{file}: {A_POINTER}")
-            elif not file.stat().st_size:
-                findings.remark("is empty", str(file))
-        if (match := SHARD.fullmatch(str(file))) and (match["of"] or len(match["number"]) >= NUMBER_DIGITS):
+        if match := SHARD.fullmatch(str(file)):
             key = (match["stem"], len(match["number"]), match["of"] or "", match["suffix"])
             shards.setdefault(key, set()).add(int(match["number"]))
         if (first := names.setdefault(real(file), file)) is not file:

@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from megascend.apps.rl.servers import owner_name
 from megascend.apps.train.generation import stop_tokens
-from megascend.config.rl import SGLANG, VLLM, RlConfig
+from megascend.config.rl import LOCAL, SGLANG, VLLM, RlConfig
 from megascend.errors import (
     ConfigError,
     ControllerError,
@@ -228,33 +228,51 @@ def check_engines(engines: Sequence[str], controller: str | None = None, teacher
 def check_addresses(engines: Sequence[str]) -> None:
     """Find out that an entry of ``engines`` names none."""
     for address in engines:
-        server = address.startswith("http://") and address.removeprefix("http://").strip("/")
-        if address not in ("local", VLLM) and not server:
-            raise ConfigError(
-                f"engines: {address!r} is neither local nor {VLLM} nor the address of a vLLM server (http://HOST:PORT); an "
-                "SGLang server may be a teacher (teacher.engine), or an engine of a program (docs/weightsync.md)"
-            )
+        _maker(address)
 
 
 def make_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None = None) -> InferenceEngine:
     """Build the client of engine ``address``, the ``index``-th of the run."""
-    if address == "local":
-        from megascend.apps.rl.rollout.engines.local import LocalEngine
+    return _maker(address)(config, index, address, servers)
 
-        return LocalEngine(
-            config.model,
-            name=f"local engine {index}",
-            timeout_s=config.rollout.timeout_s,
-            precision=config.precision,
-            # With the same seed, all engines would draw the same numbers for requests without a seed.
-            seed=config.seed + index,
+
+def _maker(address: str) -> MakeEngine:
+    scheme, separator, host = address.partition("://")
+    kind = address if not separator else scheme + separator if host.strip("/") else ""
+    if kind not in MAKERS:
+        raise ConfigError(
+            f"engines: {address!r} is neither local nor {VLLM} nor the address of a vLLM server (http://HOST:PORT); an SGLang "
+            "server may be a teacher (teacher.engine), or an engine of a program (docs/weightsync.md)"
         )
-    if address == VLLM:
-        assert servers is not None
-        return servers.client(index)
+    return MAKERS[kind]
+
+
+def _local_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
+    from megascend.apps.rl.rollout.engines.local import LocalEngine
+
+    return LocalEngine(
+        config.model,
+        name=f"local engine {index}",
+        timeout_s=config.rollout.timeout_s,
+        precision=config.precision,
+        # With the same seed, all engines would draw the same numbers for requests without a seed.
+        seed=config.seed + index,
+    )
+
+
+def _vllm_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
     from megascend.apps.rl.rollout.engines.vllm import VllmEngine
 
     return VllmEngine(address, owner=owner_name(config), generate_timeout_s=config.rollout.timeout_s)
+
+
+MakeEngine = Callable[["RlConfig", int, str, "EngineServers | None"], "InferenceEngine"]
+MAKERS: dict[str, MakeEngine] = {
+    LOCAL: _local_engine,
+    VLLM: lambda config, index, address, servers: cast("EngineServers", servers).client(index),
+    "http://": _vllm_engine,
+}
+"""Engines of a run, by an entry of ``engines`` or by the scheme of its address."""
 
 
 def response_ends(tokenizer: PreTrainedTokenizerBase, config: RlConfig) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megascend.apps.rl.rollout.buffer import Counts
 from megascend.apps.rl.rollout.group import TrajectoryGroup
 from megascend.apps.rl.rollout.prompts import Prompt
-from megascend.apps.train.stop_signals import MeasurementStopped
 from megascend.errors import DataError, EngineTimeoutError
+from megascend.runtime.stop_signals import MeasurementStopped
 
 if TYPE_CHECKING:
     from megascend.apps.rl.rollout.collector import RolloutCollector

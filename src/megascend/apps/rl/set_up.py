@@ -28,6 +28,7 @@ from megascend.apps.rl.rollout.environments import (
 from megascend.apps.rl.rollout.episodes import Episodes, GradedResponses
 from megascend.apps.rl.rollout.prompts import Prompt, numbered_prompts, prompt_tokens
 from megascend.apps.rl.rollout.rewards import Reward, load_reward
+from megascend.config.registry import check_loss_of_responses
 from megascend.config.rl import Objective, RlConfig
 from megascend.engines.common.router_replay import NOTHING_TO_REPLAY
 from megascend.errors import ConfigError, DataError
@@ -39,10 +40,6 @@ if TYPE_CHECKING:
     from megascend.engines.base import Engine
 
 logger = logging.getLogger(__name__)
-RESPONSE_FIELDS = ("old_logprobs", "advantages")
-"""Fields of the samples that responses become."""
-REFERENCE_FIELD = "ref_logprobs"
-"""Their further field in a run with a reference model."""
 
 
 def make_episodes(
@@ -99,11 +96,11 @@ def make_collector(
             top_k=rollout.top_k,
         ),
         group_size=rollout.group_size,
-        drop_equal=rollout.drop_equal,
+        drop_equal=config.drops_equal_groups,
         max_equal_groups=rollout.max_equal_groups,
         # Who sets drop_equal has them dropped all the same.
         equal_groups_have_signal=not config.learns_from_rewards
-        or ((config.objective.compares_groups or config.teacher is not None) and not rollout.drop_equal),
+        or ((config.objective.compares_groups or config.teacher is not None) and not config.drops_equal_groups),
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)
     return RolloutCollector(engines, prompts, buffer, task, rollout.engines_lost_s)
@@ -139,14 +136,7 @@ def check_objective(objective: Objective, *, reference: bool = False) -> None:
         reference: the run has a reference model, so that samples have ``ref_logprobs``.
     """
     loss = objective_loss(objective)
-    fields = (*RESPONSE_FIELDS, REFERENCE_FIELD) if reference else RESPONSE_FIELDS
-    missing = [name for name in loss.requires if name not in fields]
-    if loss.per != "token" or missing:
-        needs = ", ".join(missing) if missing else f"one value per {loss.per}"
-        remedy = f"; set reference: for {REFERENCE_FIELD}" if REFERENCE_FIELD in missing else ""
-        raise ConfigError(
-            f"objective.loss: {loss.name} needs {needs}; responses have {' and '.join(fields)}, token by token{remedy}"
-        )
+    check_loss_of_responses(loss.name, reference=reference)
     if loss.reduction == "sum" and objective.average == "fixed":
         raise ConfigError(
             f"objective.average: fixed divides by a length, and loss {loss.name!r} (reduction='sum') is not divided"

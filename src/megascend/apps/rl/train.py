@@ -23,11 +23,11 @@ from megascend.apps.rl.records import (
 from megascend.apps.train.preflight import RunPlan
 from megascend.apps.train.resume import with_template_date
 from megascend.apps.train.run import run
-from megascend.apps.train.stop_signals import MeasurementStopped
 from megascend.apps.train.training import Run, RunContext, Training, model_line, too_many_skips
 from megascend.config.rl import BASE, TRAINER, RlConfig
 from megascend.errors import DataError, EngineError
 from megascend.runtime.distributed.launch import Launch
+from megascend.runtime.stop_signals import MeasurementStopped
 
 if TYPE_CHECKING:
     from contextlib import ExitStack

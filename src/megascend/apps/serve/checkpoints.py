@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 import shutil
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -159,32 +160,55 @@ class Checkpoints:
     def __init__(self, root: Path, quota: int = 2**62) -> None:
         self.root, self._quota = root, quota
         self._saving: Counter[CheckpointPath] = Counter()
+        self._reserved: Counter[str] = Counter()  # bytes of saves in progress, by tenant
+        self._sizes: Counter[tuple[LoraSettings, bool]] = Counter()  # largest, of saves with these layers and this rank
         # Held for a moment, as the event loop takes it; and one for what waits for the disk.
         self._lock, self._changing = threading.Lock(), threading.Lock()
         make_directory(root)
         for trash in root.glob("*/*/*/.*-????????"):  # of removals that the end of a process interrupted
             shutil.rmtree(trash, ignore_errors=True)
-        self._bytes = Counter(
-            {
-                tenant.name: sum(record.size for record in self._records(tenant.name, None, expired=True))
-                for tenant in root.iterdir()
-                if tenant.is_dir()
-            }
-        )
+        self._bytes: Counter[str] = Counter()
+        for tenant in [directory for directory in root.iterdir() if directory.is_dir()]:
+            for record in self._records(tenant.name, None, expired=True):
+                self._count(tenant.name, record, record.size)
 
-    def begin_save(self, path: CheckpointPath) -> None:
-        """Protect a checkpoint's directory from removal until :meth:`end_save`.
+    def _count(self, tenant: str, record: CheckpointRecord, added: int) -> None:
+        self._bytes[tenant] += added
+        key = (record.lora, record.optimizer)
+        self._sizes[key] = max(self._sizes[key], record.size)
+
+    def begin_save(self, tenant: str, record: CheckpointRecord) -> int:
+        """Protect a checkpoint's directory from removal until :meth:`end_save`, and reserve the bytes of an earlier save like it.
 
         Without it, the removal of an earlier checkpoint of that name would take the new files before their record is written.
+
+        Returns:
+            The reserved bytes: none for a checkpoint that replaces one, and for the first of its kind.
+
+        Raises:
+            ConfigError: the bytes exceed the tenant's quota.
         """
         with self._lock:
-            self._saving[path] += 1
+            earlier = self._size(tenant, record.path)
+            size = self._sizes[record.lora, record.optimizer] if earlier is None else 0
+            used = self._bytes[tenant] + self._reserved[tenant]
+            if used + size > self._quota:
+                raise self._quota_error(used, size)
+            self._reserved[tenant] += size
+            self._saving[record.path] += 1
+        return size
 
-    def end_save(self, path: CheckpointPath) -> None:
-        """End :meth:`begin_save`; ignored without one."""
+    def end_save(self, tenant: str, path: CheckpointPath, reserved: int) -> None:
+        """End :meth:`begin_save`."""
         with self._lock:
+            self._reserved[tenant] -= reserved
             self._saving[path] -= 1
             self._saving = +self._saving
+
+    def _quota_error(self, used: int, size: int) -> ConfigError:
+        return ConfigError(
+            f"your checkpoints take {used} bytes, and this one {size}; {self._quota} are allowed (limits.storage_bytes)"
+        )
 
     def commit(self, tenant: str, record: CheckpointRecord) -> CheckpointRecord:
         """Write the record of a complete checkpoint directory, which publishes it; fill in its size.
@@ -199,14 +223,15 @@ class Checkpoints:
         sized = replace(record, size=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))
         with self._changing:
             earlier = self._size(tenant, record.path)
-            # Here, where its size is known: several saves may be in progress. One that replaces a checkpoint is as large as that.
-            if earlier is None and self._bytes[tenant] + sized.size > self._quota:
+            added = sized.size - (earlier or 0)
+            # Here, where its size is known: the first of its kind reserved nothing, and another rank may have been loaded.
+            if added > 0 and self._bytes[tenant] + added > self._quota:
+                self._bytes[tenant] -= earlier or 0
+                _record_file(directory).unlink(missing_ok=True)
                 shutil.rmtree(directory, ignore_errors=True)
-                raise ConfigError(
-                    f"your checkpoints take {self._bytes[tenant]} bytes, and this one {sized.size}; {self._quota} are allowed"
-                )
+                raise self._quota_error(self._bytes[tenant], sized.size)
             self._write(tenant, sized)
-            self._bytes[tenant] += sized.size - (earlier or 0)
+            self._count(tenant, sized, added)
         return sized
 
     def find(self, tenant: str, path: CheckpointPath, *, public: bool = False) -> tuple[CheckpointRecord, Path]:
@@ -240,6 +265,14 @@ class Checkpoints:
     def total_bytes(self, tenant: str) -> int:
         """Sum the bytes of a tenant's checkpoints."""
         return self._bytes[tenant]
+
+    def problem(self) -> str | None:
+        """Return why no file can be written, or None."""
+        try:
+            with tempfile.TemporaryFile(dir=self.root, buffering=0) as file:
+                return None if file.write(bytes(2**16)) == 2**16 else "no space left"
+        except OSError as error:
+            return error.strerror
 
     def change(self, tenant: str, path: CheckpointPath, **values: Any) -> CheckpointRecord:
         """Update fields of a checkpoint's record: ``public``, ``expires``."""

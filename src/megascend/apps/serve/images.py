@@ -6,6 +6,7 @@ import base64
 import binascii
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from megascend.config.serve import RequestImages
 from megascend.errors import DataError
 from megascend.training.batch.image_sources import ImageSource, ImageSources
 
+PART = 4096
+"""Numbers converted in one call."""
 FORMATS = {"png": ("PNG",), "jpeg": ("JPEG",)}
 """The protocol's names of formats, with Pillow's."""
 
@@ -218,8 +221,29 @@ def json_of_chunks(chunks: Sequence[np.ndarray | ImageChunk]) -> list[dict[str, 
 
 def integers(values: Any) -> np.ndarray:
     """Return a list of integers, or of lists of them, as int64."""
-    array = np.asarray(values)
-    # An empty list is an array of floats.
-    if array.size and array.dtype.kind not in "iu":
-        raise DataError(f"expected integers, got {array.dtype}")
-    return array.astype(np.int64)
+    return _array(values, np.int64, {int})
+
+
+def floats(values: Any) -> np.ndarray:
+    """Return a list of numbers, or of lists of them, as float32; null, which clients send for NaN, is NaN."""
+    return _array(values, np.float32, {int, float, type(None)})
+
+
+def _array(values: Any, dtype: Any, types: set[type]) -> np.ndarray:
+    if not isinstance(values, list):
+        raise DataError(f"a list of numbers is expected, got {type(values).__name__}")
+    if values and isinstance(values[0], list):
+        if set(map(type, values)) != {list} or len(set(map(len, values))) != 1:
+            raise DataError("lists of numbers must have the same length")
+        return _array(list(chain.from_iterable(values)), dtype, types).reshape(len(values), len(values[0]))
+    parts = [np.zeros(0, dtype)]
+    # Types first: numpy converts texts and true, and gives each number of a list the bytes of its longest text. In parts: no
+    # other thread runs within one call.
+    for start in range(0, len(values), PART):
+        part = values[start : start + PART]
+        if other := set(map(type, part)) - types:
+            names = ", ".join(sorted(kind.__name__ for kind in other))
+            raise DataError(f"expected {'integers' if dtype is np.int64 else 'numbers'}, got {names}")
+        with np.errstate(over="ignore"):  # infinite, which is refused where it counts
+            parts.append(np.array(part, dtype))
+    return np.concatenate(parts)

@@ -109,12 +109,6 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         path, sampler = _save_target(model, options, kind, number)
         if options.kind != "snapshot":
             raise ConfigError(f"kind {str(options.kind)[:40]!r}: this server saves snapshots only")
-        # The size of this one, and of those in progress, is known once they are written: commit() checks it.
-        used = service.checkpoints.total_bytes(model.tenant)
-        if used > service.settings.limits.storage_bytes:
-            raise ConfigError(
-                f"your checkpoints take {used} bytes; {service.settings.limits.storage_bytes} are allowed"
-            )
     except (RequestRefusedError, ConfigError) as error:
         # A failed future and not a refusal: the request has a number, which must have its turn.
         return service.enqueue_failure(model, number, request, ConfigError(str(error)))
@@ -142,13 +136,11 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
     def command(ticket: int) -> Save | None:
         exists = sampler is None and not options.overwrite and service.checkpoints.exists(model.tenant, path)
         if exists and not (service.durability.replaying and _saved_by(service, model, path, number)):
-            error = ConfigError(f"checkpoint {path} exists; save under another name, or with overwrite")
-            service.break_future(ticket, error)
-            return None
-        service.checkpoints.begin_save(path)
+            raise ConfigError(f"checkpoint {path} exists; save under another name, or with overwrite")
+        reserved = service.checkpoints.begin_save(model.tenant, record())
         future = service.futures.by_number(ticket)
         assert future is not None
-        future.then = lambda succeeded: service.checkpoints.end_save(path)
+        future.then = lambda succeeded: service.checkpoints.end_save(model.tenant, path, reserved)
         directory = path.directory(service.settings.storage, model.tenant)
         return Save(ticket, model.adapter, str(directory), kind == "weights")
 
@@ -253,8 +245,8 @@ def unload_model(service: Service, tenant: str, body: Mapping[str, Any]) -> Futu
 def optim_step(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
     """Take an optimizer step with the client's AdamW settings."""
     model = service.tenancy.model(body.get("model_id"), tenant)
-    sent = [body[name] for name in ("adam_params", "optimizer_params", "optim_params") if body.get(name) is not None]
-    settings = sent[0] if sent else {}
+    sent = [body[name] for name in ("adam_params", "optimizer_params", "optim_params") if name in body]
+    settings = next((value for value in sent if value is not None), None if sent else {})
     try:
         adam = parse_adam(settings if isinstance(settings, dict) else {"learning_rate": settings})
         problem = None

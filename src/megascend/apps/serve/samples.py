@@ -15,10 +15,10 @@ from megascend.apps.serve.api.bodies import as_float
 from megascend.apps.serve.api.wire import MAX_COLUMNS, Datum, ProvenanceSpan
 from megascend.apps.serve.samplers.sequences import RecordedSequence
 from megascend.apps.train.measurement import loss_values
+from megascend.config.registry import losses_of_responses
 from megascend.errors import ConfigError, DataError
 from megascend.training.batch.loss import Loss
 from megascend.training.batch.losses import BUILT_IN
-from megascend.training.batch.policy_losses import POLICY
 from megascend.training.batch.results import AdapterLoss
 from megascend.training.batch.sample import Sample
 
@@ -103,7 +103,7 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
         settings: ``clip_low_threshold`` and ``clip_high_threshold`` bound the probability ratio; ``beta`` of ``dro``;
             ``kl_coeff`` and ``max_ratio`` of ``stable_reinforce``.
     """
-    supported = ("cross_entropy", *(policy.__name__ for policy in POLICY))
+    supported = [loss for loss in losses_of_responses() if loss in BUILT_IN]
     if name not in supported:
         reason = ""
         if name == "custom":

@@ -19,6 +19,7 @@ from megascend.apps.serve.scheduler.commands import Outcome
 from megascend.apps.serve.served_model import ServedModel, allowed_targets
 from megascend.config import Adapters
 from megascend.config.serve import ServeConfig
+from megascend.config.training import ModelSettings
 from megascend.errors import ConfigError, MissingDependencyError, PlatformError
 from megascend.runtime.platforms.base import MemoryFigures
 from megascend.surroundings import open_file_limit
@@ -47,7 +48,7 @@ def serve(
     from megascend.apps.data.images import ImageProcessor
     from megascend.apps.serve.scheduler.inbox import Inbox
     from megascend.apps.serve.scheduler.runner import run_commands
-    from megascend.apps.train.stop_signals import StopSignals
+    from megascend.runtime.stop_signals import StopSignals
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
         servers = vllm_servers(settings, backend)  # collective: before the other ranks enter run_commands()
@@ -88,13 +89,9 @@ def make_backend(settings: ServeConfig) -> Any:
         max_rank=settings.max_rank,
         targets=targets,
     )
-    values: dict[str, Any] = {"precision": settings.precision, "adapters": adapters, "seed": settings.seed}
-    values |= {"batching": settings.batching, "platform": settings.platform, "timeout_s": settings.timeout_s}
-    if settings.vision_tower != "frozen":
-        values["vision_tower"] = settings.vision_tower
-    if "parallel" in backends.accepted_settings(settings.engine) or settings.parallel != type(settings.parallel)():
-        values["parallel"] = settings.parallel
-    return backends.make_backend(settings.engine, model=settings.model, **values)
+    values: dict[str, Any] = {"adapters": adapters}
+    values |= {name: getattr(settings, name) for name in ModelSettings.model_fields if name != "model"}
+    return backends.make_backend(settings.engine, model=settings.model, **backends.applicable(settings.engine, values))
 
 
 def sampler(settings: ServeConfig, backend: Any) -> Any:

@@ -302,13 +302,21 @@ class Service:
     # --- requests of a model, in its client's order ---
 
     def enqueue(
-        self, model: Model, number: int | None, kind: str, command: Callable[[int], Command | None], **values: Any
+        self,
+        model: Model,
+        number: int | None,
+        kind: str,
+        command: Callable[[int], Command | None],
+        *,
+        always: bool = False,
+        **values: Any,
     ) -> Future:
         """Make a future whose command is handed to the ranks in its turn; return the same future for a repeated number.
 
         Args:
             number: position in the model's order; None: its turn is now.
             command: builds the command; returns None if the future has ended already.
+            always: take it beyond the limits, too.
         """
         self.durability.check_number(number)
         name = f"{model.name}:{kind}:{secrets.token_hex(8)}" if number is None else f"{model.name}:request:{number}"
@@ -327,10 +335,11 @@ class Service:
                 f"seq_id {number} of {model.name} is more than {MAX_AHEAD} ahead of {model.order.following}, the next to run",
                 422,
             )
-        # A request that fills a gap is always taken: refusing it would keep the later ones, already taken, from running.
-        new = number is None or number > model.order.following or not model.order.early
+        # A request that fills a gap is taken if none could run without it, as the later ones, already taken, wait for it.
+        waiting = len(model.order.early)
+        new = number != model.order.following or not waiting or self.futures.pending(model.name) > waiting
         # A replay enqueues what was accepted before the restart, whatever the limits are now.
-        if new and not self.durability.replaying:
+        if new and not always and not self.durability.replaying:
             self._check_load(model, values.get("tokens", 0))
         future = self.futures.make(name, model.tenant, model.name, kind, number_in_line=number, **values)
 
@@ -354,7 +363,7 @@ class Service:
         return future
 
     def enqueue_failure(
-        self, model: Model, number: int | None, kind: str, error: MegascendError, *, spoils: bool = False
+        self, model: Model, number: int | None, kind: str, error: MegascendError, *, spoils: bool = False, **values: Any
     ) -> Future:
         """Make a future that fails in its turn.
 
@@ -370,11 +379,11 @@ class Service:
             self.break_future(ticket, error)
             return None
 
-        return self.enqueue(model, number, kind, command)
+        return self.enqueue(model, number, kind, command, **values)
 
     def enqueue_missing(self, model: Model, number: int, message: str) -> Future:
         """Fail a request that never arrived, and with it the optimizer step that it belongs to."""
-        future = self.enqueue_failure(model, number, "forward_backward", DataError(message), spoils=True)
+        future = self.enqueue_failure(model, number, "forward_backward", DataError(message), spoils=True, always=True)
         self.durability.note_request(future, "missing", message.encode(), number)
         return future
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megascend.config.trackers import RunOutcome, TrackedRun, figures_line
+from megascend.apps.tracking.tracker import RunOutcome, TrackedRun, figures_line
 
 PROJECT = "megascend"
 """Default project, for trackers with projects."""

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megascend.config.trackers import OpenTracker, RunOutcome, TrackedRun, Tracker, log_rollouts, opener
+from megascend.apps.tracking.tracker import OpenTracker, RunOutcome, TrackedRun, Tracker, log_rollouts
+from megascend.config.registry import TRACKERS, load
 from megascend.errors import redacted
 from megascend.runtime.io.atomic import replacing
 from megascend.runtime.io.paths import make_directory
@@ -105,7 +106,9 @@ class Trackers:
                     run_ids.get(name),
                     options,
                 )
-                self._trackers.append(BackgroundTracker(name, opener(name), run, self._keep_id, self._failed))
+                self._trackers.append(
+                    BackgroundTracker(name, load(TRACKERS[name].open), run, self._keep_id, self._failed)
+                )
         return self._trackers
 
     def _keep_id(self, name: str, run_id: str | None) -> None:

@@ -15,7 +15,7 @@ from megascend.apps.rl.rollout.prompts import Prompt, prompt_tokens
 from megascend.apps.sampling.request import SampledSequence, SampleRequest, SamplingParams
 from megascend.apps.sampling.sampler import Sampler
 from megascend.apps.train.generation import stop_tokens
-from megascend.config import Adapters, Batching, Fsdp, Parallel, PlatformName, Precision
+from megascend.config import Adapters, Batching, Parallel, PlatformName, Precision
 from megascend.errors import ConfigError, DataError
 from megascend.models.checkpoint_files.files import read_config
 from megascend.runtime.distributed.launch import Launch
@@ -182,15 +182,13 @@ def loaded_model(settings: InferenceSettings) -> Iterator[ResponseModel]:
     from megascend.training.lora import peft_format
 
     bootstrap_model(settings)
-    parallel = Parallel(tensor=settings.tensor)
     loras = [peft_format.read(path)[0] for path in settings.adapters.values()]
     targets = {target for lora in loras if lora.targets != "all-linear" for target in lora.targets}
     all_linear = not loras or any(lora.targets == "all-linear" for lora in loras)
     context = int(read_config(settings.model).get("max_position_embeddings") or LONGEST_CONTEXT)
     values: dict[str, Any] = {
         "precision": settings.precision,
-        "parallel": parallel,
-        "fsdp": Fsdp(),
+        "parallel": Parallel(tensor=settings.tensor),
         # A frozen model: without main parameters in fp32 and without an optimizer's state.
         "adapters": Adapters(
             max_count=max(1, len(loras)),
@@ -201,11 +199,8 @@ def loaded_model(settings: InferenceSettings) -> Iterator[ResponseModel]:
         "platform": settings.platform,
         "self_check": settings.engine != "single",  # it was trained on this model
     }
-    accepted = backends.accepted_settings(settings.engine)
-    if settings.tensor > 1 and "parallel" not in accepted:
-        raise ConfigError(f"--tensor {settings.tensor}: engine {settings.engine} does not divide a model")
     backend = backends.make_backend(
-        settings.engine, model=settings.model, **{name: value for name, value in values.items() if name in accepted}
+        settings.engine, model=settings.model, **backends.applicable(settings.engine, values)
     )
     try:
         for name, path in settings.adapters.items():

@@ -17,8 +17,9 @@ from megascend.apps.train.teacher_model import TeacherModel
 from megascend.config import Distillation, RunConfig
 from megascend.config.data import ProblemType
 from megascend.config.plugins import load_object
+from megascend.config.registry import LossUnit
 from megascend.errors import ConfigError, DataError
-from megascend.training.batch.loss import MARGIN, Loss, LossUnit
+from megascend.training.batch.loss import MARGIN, Loss
 from megascend.training.batch.losses import BUILT_IN, resolve
 from megascend.training.batch.sample import Sample
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from megascend.apps.tracking.tracker import check_trackers
 from megascend.apps.train.plot import require_extra
 from megascend.apps.train.resume import check_start
 from megascend.apps.train.run_directory import CHECKPOINTS, RUN_FILES
 from megascend.config import RunConfig, TrainerConfig
 from megascend.config.plugins import check_name, check_names, check_plugins
+from megascend.config.registry import ENGINES
 from megascend.config.rl import RlConfig
-from megascend.config.trackers import check_trackers
 from megascend.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
 from megascend.models.checkpoint_files import hub
 from megascend.models.checkpoint_files.files import read_config
@@ -71,11 +72,13 @@ class RunPlan(Generic[AnyConfig]):
         from megascend.training.batch.micro_batch import SequenceLayout
 
         config, topology = self.config, self.topology
+        # An engine of a plug-in has the layout that megatron has.
+        engine = ENGINES.get(config.engine, ENGINES["megatron"])
         return SequenceLayout(
-            packing=config.batching.packing and config.engine != "single",  # whose batches are always padded
+            packing=config.batching.packing and not engine.always_pads,
             context_size=topology.context,
             token_multiple=topology.tensor if topology.sequence_parallel else 1,
-            contiguous=config.engine == "fsdp",
+            contiguous=engine.contiguous,
         )
 
     @cached_property

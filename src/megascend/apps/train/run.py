@@ -25,7 +25,6 @@ from megascend.apps.train.run_backend import ADAPTER, bootstrap, make_backend
 from megascend.apps.train.run_directory import lock_output
 from megascend.apps.train.run_inputs import INPUTS, RunInputs
 from megascend.apps.train.run_log import RunLog
-from megascend.apps.train.stop_signals import StopSignals
 from megascend.apps.train.training import Run, RunContext, RunResult, Training
 from megascend.config import TrainerConfig
 from megascend.config.plugins import import_plugins
@@ -36,6 +35,7 @@ from megascend.runtime.bootstrap.engines import needs
 from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.io.lasting_output import LastingOutput
 from megascend.runtime.io.paths import is_kept, unwritable_reason
+from megascend.runtime.stop_signals import StopSignals
 from megascend.surroundings import announce
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megascend.config import Adapters, Checkpoint, TrainerConfig
+from megascend.config import Adapters, TrainerConfig
+from megascend.config.training import EngineSettings
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
@@ -40,22 +41,16 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
     from megascend import backends
 
     lora = config.lora
-    common_fields = (
-        "precision", "tf32", "optimizer", "schedule", "recompute", "moe", "mtp", "mtp_loss_weight", "vision_tower", "batching",
-        "platform", "seed", "timeout_s",
-    )  # fmt: skip
-    engine_fields = ("parallel", "fsdp", "provider", "provider_options", "self_check")
-    settings = {name: getattr(config, name) for name in (*common_fields, *engine_fields)}
-    settings["adapters"] = None
-    if lora is not None:
-        settings["adapters"] = Adapters(
-            max_count=1, max_rank=lora.rank, targets=lora.targets, base_weights=config.base_weights
-        )
-    settings["save_timeout_s"] = config.checkpoint.timeout_s
-    settings["head"] = config.head
-    # Leave out settings that the engine does not have, unless the user has changed them: the engine then refuses them by name.
-    defaults = {name: field.default for name, field in TrainerConfig.model_fields.items()}
     # Run files have these under other names, or not at all.
-    defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s, "head": "lm"}
-    accepted = backends.accepted_settings(config.engine)
-    return {name: value for name, value in settings.items() if name in accepted or value != defaults[name]}
+    adapters = lora and Adapters(
+        max_count=1, max_rank=lora.rank, targets=lora.targets, base_weights=config.base_weights
+    )
+    settings: dict[str, Any] = {
+        "adapters": adapters,
+        "head": config.head,
+        "tf32": config.tf32 or None,
+        "save_timeout_s": config.checkpoint.timeout_s,
+    }
+    settings |= {name: getattr(config, name) for name in EngineSettings.model_fields if name != "model"}
+    # Leave out settings that the engine does not have, unless the user has changed them: the engine then refuses them by name.
+    return backends.applicable(config.engine, settings)

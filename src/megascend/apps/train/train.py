@@ -17,13 +17,13 @@ from megascend.apps.train.preflight import RunPlan
 from megascend.apps.train.resume import saved_manifests, with_template_date
 from megascend.apps.train.run import run
 from megascend.apps.train.run_log import EMPTY, MetricsRecord, RunLog, rounded
-from megascend.apps.train.stop_signals import MeasurementStopped
 from megascend.apps.train.training import Run, RunContext, Training, model_line, too_many_skips
 from megascend.config import RunConfig
 from megascend.config.data import PREFERENCE_LOSSES, Validation
 from megascend.errors import EvaluationError
 from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.io.paths import make_directory
+from megascend.runtime.stop_signals import MeasurementStopped
 from megascend.training.batch.metrics import Metric
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def train(
     Rank 0 writes to ``config.output``: metrics.jsonl and the TensorBoard log step by step; config.yaml, the exported
     model in hf/ (or, with ``lora``, the adapter in peft's format in adapter/) and metrics.png each complete or not at all. A
     directory that holds an earlier run is refused before anything starts, unless ``overwrite``; the earlier run's files are then
-    removed, but only after this run's first step. Signals (:mod:`megascend.apps.train.stop_signals`) end a run after
+    removed, but only after this run's first step. Signals (:mod:`megascend.runtime.stop_signals`) end a run after
     its present step, with a checkpoint; output that cannot be written (:mod:`megascend.runtime.io.lasting_output`) does not.
 
     Args:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from megascend.config import Adam, Precision, Schedule, VisionTower
 from megascend.config.training import learning_rate
 from megascend.engines.common.blockwise_adamw import QUANTISED, BlockwiseAdamW
-from megascend.engines.common.muon import MuonOptimizer
-from megascend.engines.common.weight_settings import MainParameter, SettingsByWeight, WeightSettings
+from megascend.engines.common.weight_settings import MainParameter, SettingsByWeight, WeightSettings, matrix_optimizer
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.reference.reductions import global_norm
@@ -92,15 +91,15 @@ class MainAdamW(GradientScaling):
         if adam.by_weight:
             if weights is None:
                 raise ConfigError(
-                    "optimizer.groups and optimizer.kind: muon are not settings of this engine; leave them out"
+                    f"optimizer.groups and optimizer.kind: {adam.kind} are not settings of this engine; leave them out"
                 )
             by_name = weights.settings(adam, slices)
-        self._muon_names = [name for name, (_, chosen) in by_name.items() if chosen.muon]
+        self._matrix_names = [name for name, (_, chosen) in by_name.items() if chosen.matrix]
         param_groups: dict[tuple[float, float, bool], list[Tensor]] = defaultdict(list)
         for name, (_, main) in self._pairs.items():
             chosen = by_name[name][1] if name in by_name else WeightSettings(1.0, adam.weight_decay)
             # A rank's shard of a parameter may be empty.
-            if chosen.muon or not main.numel():
+            if chosen.matrix or not main.numel():
                 continue
             # As Megatron: biases and norms have no weight decay. Biases of experts are fused into a parameter of two dimensions.
             decays = main.dim() > 1 and not name.endswith("bias")
@@ -116,10 +115,9 @@ class MainAdamW(GradientScaling):
         else:
             fused = mains[0].device.type == "cuda"
             self._adamw = torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=fused)
-        self._muon = None
-        if adam.kind == "muon" and weights is not None:
-            trained = [by_name[name] for name in self._muon_names]
-            self._muon = MuonOptimizer(trained, adam.muon, weights.groups, weights.info, precision)
+        self._matrices = None
+        if weights is not None:
+            self._matrices = matrix_optimizer(adam, [*by_name.values()], weights.groups, weights.info, precision)
         self._on_device = mains[0].device.type == "cuda"  # the fused AdamW keeps its step count there
         self._updates = 0
 
@@ -146,8 +144,8 @@ class MainAdamW(GradientScaling):
             for group in self._adamw.param_groups:
                 group["lr"] = lr * group["lr_scale"]
             self._adamw.step()
-            if self._muon is not None:
-                self._muon.step([self._pairs[name][1].grad for name in self._muon_names], lr)
+            if self._matrices is not None:
+                self._matrices.step([self._pairs[name][1].grad for name in self._matrix_names], lr)
             self._updates += 1
             # 16-bit parameters are rounded from their fp32 main parameters.
             for parameter, main in self._pairs.values():
@@ -203,7 +201,9 @@ class MainAdamW(GradientScaling):
             for name, _, state in self._states(self._adamw):
                 yield name, "exp_avg", state["exp_avg"]
                 yield name, "exp_avg_sq", state["exp_avg_sq"]
-        for name, momentum in zip(self._muon_names, [] if self._muon is None else self._muon.momentum, strict=True):
+        for name, momentum in zip(
+            self._matrix_names, [] if self._matrices is None else self._matrices.momentum, strict=True
+        ):
             yield name, "momentum_buffer", momentum
         for name, (parameter, main) in self._pairs.items():
             if parameter is not main:
@@ -211,7 +211,7 @@ class MainAdamW(GradientScaling):
 
     def _states(self, adamw: torch.optim.AdamW) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """Yield torch's AdamW's state of every parameter, initialised as in its first step if it does not exist yet."""
-        muon = set(self._muon_names)
+        muon = set(self._matrix_names)
         for name, (_, main) in self._pairs.items():
             if name in muon:
                 continue

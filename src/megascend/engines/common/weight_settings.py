@@ -1,4 +1,4 @@
-"""Optimizer settings by weight: parameter groups by pattern, and the choice between Muon and AdamW.
+"""Optimizer settings by weight: parameter groups by pattern, and the choice between AdamW and one of matrices.
 
 Patterns and choices are of Hugging Face's weights, on every engine: each maps its parameters to slices of these.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 from torch import Tensor
 
-from megascend.config import Adam, VisionTower
+from megascend.config import Adam, Precision, VisionTower
+from megascend.config.registry import load
 from megascend.errors import ConfigError
-from megascend.models.checkpoint_files.hidden_matrices import is_hidden_matrix
+from megascend.models.checkpoint_files.hidden_matrices import MATRIX_OPTIMIZERS, is_hidden_matrix
 from megascend.models.checkpoint_files.info import ModelInfo
+from megascend.runtime.distributed.process_groups import ProcessGroups
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,12 @@ class WeightSettings:
     Attributes:
         lr_scale: factor of the learning rate.
         weight_decay: of a weight that is decayed at all.
-        muon: Muon trains it, not AdamW.
+        matrix: the optimizer of hidden matrices trains it, not AdamW.
     """
 
     lr_scale: float
     weight_decay: float
-    muon: bool = False
+    matrix: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,29 @@ class MainParameter:
     slices: Sequence[tuple[str, tuple[int, ...], Tensor]]
 
 
+class MatrixUpdates(Protocol):
+    """An optimizer of hidden matrices; ``momentum``: of each parameter."""
+
+    momentum: Sequence[Tensor]
+
+    def step(self, grads: Sequence[Tensor | None], lr: float) -> None: ...
+
+
+def matrix_optimizer(
+    adam: Adam,
+    parameters: Sequence[tuple[MainParameter, WeightSettings]],
+    groups: ProcessGroups,
+    info: ModelInfo,
+    precision: Precision,
+) -> MatrixUpdates | None:
+    """Build the optimizer of the hidden matrices among ``parameters``; None: AdamW trains them. Collective."""
+    row = MATRIX_OPTIMIZERS.get(adam.kind)
+    if row is None:
+        return None
+    trained = [(parameter, settings) for parameter, settings in parameters if settings.matrix]
+    return load(row.implementation)(trained, getattr(adam, adam.kind), groups, info, precision)
+
+
 class SettingsByWeight:
     """Settings of every trained weight of a checkpoint.
 
@@ -57,10 +83,10 @@ class SettingsByWeight:
         self._default = WeightSettings(1.0, adam.weight_decay)
         images = info.architecture.images
         tower = None if images is None else images.tower
-        if adam.kind == "muon" and info.transposed_experts:
+        if adam.kind in MATRIX_OPTIMIZERS and info.transposed_experts:
             raise ConfigError(
-                f"optimizer.kind: muon is not supported for {info.architecture.model_type}, whose checkpoint stores experts as "
-                "[experts, in, out]: set adamw"
+                f"optimizer.kind: {adam.kind} is not supported for {info.architecture.model_type}, whose checkpoint has experts "
+                "as [experts, in, out]: set adamw"
             )
         self._settings: dict[str, WeightSettings] = {}
         used = set()
@@ -69,8 +95,8 @@ class SettingsByWeight:
                 continue
             group = next((group for group in adam.groups if fnmatchcase(name, group.match)), None)
             decay = adam.weight_decay if group is None or group.weight_decay is None else group.weight_decay
-            muon = adam.kind == "muon" and is_hidden_matrix(name, header.shape, tower)
-            self._settings[name] = WeightSettings(1.0 if group is None else group.lr_scale, decay, muon)
+            matrix = adam.kind in MATRIX_OPTIMIZERS and is_hidden_matrix(name, header.shape, tower)
+            self._settings[name] = WeightSettings(1.0 if group is None else group.lr_scale, decay, matrix)
             used.add(None if group is None else group.match)
         for number, group in enumerate(adam.groups):
             if group.match not in used:
@@ -90,7 +116,7 @@ class SettingsByWeight:
         by_settings = {self._settings[name]: name for name in sorted(weights)}
         if len(by_settings) > 1:
             first, second, *_ = by_settings.values()
-            setting = "kind: muon" if len({settings.muon for settings in by_settings}) > 1 else "groups"
+            setting = "kind" if len({settings.matrix for settings in by_settings}) > 1 else "groups"
             raise ConfigError(
                 f"optimizer.{setting}: engine {engine} has {first} and {second} in one parameter, and "
                 "their settings differ: use patterns that match both, or another engine"

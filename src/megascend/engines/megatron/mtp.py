@@ -42,10 +42,6 @@ def check(spec: EngineSpec) -> None:
     """Raise ConfigError for settings with which no head can be trained."""
     if spec.mtp != "train":
         return
-    if not spec.mtp_loss_weight > 0:
-        raise ConfigError(
-            f"mtp_loss_weight: {spec.mtp_loss_weight:g} with mtp: train: set a number above 0, or mtp: keep"
-        )
     if spec.adapters is not None:
         raise ConfigError(
             "mtp: train with adapters: the head belongs to the base model, which is frozen, so that nothing of it would be "

@@ -19,9 +19,8 @@ from megascend.config import Adam, Precision, Schedule
 from megascend.config.training import learning_rate
 from megascend.engines.base import DTYPES
 from megascend.engines.common.blockwise_adamw import QUANTISED, BlockwiseAdamW
-from megascend.engines.common.muon import MuonOptimizer
 from megascend.engines.common.offloaded_adam import OffloadedAdam
-from megascend.engines.common.weight_settings import MainParameter, WeightSettings
+from megascend.engines.common.weight_settings import MainParameter, MatrixUpdates, WeightSettings, matrix_optimizer
 from megascend.engines.megatron.routers import Routers
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
@@ -83,8 +82,8 @@ class MegatronOptimizer:
             self._quantise_moments()
         if adam.offloaded_share:
             self._offload(page_locked=page_locked)
-        self._muon: MuonOptimizer | None = None
-        self._muon_mains: list[tuple[Any, Tensor]] = []  # (one of Megatron's optimizers, main parameter)
+        self._matrices: MatrixUpdates | None = None
+        self._matrix_mains: list[tuple[Any, Tensor]] = []  # (one of Megatron's optimizers, main parameter)
         self.skipped_in_a_row = 0
 
     @cached_property
@@ -128,11 +127,9 @@ class MegatronOptimizer:
                 for settings, members in (by_settings or {None: []}).items():
                     divided.append({**group, "params": members, BY_WEIGHT: settings})
             part.optimizer.param_groups[:] = divided
-        if self._adam.kind == "muon":
-            trained = [(parameter, settings) for parameter, settings in parameters if settings.muon]
-            self._muon = MuonOptimizer(trained, self._adam.muon, self._groups, info, precision)
-            part_of = {id(main): (part, main) for part, _, _, main in mains}
-            self._muon_mains = [part_of[id(parameter.main)] for parameter, _ in trained]
+        self._matrices = matrix_optimizer(self._adam, parameters, self._groups, info, precision)
+        part_of = {id(main): (part, main) for part, _, _, main in mains}
+        self._matrix_mains = [part_of[id(parameter.main)] for parameter, settings in parameters if settings.matrix]
 
     def _quantise_moments(self) -> None:
         """Replace the provider's Adam, which has no state yet, by one with 8-bit moments over the same parameter groups."""
@@ -201,9 +198,9 @@ class MegatronOptimizer:
         if finite:
             # After the check, since clipping by a norm that is not finite would write NaN into every gradient.
             self._clip(grad_norm)
-            if self._muon is not None:
-                self._muon.step([main.grad for _, main in self._muon_mains], lr)
-                for _, main in self._muon_mains:  # Adam does not change parameters without a gradient
+            if self._matrices is not None:
+                self._matrices.step([main.grad for _, main in self._matrix_mains], lr)
+                for _, main in self._matrix_mains:  # Adam does not change parameters without a gradient
                     main.grad = None
             self.megatron.step_with_ready_grads()
             self._routers.update_bias()
@@ -241,10 +238,10 @@ class MegatronOptimizer:
 
     def create_state(self) -> None:
         """Allocate the state of all parameters, as the first step would; a no-op if it exists."""
-        for number, (part, main) in enumerate(self._muon_mains):
-            assert self._muon is not None
+        for number, (part, main) in enumerate(self._matrix_mains):
+            assert self._matrices is not None
             # Moments are allocated for parameters that have no state.
-            part.optimizer.state[main]["momentum_buffer"] = self._muon.momentum[number]
+            part.optimizer.state[main]["momentum_buffer"] = self._matrices.momentum[number]
         for optimizer in self._parts():
             if isinstance(optimizer.optimizer, BlockwiseAdamW):
                 optimizer.optimizer.create_state()

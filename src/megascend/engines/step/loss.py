@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megascend.config.registry import LossUnit
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.engines.step.policy import policy_output
 from megascend.errors import DataError
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.training.batch.agreement import Agreement
-from megascend.training.batch.loss import Loss, LossInputs, LossUnit
+from megascend.training.batch.loss import Loss, LossInputs
 from megascend.training.batch.loss_call import LossNormalizer, weighted
 from megascend.training.batch.losses import cross_entropy
 from megascend.training.batch.micro_batch import MicroBatch, MtpTargets, last_tokens

@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
 GENERATION_CONFIG = "generation_config.json"
 POINTER = re.compile(
-    rb"(\xef\xbb\xbf)?(version https?://\S+\s+([\w.-]+ \S+\s+)*oid \w+:|# xet version \d|(\.\./)*(\.git)?/annex/objects/\S+\s*$)"
+    rb"(\xef\xbb\xbf)?(version https?://\S+\s+([\w.-]+ \S+\s+)*oid \S|# xet version \d|(\.\./)*(\.git)?/annex/objects/\S+\s*$)"
 )
 """Beginning of the file that Git LFS, Xet or git-annex leave in place of one that they have not fetched."""
 LARGEST_POINTER = 1024
@@ -35,6 +35,8 @@ WEIGHT_INDEX = f"{WEIGHT_FILE}.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_COUNT = 100_000
 """Most layers, experts or heads of a model."""
+MAX_HEADER = 100_000_000
+"""Longest header in bytes, as of the safetensors package."""
 _SHARD_OF_RANKS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -184,6 +186,8 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
             if length + 8 > size:
                 raise CheckpointError(f"{path} is truncated or not safetensors: {size} bytes cannot hold its header")
+            if length > MAX_HEADER:
+                raise CheckpointError(f"{path} is not safetensors: a header of {length} bytes; at most {MAX_HEADER}")
             content = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -195,19 +199,18 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
         raise CheckpointError(f"{path} is not safetensors: its header is not a JSON object")
     # Not a tensor: free-form strings, such as {"format": "pt"}.
     header.pop("__metadata__", None)
+    headers, start = {}, length + 8
     try:
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0) + length + 8
-        start = length + 8
-        headers = {
-            name: TensorHeader(
-                str(entry["dtype"]),
+        for name, entry in header.items():
+            (first, last), shape = (
+                map(operator.index, entry["data_offsets"]),
                 tuple(map(operator.index, entry["shape"])),
-                path,
-                (start + entry["data_offsets"][0], start + entry["data_offsets"][1]),
             )
-            for name, entry in header.items()
-        }
-    except (KeyError, TypeError, IndexError) as error:
+            if not 0 <= first <= last or min(shape, default=0) < 0:
+                raise ValueError(f"{name:.80}: {entry!s:.80}")
+            headers[name] = TensorHeader(str(entry["dtype"]), shape, path, (start + first, start + last))
+        end = max((entry.span[1] for entry in headers.values()), default=start)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not safetensors: its header must give dtype, shape and data_offsets of every tensor ({error})"
         ) from None

@@ -1,14 +1,35 @@
-"""The matrices of a checkpoint that Muon trains: those of the decoder's layers and of their experts. Imports no torch."""
+"""The matrices of the decoder's layers and of their experts, and the optimizers that train them. Imports no torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from weightwire.manifest import LAYER
 
 _ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)(\.wg)?\.weight$")
 _FUSED_HALVES = re.compile(r"\.gate_up_proj(\.weight)?$")
+
+
+@dataclass(frozen=True)
+class MatrixOptimizer:
+    """An optimizer of hidden matrices, beside which AdamW trains the other weights.
+
+    Attributes:
+        implementation: import path of a class with the constructor, ``step`` and ``momentum`` of Muon's.
+        copies: temporaries of the matrices that a rank updates at a time, of at most ``ROUND_ELEMENTS``.
+    """
+
+    implementation: str
+    copies: int
+
+
+MATRIX_OPTIMIZERS = {
+    # Sent and received pieces, the matrices, an iterate and the next, and its products.
+    "muon": MatrixOptimizer("megascend.engines.common.muon:MuonOptimizer", copies=6),
+}
+"""By ``optimizer.kind``; the section of that name has its settings."""
 
 ROUND_ELEMENTS = 2**26
 """Elements of matrices that a rank orthogonalises at one time, unless a single matrix is larger: bounds the memory of a step."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from megascend.config.registry import DATA_FORMATS
 from megascend.errors import CheckpointError, DataError, HubError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings", bound="TrainerConfig | ServeConfig")
 NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 """A repository, ``owner/name``, optionally with a branch, a tag or a commit."""
-FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".rst", ".safetensors", ".yaml")
+FILES = (*DATA_FORMATS, ".safetensors", ".yaml")
 """Endings of files, which are not names of repositories."""
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ckpt", "original/*", "metal/*")
 """Files of models that are not read: weights in other formats."""
@@ -77,9 +78,16 @@ def snapshot(
         CheckpointError, DataError: it cannot be downloaded, by ``kind``.
     """
     path = Path(path)
-    match = _name_on_hub(path)
+    error_class = CheckpointError if kind == "model" else DataError
+    match = None if path.exists() or path.suffix in FILES else NAME.fullmatch(str(path))
     if match is None:
         return path
+    # A mistyped path is not downloaded from whoever has such a name.
+    if path.parent.exists():
+        raise error_class(
+            f"{setting}: {path} does not exist, and is not looked for on the Hub while a folder {path.parent} is here: correct "
+            "it, or start elsewhere"
+        )
     from huggingface_hub import constants, snapshot_download
 
     repository, revision = match["repository"], match["revision"]
@@ -103,12 +111,7 @@ def snapshot(
             f"{dataset}{option}' where there is one, and copy the Hub's cache ({constants.HF_HUB_CACHE}) or the files, whose "
             f"directory {setting} can be; a private repository needs HF_TOKEN"
         )
-        raise (CheckpointError if kind == "model" else DataError)(message) from error
-
-
-def _name_on_hub(path: Path) -> re.Match[str] | None:
-    # If there is a folder of the owner's name here, the path is one within it.
-    return None if path.exists() or path.parent.exists() or path.suffix in FILES else NAME.fullmatch(str(path))
+        raise error_class(message) from error
 
 
 def repository_of(path: Path | str) -> str | None:

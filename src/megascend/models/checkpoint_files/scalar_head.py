@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from megascend.config.data import Classification, ProblemType, default_labels
 from megascend.errors import CheckpointError, ConfigError
@@ -89,10 +89,6 @@ def find(
 def _find(
     head: HeadKind, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], model_dir: Path
 ) -> ScalarHead | None:
-    if not isinstance(head, Classification) and head not in get_args(NamedHead):
-        raise ConfigError(
-            f"head must be one of {', '.join(get_args(NamedHead))}, or a megascend.Classification, got {head!r}"
-        )
     # By the ending: some classes store the head under a prefix, which is reported below.
     weight_name = next((name for name in tensors if name.split(".")[-2:] == ["score", "weight"]), None)
     if head == "lm":

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megascend.config import TrainerConfig
+from megascend.config.registry import ENGINES
 from megascend.config.rl import RlConfig
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.memory import megatron, transformers_engines
@@ -23,8 +24,6 @@ CUDA_CONTEXT = 500 * MIB
 FRAGMENTATION = 0.04
 """Approximate fraction of the activations that torch's allocator reserves but cannot use."""
 
-ENGINES = ("megatron", "fsdp", "single")
-"""Engines with an estimate."""
 SWAPPED_COPIES = 2
 """Copies of a rank's parameters in host memory for a reference, or a teacher, that takes the model's place on the device: its
 own, and the model's in the meantime."""
@@ -88,7 +87,8 @@ def estimate(
         sizes, groups: of the model, and of the Megatron engine's stages, for callers that estimate many settings; None: computed
             here.
     """
-    if config.engine not in ENGINES:
+    engine = ENGINES.get(config.engine)
+    if engine is None or not isinstance(engine.backend, str):  # a plug-in's
         return None
     sizes = sizes or ModelSizes.of(info, hf_config)
     remarks = []

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megascend.config import Adam, BaseWeights, Lora, VisionTower
 from megascend.models import Images
 from megascend.models.checkpoint_files.files import TensorHeader
-from megascend.models.checkpoint_files.hidden_matrices import ROUND_ELEMENTS, is_hidden_matrix
+from megascend.models.checkpoint_files.hidden_matrices import MATRIX_OPTIMIZERS, ROUND_ELEMENTS, is_hidden_matrix
 from megascend.models.checkpoint_files.info import EMBEDDINGS, NON_TARGET_ENDS
 from megascend.models.checkpoint_files.scalar_head import WEIGHT
 from megascend.models.memory.sizes import LAYER, layer_of
@@ -254,10 +254,6 @@ def _stage(
     )
 
 
-ORTHOGONALISATION_COPIES = 6
-"""Copies of a round's matrices: sent and received pieces, the matrices, an iterate and the next, and its products."""
-
-
 QUANTISED_BLOCK, QUANTISED_CHUNK = 256, 2**22
 """Values of 8-bit moments with a common fp32 scale, and that are dequantised at a time. Copies of the constants of
 :mod:`megascend.engines.common.blockwise_adamw`, which imports torch."""
@@ -271,17 +267,16 @@ OFFLOAD_CHUNK, OFFLOAD_SLOTS = 2**22, 3
 
 
 def state_bytes(adam: Adam, parameters: float, matrices: float) -> float:
-    """Return the bytes of two moments of ``parameters`` elements; of those in ``matrices`` Muon has one momentum."""
+    """Return the bytes of two moments of ``parameters`` elements; those in ``matrices`` may have one momentum."""
     if adam.moments == "8bit":  # the few of one-dimensional weights, which are fp32, are counted like the others
         return 2 * (1 + 4 / QUANTISED_BLOCK) * parameters
-    return 8 * parameters - (4 * matrices if adam.kind == "muon" else 0)
+    return 8 * parameters - (4 * matrices if adam.kind in MATRIX_OPTIMIZERS else 0)
 
 
 def orthogonalisation_bytes(adam: Adam, matrices: float, element_bytes: int) -> int:
-    """Return the temporaries of Muon's update on a rank that has ``matrices`` elements to orthogonalise."""
-    if adam.kind != "muon":
-        return 0
-    return int(ORTHOGONALISATION_COPIES * element_bytes * min(matrices, ROUND_ELEMENTS))
+    """Return the temporaries of the update of hidden matrices on a rank that has ``matrices`` elements of them."""
+    row = MATRIX_OPTIMIZERS.get(adam.kind)
+    return 0 if row is None else int(row.copies * element_bytes * min(matrices, ROUND_ELEMENTS))
 
 
 def update_bytes(adam: Adam, matrix: float, *, fused: bool) -> int:

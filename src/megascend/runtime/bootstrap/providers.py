@@ -12,9 +12,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megascend.config.registry import PROVIDERS, ProviderEntry, load
 from megascend.errors import ConfigError, PlatformError, VersionError
 from megascend.runtime.bootstrap.patches import CLIPPING, patch_gradient_clipping
 from megascend.surroundings import is_installed
@@ -136,47 +136,6 @@ class PatchProvider(ABC):
 ProviderFactory = Callable[[ProviderSetup], PatchProvider]
 
 
-@dataclass(frozen=True)
-class ProviderEntry:
-    """One provider of the registry.
-
-    Attributes:
-        factory: creates the provider; or its import path, ``module:attribute``.
-        platforms: names of supported platforms; empty: all.
-        packages: top-level packages that it imports and that patch other packages, or are detected by them.
-        stacks: names of supported rows of the version table; empty: all.
-    """
-
-    factory: ProviderFactory | str
-    platforms: tuple[str, ...] = ()
-    packages: tuple[str, ...] = ()
-    stacks: tuple[str, ...] = ()
-
-    def suits(self, platform: str, stack: str | None = None) -> bool:
-        """Check whether the provider supports the platform of this name, and the row of the version table if one is given."""
-        return (not self.platforms or platform in self.platforms) and (
-            stack is None or not self.stacks or stack in self.stacks
-        )
-
-
-_registry: dict[str, ProviderEntry] = {
-    "mindspeed": ProviderEntry(
-        "megascend.runtime.bootstrap.mindspeed:MindSpeed",
-        platforms=("npu",),
-        packages=("mindspeed",),
-        stacks=("0.16", "0.15"),
-    ),
-    "megatron_adaptor": ProviderEntry(
-        "megascend.runtime.bootstrap.megatron_adaptor:MegatronAdaptor",
-        platforms=("npu",),
-        packages=("megatron_adaptor", "mindspeed"),
-        stacks=("0.19", "0.18"),
-    ),
-    "transformer_engine": ProviderEntry("megascend.runtime.bootstrap.providers:TransformerEngine", ("cuda",)),
-    "reference": ProviderEntry("megascend.runtime.bootstrap.reference:Reference", ("cpu", "cuda")),
-}
-
-
 def register(
     name: str, factory: ProviderFactory | str, platforms: Sequence[str] = (), packages: Sequence[str] = ()
 ) -> None:
@@ -192,27 +151,26 @@ def register(
     Raises:
         ConfigError: the name is taken by another factory, or looks like an import path.
     """
-    from megascend.config.plugins import PROVIDERS
-
     if not name or ":" in name:
         raise ConfigError(f"a provider cannot be called {name!r}: a colon marks an import path")
-    entry = ProviderEntry(factory, tuple(platforms), tuple(packages))
-    # The same entry again is no error: a plug-in may be imported under two names, or by a program and its run file.
-    if _registry.get(name, entry) != entry:
-        raise ConfigError(f"provider {name!r} is registered already; choose another name than {', '.join(_registry)}")
-    _registry[name] = entry
-    if name not in PROVIDERS:
-        PROVIDERS.append(name)
+    PROVIDERS.add(name, ProviderEntry(factory, tuple(platforms), tuple(packages)))
+
+
+def suits(entry: ProviderEntry, platform: str, stack: str | None = None) -> bool:
+    """Check whether a provider supports the platform of this name, and the row of the version table if one is given."""
+    return (not entry.platforms or platform in entry.platforms) and (
+        stack is None or not entry.stacks or stack in entry.stacks
+    )
 
 
 def names(platform: str | None = None, stack: str | None = None) -> list[str]:
     """Return the names of all providers, or of those for one platform and row of the version table, the default first."""
-    return [name for name, entry in _registry.items() if platform is None or entry.suits(platform, stack)]
+    return [name for name, entry in PROVIDERS.items() if platform is None or suits(entry, platform, stack)]
 
 
 def packages() -> list[str]:
     """Return the top-level packages that registered providers import and that patch other packages."""
-    return list(dict.fromkeys(package for entry in _registry.values() for package in entry.packages))
+    return list(dict.fromkeys(package for entry in PROVIDERS.values() for package in entry.packages))
 
 
 def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
@@ -225,27 +183,23 @@ def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
                 f"no provider is registered for platform {platform!r} and stack {stack}; registered: {', '.join(names())}"
             )
         name = suitable[0]
-    if ":" in name:
-        # An import path comes without platforms, so it suits all of them.
-        entry = ProviderEntry(name)
-    elif name not in _registry:
-        raise ConfigError(
-            f"unknown provider {name!r}; known: {', '.join(names())} (for platform {platform!r}: "
-            f"{', '.join(names(platform))}), or one of your own as package.module:attribute"
-        )
-    else:
-        entry = _registry[name]
-    if not entry.suits(platform):
+    # An import path comes without platforms, so it suits all of them.
+    entry = ProviderEntry(name) if ":" in name else PROVIDERS.require(name)
+    if not suits(entry, platform):
         raise ConfigError(
             f"provider {name!r} is for platform {', '.join(entry.platforms)}, and this process runs on {platform!r}; providers "
             f"for {platform!r}: {', '.join(names(platform)) or 'none'}"
         )
-    if not entry.suits(platform, stack):
+    if not suits(entry, platform, stack):
         raise VersionError(
             f"provider {name!r} is for stack {' or '.join(entry.stacks)}, and stack {stack} is installed; providers for it on "
             f"{platform!r}: {', '.join(names(platform, stack)) or 'none'}"
         )
-    provider = (_import_factory(entry.factory) if isinstance(entry.factory, str) else entry.factory)(setup)
+    try:
+        factory = load(entry.factory)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"provider: {entry.factory!r} cannot be found: {error}") from error
+    provider = factory(setup)
     # An external factory may return anything; a missing method would fail only after part of the patching.
     if not isinstance(provider, PatchProvider):
         raise ConfigError(
@@ -267,14 +221,6 @@ def refuse_options(options: Mapping[str, Any], because: str) -> None:
     """Raise ConfigError if ``options`` is not empty."""
     if options:
         raise ConfigError(f"provider_options: {', '.join(sorted(options))} set, but {because}; leave them empty")
-
-
-def _import_factory(path: str) -> ProviderFactory:
-    module, _, attribute = path.partition(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"provider: {path!r} cannot be found: {error}") from error
 
 
 class TransformerEngine(PatchProvider):

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megascend.changes import change_list, changed, record
+from megascend.config.registry import EngineEntry
 from megascend.errors import ConfigError, ImportOrderError
 from megascend.reference import fla as reference_fla
 from megascend.runtime.bootstrap import engines, patches, providers
@@ -323,7 +324,7 @@ def bootstrap(
     return runtime
 
 
-def _needs(engine: str, provider: str | None) -> engines.EngineNeeds:
+def _needs(engine: str, provider: str | None) -> EngineEntry:
     """Return the requirements of an engine; refuse a provider for one without Megatron."""
     needs = engines.needs(engine)
     if provider is not None and not needs.megatron:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megascend.config.registry import LossUnit
 from megascend.errors import ConfigError, DataError
 from megascend.training.kernels.linear_divergence import TeacherDivergence
 
@@ -104,7 +105,6 @@ class LossInputs:
 
 
 LossFunction = Callable[[Tensor, LossInputs], Any]
-LossUnit = Literal["token", "sample", "pair"]
 
 
 @dataclass(frozen=True)

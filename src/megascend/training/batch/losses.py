@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.config.data import ProblemType
-from megascend.config.plugins import LOSSES, POLICY_LOSSES
+from megascend.config.registry import LOSSES
 from megascend.errors import ConfigError
+from megascend.training.batch import policy_losses
 from megascend.training.batch.loss import LARGEST_METRIC, MARGIN, Loss, LossFunction, LossInputs
 from megascend.training.batch.metrics import Metric
-from megascend.training.batch.policy_losses import POLICY
 from megascend.training.kernels.linear_divergence import TeacherDivergence
 
 
@@ -294,30 +294,14 @@ LOSS_METRICS = {
 }
 """Metrics that built-in losses report beside the loss."""
 
-CLASSIFICATION = (single_label_classification, multi_label_classification, regression)
-"""Losses of sequence classifiers, by transformers' names of what they learn."""
-
-DISTILLATION = (forward_kl, reverse_kl, jsd)
-"""Losses of a teacher's candidates."""
-
 BUILT_IN: dict[str, Loss] = {
-    loss.name: loss
-    for loss in (
-        Loss("cross_entropy", cross_entropy),
-        *(Loss(loss.__name__, loss, requires=("old_logprobs", "advantages")) for loss in POLICY),
-        Loss("dpo", dpo, per="pair", requires=("ref_logprobs",)),
-        Loss("orpo", orpo, per="pair"),
-        Loss("simpo", simpo, per="pair"),
-        Loss("kto", kto, per="sample", requires=("ref_logprobs", "label")),
-        Loss("value", value, requires=("returns",), of="values"),
-        Loss("clipped_value", clipped_value, requires=("returns", "old_values"), of="values"),
-        Loss("bradley_terry", bradley_terry, per="pair", of="values"),
-        *(Loss(loss.__name__, loss, per="sample", requires=("label",), of="values") for loss in CLASSIFICATION),
-        *(Loss(loss.__name__, loss, requires=("candidates",)) for loss in DISTILLATION),
-    )
+    name: Loss(name, globals().get(name) or getattr(policy_losses, name), row.per, row.requires, of=row.of)
+    for name, row in LOSSES.items()
 }
+LOSSES.update(BUILT_IN)
 
-_by_name: dict[str, Loss] = dict(BUILT_IN)
+CLASSIFICATION = tuple(BUILT_IN[name].function for name in get_args(ProblemType))
+"""Losses of sequence classifiers."""
 
 
 def register_loss(loss: Loss) -> Loss:
@@ -336,11 +320,7 @@ def register_loss(loss: Loss) -> Loss:
         raise ConfigError(f"register_loss takes a megascend.Loss, got {type(loss).__name__}")
     if not loss.name:
         raise ConfigError("register_loss: the loss has no name")
-    if _by_name.setdefault(loss.name, loss) != loss:
-        raise ConfigError(f"register_loss: another loss is called {loss.name!r}; names in use: {', '.join(_by_name)}")
-    for names in (LOSSES, POLICY_LOSSES):
-        if loss.name not in names:
-            names.append(loss.name)
+    LOSSES.add(loss.name, loss)
     return loss
 
 
@@ -351,16 +331,13 @@ def resolve(loss: str | Loss | LossFunction, settings: Mapping[str, Any] | None 
         ConfigError: the name or a setting is unknown; the message lists those that exist.
     """
     if settings:
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"loss_settings must be a mapping of names to numbers, got {type(settings).__name__}")
         return resolve(loss).with_settings(**settings)
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, str):
-        if loss not in _by_name:
-            raise ConfigError(
-                f"unknown loss {loss!r}; known by name: {', '.join(_by_name)}. Pass a callable, or register yours on every rank "
-                "(megascend.register_loss)"
-            )
-        return _by_name[loss]
+        return cast("Loss", LOSSES.require(loss))
     if callable(loss):
         return Loss(getattr(loss, "__name__", type(loss).__name__), loss)
     raise ConfigError(f"a loss is a name, a megascend.Loss or a callable, got {type(loss).__name__}")

@@ -97,10 +97,6 @@ def stable_reinforce(logprobs: Tensor, inputs: LossInputs, kl_coeff: float = 0.0
     }
 
 
-POLICY = (importance_sampling, ppo, cispo, gspo, dro, stable_reinforce)
-"""All of them; they require ``old_logprobs`` and ``advantages``."""
-
-
 # --- probability ratios; float32 overflows above exp(88.7) ---
 
 

@@ -240,7 +240,13 @@ class Saver:
             CheckpointError: it could not be written, which has not been raised yet.
         """
         atexit.unregister(self._at_exit)
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            if (
+                self._pending is None
+            ):  # the group has threads, and the copies take memory, for as long as this object lives
+                self._group, self._staging = None, Staging(page_locked=False)
 
     def _at_exit(self) -> None:
         """Complete the last checkpoint of a script that ends without ``close()``."""

@@ -177,7 +177,7 @@ RL = {
     "a long response": rl("rollout.max_tokens=4000", says="prompts.jsonl:1 | rollout.max_tokens: 4000 | max_position_embeddings"),
     "stop: two tokens": rl("rollout.stop=[ab]", says="rollout.stop | 'ab' | 2 tokens"),
     "no such loss": rl("objective.loss=pppo", says="objective.loss | 'pppo' | ppo, cispo"),
-    "a loss of pairs": rl("objective.loss=dpo", says="objective.loss: unknown loss of sampled responses 'dpo' | ppo, cispo"),
+    "a loss of pairs": rl("objective.loss=dpo", says="objective.loss: dpo needs ref_logprobs | token by token"),
     "no such preset": rl("objective.preset=papo", says="objective.preset | 'papo' | 'dapo'"),
     "a clip range at a ratio of 1": rl("objective.clip_high=0.3", says="objective.clip_high: 0.3 | correction: truncated | none"),
     "an option of another loss": rl(

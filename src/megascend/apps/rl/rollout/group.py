@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import isfinite
+from operator import index
 from typing import Any
 
 from megascend.errors import DataError
@@ -48,6 +50,16 @@ class Trajectory:
     allowed: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
+        # Numbers of NumPy and torch, as an environment may have, would end the run at its first save, which is JSON.
+        kinds = {"prompt_tokens": index, "tokens": index, "logprobs": float, "sampled": bool}
+        for name, kind in kinds.items():
+            if (values := getattr(self, name)) is not None:
+                try:
+                    object.__setattr__(self, name, tuple(map(kind, values)))
+                except (TypeError, ValueError) as error:
+                    raise DataError(f"{name} of a trajectory: {error}") from None
+        if not all(map(isfinite, self.logprobs)):
+            raise DataError("the log-probabilities of a trajectory must be finite")
         # An engine that returns no log-probabilities would make importance weights wrong without an error.
         if not self.tokens or len(self.tokens) != len(self.logprobs):
             raise DataError(

@@ -47,6 +47,8 @@ LATE_S = 10.0
 """Delay of a tick from which on this process counts as stopped meanwhile: clients' heartbeats, every 10 s, were not read."""
 SWEEP_S = 600.0
 """Interval of the search for expired checkpoints."""
+SLOW_S = 5.0
+"""Time after which a storage that does not answer counts as one that cannot be written."""
 TRIM_S = 30.0
 """Interval of returning freed memory to the system."""
 log = logging.getLogger("megascend.apps.serve")
@@ -85,6 +87,7 @@ class Api:
         storage = service.settings.storage
         self.audit = Audit(storage / "audit.jsonl" if service.settings.log == "requests" else None)
         self._guard = RequestGuard(service, keys, self.audit)
+        self._probe: asyncio.Future[str | None] | None = None
 
     def routes(self) -> list[Route]:
         """List the routes of the API, health, metrics and status page."""
@@ -284,9 +287,18 @@ class Api:
             # Not ready while requests are replayed: new ones would wait behind them for as long as that takes.
             if not (self.service.ready and durability.recovered):
                 return Json({"status": "starting"}, 503)
-            if durability.stalled:
+            if durability.stalled or await self._storage_problem() is not None:
                 return Json({"status": "state cannot be written"}, 503)
         return Json({"status": "ok"})
+
+    async def _storage_problem(self) -> str | None:
+        """Return why the storage cannot be written, or None; one attempt at a time, as anyone may ask."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(asyncio.to_thread(self.service.checkpoints.problem))
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._probe), SLOW_S)
+        except (TimeoutError, asyncio.TimeoutError):
+            return "the disk does not answer"
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.service.figures.text(), media_type="text/plain; version=0.0.4")

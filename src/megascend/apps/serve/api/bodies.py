@@ -127,7 +127,7 @@ class CreateModel(WithMetadata):
         """The LoRA settings."""
         if self.lora_config is None:
             raise ConfigError("this server trains LoRA adapters; create_model needs a lora_config")
-        optimizer = self.optimizer_config or {"type": "adamw"}
+        optimizer = {"type": "adamw"} if self.optimizer_config in (None, {}) else self.optimizer_config
         if not isinstance(optimizer, Mapping) or optimizer.get("type") != "adamw":
             raise ConfigError("optimizer_config: this server has adamw only")
         return self.lora_config

@@ -54,12 +54,17 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
 
 MAX_CONTAINERS = 2**18
 """Maximum number of objects and arrays in a JSON body: an empty one takes 2 bytes there and 64 in memory."""
+MAX_TEXTS = 2**18
+"""Maximum number of texts and constants, each of which the parser takes without letting another thread run."""
+MAX_DEPTH = 64
 
 
 def check_json(body: bytes) -> None:
-    """Bound the number of objects and arrays before parsing. Brackets in strings count, too."""
+    """Bound the number of values other than numbers before parsing. Those in strings count, too."""
     if body.count(b"{") + body.count(b"[") > MAX_CONTAINERS:
         raise RequestRefusedError(f"the body holds more than {MAX_CONTAINERS} objects and arrays", 413)
+    if body.count(b'"') // 2 + sum(map(body.count, (b"null", b"true", b"false"))) > MAX_TEXTS:
+        raise RequestRefusedError(f"the body holds more than {MAX_TEXTS} texts and constants", 413)
 
 
 TIMEOUT_S = 120.0
@@ -151,10 +156,31 @@ async def read_json(request: Request, limit: int = SMALL) -> dict[str, Any]:
 
 
 def parse(body: bytes) -> Any:
-    """Parse a JSON body."""
+    """Parse a JSON body; refuse a name that an object has twice, of which others may read the other value."""
     check_json(body)
     try:
-        # With a hook of Python: the parser is one call of C, in which no other thread runs between two objects without it.
-        return json.loads(body or b"{}", object_hook=lambda content: content)
+        # With hooks of Python: the parser is one call of C, in which no other thread runs between two values without them.
+        content = json.loads(
+            body or b"{}",
+            object_pairs_hook=_object,
+            parse_int=lambda text: int(text),
+            parse_float=lambda text: float(text),
+        )
     except (ValueError, RecursionError) as error:
         raise RequestRefusedError(f"the body is not valid JSON: {str(error)[:120]}") from None
+    # The body may be encoded, and parsed again after a restart, with less of the stack left.
+    level: list[Any] = [[content]]
+    for _ in range(MAX_DEPTH + 1):
+        parts = (entry.values() if isinstance(entry, dict) else entry for entry in level)
+        level = [value for part in parts for value in part if isinstance(value, dict | list)]
+        if not level:
+            return content
+    raise RequestRefusedError(f"the body has objects and arrays more than {MAX_DEPTH} deep")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"an object has {name[:60]!r} twice")
+    return content

@@ -15,11 +15,13 @@ from megascend.apps.data.images import ImageProcessor
 from megascend.apps.serve.api.bodies import TrainBody
 from megascend.apps.serve.errors import RequestRefusedError
 from megascend.apps.serve.images import (
+    PART,
     ImageReader,
     ModelInput,
     PlacedImage,
     chunks_of_json,
     chunks_of_message,
+    floats,
     integers,
     json_of_chunks,
 )
@@ -134,8 +136,6 @@ def _varint(body: bytes, position: int, end: int) -> tuple[int, int]:
 
 
 PROTOBUF = "application/x-protobuf"
-PART = 4096
-"""Numbers encoded in one call."""
 ARRAY_BYTES = 128
 """Memory overhead of an array."""
 PIECES = 64
@@ -273,8 +273,8 @@ def train_request_of_json(
         raise RequestRefusedError(f"forward{'' if forward_only else '_backward'}_input: Field required", 422)
     if len(inside.data) > max_data:
         raise RequestRefusedError(f"the request has {len(inside.data)} samples, more than {max_data}", 413)
-    settings = inside.loss_fn_config or {}
-    settings = settings if isinstance(settings, dict) else {"": settings}
+    settings = {} if inside.loss_fn_config is None else inside.loss_fn_config
+    settings = settings if isinstance(settings, dict) else {"": None}
     request = TrainRequest(fields.model_id, number_of(fields.seq_id), str(inside.loss_fn), settings, forward_only)
     reader = ImageReader(image_processor)
     read = partial(_datum_of_json, reader=reader)
@@ -405,13 +405,13 @@ def tensor_of_json(value: Any, bounds: tuple[int, int] | None = None) -> np.ndar
     dtype = value["dtype"]
     if dtype not in ("float32", "int64"):
         raise DataError(f"dtype {str(dtype)[:40]!r}; expected float32 or int64")
-    flat = integers(value["data"]) if dtype == "int64" else np.asarray(value["data"], np.float32)
+    flat = integers(value["data"]) if dtype == "int64" else floats(value["data"])
     if value.get("sparse_crow_indices") is not None:
         return dense(
             flat, integers(value["sparse_crow_indices"]), integers(value["sparse_col_indices"]), value["shape"], bounds
         )
     shape = value.get("shape")
-    return flat if shape is None else flat.reshape([int(size) for size in shape])
+    return flat if shape is None else flat.reshape(integers(shape))
 
 
 def _datum_of_message(datum: Any, reader: ImageReader) -> Datum:

@@ -106,6 +106,7 @@ class StateDatabase:
             except BaseException:
                 self._connection.close()
                 raise
+        self._inode = path.stat().st_ino
 
     def _open(self) -> None:
         run = self._connection.execute
@@ -161,6 +162,9 @@ class StateDatabase:
             sqlite3.OperationalError: nothing was written.
         """
         unneeded = []
+        # SQLite goes on to write into a file that was removed, or whose folder was.
+        if not self.path.exists() or self.path.stat().st_ino != self._inode:
+            raise sqlite3.OperationalError("the file was removed or replaced; start the server again")
         with self._connection:  # commits, or rolls back after an error
             self._connection.execute("BEGIN IMMEDIATE")
             for change in changes:

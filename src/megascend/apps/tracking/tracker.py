@@ -1,15 +1,14 @@
-"""The tracker interface, and the registry of trackers by name, built-in or registered by plugins."""
+"""The interface of a tracker, and how run files name one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from megascend.errors import ConfigError, MissingDependencyError
+from megascend.config.registry import TRACKERS, TrackerEntry
+from megascend.errors import MissingDependencyError
 from megascend.surroundings import is_installed
 
 RunOutcome = Literal["finished", "stopped", "failed"]
@@ -85,21 +84,6 @@ OpenTracker = Callable[[TrackedRun], Tracker]
 """Opens a tracker; called on its thread at the first record."""
 
 
-@dataclass(frozen=True)
-class TrackerEntry:
-    """An entry of the registry.
-
-    Attributes:
-        open: a function or class, or its ``module:name``, imported on use.
-        package: module that must be installed, or None.
-        extra: extra of megascend that installs the package, or None.
-    """
-
-    open: OpenTracker | str
-    package: str | None = None
-    extra: str | None = None
-
-
 def register_tracker(name: str, open_tracker: OpenTracker, *, package: str | None = None) -> None:
     """Register a tracker by name, for run files (``trackers: [NAME]``).
 
@@ -113,10 +97,7 @@ def register_tracker(name: str, open_tracker: OpenTracker, *, package: str | Non
     Raises:
         ConfigError: another tracker has that name.
     """
-    registered = _entries.get(name)
-    if registered is not None and registered.open is not open_tracker:
-        raise ConfigError(f"register_tracker: another tracker is called {name!r}; names in use: {', '.join(_entries)}")
-    _entries[name] = TrackerEntry(open_tracker, package)
+    TRACKERS.add(name, TrackerEntry(open_tracker, package))
 
 
 def check_trackers(names: Iterable[str], *, plugins: bool = False) -> None:
@@ -124,45 +105,12 @@ def check_trackers(names: Iterable[str], *, plugins: bool = False) -> None:
 
     Imports nothing.
     """
-    names = list(names)
-    if not plugins:
-        check_tracker_names(names)
     for name in names:
-        if name not in _entries:
+        if plugins and name not in TRACKERS:
             continue
-        entry = _entries[name]
+        entry = TRACKERS.require(name, "trackers")
         if entry.package is not None and not is_installed(entry.package):
             install = f"pip install 'megascend[{entry.extra}]'" if entry.extra is not None else "install it"
             raise MissingDependencyError(
                 f"trackers: {name} needs {entry.package}, which is not installed: {install}, or leave {name} out"
             )
-
-
-def check_tracker_names(names: Iterable[str]) -> None:
-    """Raise ConfigError for trackers that are not registered. Imports nothing."""
-    for name in names:
-        if name not in _entries:
-            alike = get_close_matches(name, _entries, 1)
-            advice = f", did you mean {alike[0]}?" if alike else "."
-            raise ConfigError(
-                f"trackers: unknown tracker {name!r}{advice} Available: {', '.join(_entries)}. Register your own on every rank "
-                "(megascend.register_tracker; a run file names the module under plugins)"
-            )
-
-
-def opener(name: str) -> OpenTracker:
-    """Return the opener of a registered tracker. Imports its module, not its package."""
-    entry = _entries[name].open
-    if not isinstance(entry, str):
-        return entry
-    module, _, attribute = entry.partition(":")
-    return getattr(import_module(module), attribute)
-
-
-_entries: dict[str, TrackerEntry] = {
-    "tensorboard": TrackerEntry("megascend.apps.tracking.built_in:TensorBoard", "tensorboard", "track"),
-    "wandb": TrackerEntry("megascend.apps.tracking.built_in:Wandb", "wandb", "wandb"),
-    "swanlab": TrackerEntry("megascend.apps.tracking.built_in:SwanLab", "swanlab", "swanlab"),
-    "trackio": TrackerEntry("megascend.apps.tracking.built_in:Trackio", "trackio", "trackio"),
-    "mlflow": TrackerEntry("megascend.apps.tracking.built_in:Mlflow", "mlflow", "mlflow"),
-}

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megascend.apps.train import stop_signals
-from megascend.apps.train.stop_signals import STOPPING, UNLESS_HANDLED, StopSignals, stopping
+from megascend.runtime import stop_signals
+from megascend.runtime.stop_signals import STOPPING, UNLESS_HANDLED, StopSignals, stopping
 
 
 def send(number: signal.Signals) -> None:
