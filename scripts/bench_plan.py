@@ -4,7 +4,7 @@
     python scripts/bench_plan.py --clusters        # plans of published models, a minute each
     python scripts/bench_plan.py --store           # what docs/planning.md shows
 
-``benchmarks/planning/measured.json`` has the steps of docs/benchmarks.md, ``published.json`` tables of other programs with their
+``benchmarks/planning/measured.json`` has steps of benchmarks/performance, ``published.json`` tables of other programs with their
 sources. Nothing is fitted to a row: what other programs do otherwise than this engine is :data:`PROGRAMS`, by source.
 """
 
@@ -236,7 +236,7 @@ def shapes(content: dict[str, Any]) -> dict[str, Shape]:
 
 
 def measured() -> list[Row]:
-    """Predict the steps of docs/benchmarks.md."""
+    """Predict the steps that were measured here."""
     content = json.loads((FOLDER / "measured.json").read_text(encoding="utf-8"))
     models, rows = shapes(content), []
     for row in content["rows"]:

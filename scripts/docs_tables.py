@@ -1,4 +1,4 @@
-"""Write tables into docs/, between markers: settings, metrics, versions and layouts from code, ratios from benchmarks/.
+"""Write tables into docs/, between markers: settings, metrics, versions and layouts from code, figures from benchmarks/.
 
     python scripts/docs_tables.py            # rewrite the pages
     python scripts/docs_tables.py --check    # exit with 1 if a page is out of date
@@ -359,63 +359,6 @@ def layout_text(case: Case) -> str:
 # --- measurements ---
 
 
-def stored_ratios() -> str:
-    """Format the ratios that scripts/bench.py has stored in benchmarks/, a column for each device."""
-    stored = [
-        json.loads(path.read_text(encoding="utf-8")) for path in sorted((DOCS.parent / "benchmarks").glob("*.json"))
-    ]
-    noise = {name: entry["noise"] for device in stored for name, entry in device["ratios"].items()}
-    rows = (
-        [f"`{name}`", *(ratio_text(device["ratios"].get(name)) for device in stored), f"{noise[name]:.0%}"]
-        for name in sorted(noise)
-    )
-    return table(["line", *(device["device"] for device in stored), "noise"], rows)
-
-
-FIGURES = {"loss": "Loss", "grad_norm": "Gradient norm", "logits": "Logits", "weights": "Exported weights"}
-
-
-def family_deviations(platform: str) -> str:
-    """Format what scripts/parity.py --store has measured of each family: a table for each figure, a column for each layout."""
-    stored = json.loads((DOCS.parent / "benchmarks" / "families" / f"{platform}.json").read_text(encoding="utf-8"))
-    rows = stored["rows"]
-    layouts = list(dict.fromkeys(case.name.partition(": ")[2] for case in family_matrix(platform)))
-    layouts = [layout for layout in layouts if any(name.endswith(f": {layout}") for name in rows)]
-    names = sorted({name.partition(": ")[0] for name in rows})
-    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
-    parts = [f"{versions}; {stored['machine']}; {stored['steps']} steps.\n"]
-    for figure, title in FIGURES.items():
-        lines = ([f"`{name}`", *(deviation(rows, name, layout, figure) for layout in layouts)] for name in names)
-        parts.append(f"**{title}**\n\n" + table(["`model_type`", *layouts], lines))
-    refused = dict.fromkeys(row["refused"] for row in rows.values() if "refused" in row)
-    parts += [f"- refused: {reason}\n" for reason in refused]
-    return "\n".join(parts)
-
-
-def deviation(rows: dict[str, Any], name: str, layout: str, figure: str) -> str:
-    """Format a stored deviation; a dash where the family is not compared in that layout, or the layout has no such figure."""
-    row = rows.get(f"{name}: {layout}", {})
-    if "refused" in row:
-        return "refused"
-    return "-" if row.get(figure) is None else f"{row[figure]:.1e}"
-
-
-def family_speed() -> str:
-    """Format what scripts/bench_train.py --family has measured on one GPU, as ratios to the first run of the shapes."""
-    stored = json.loads((DOCS.parent / "benchmarks" / "families" / "speed.json").read_text(encoding="utf-8"))
-    first: dict[str, float] = {}
-    lines = []
-    for row in stored["rows"]:
-        seconds = median(row["ms"]) / 1000
-        ratio = first.setdefault(row["family"], seconds) / seconds
-        speed, share = stored["tokens"] / seconds, row["flops"] / seconds / stored["peak_flops"]
-        memory = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-        lines.append([f"`{row['family']}`", row["run"], f"{speed:,.0f}", f"{share:.1%}", memory, f"{ratio:.2f}"])
-    header = ("shapes", "run", "tokens/s", "MFU", "GiB", "times the first")
-    legend = f"One {stored['device']}, {stored['tokens']:,} tokens a step; {version_list(stored)}."
-    return legend + "\n\n" + table(header, lines)
-
-
 def stored_figures(folder: str) -> list[dict[str, Any]]:
     """Read the figures in a folder of benchmarks/, one file for each device."""
     paths = sorted((DOCS.parent / "benchmarks" / folder).glob("*.json"))
@@ -425,23 +368,6 @@ def stored_figures(folder: str) -> list[dict[str, Any]]:
 def version_list(stored: dict[str, Any]) -> str:
     """Format the versions of stored figures."""
     return ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
-
-
-def router_replay() -> str:
-    """Format what scripts/bench_router_replay.py has measured."""
-    lines, legend = [], ["d = log p of the trainer - log p of vLLM; without / with replay."]
-    for stored in stored_figures("router_replay"):
-        for row in stored["rows"]:
-            pairs = (
-                f"{row['without'][figure]:.1e} / {row['with'][figure]:.1e}"
-                for figure in ("mean", "largest", "kl", "above_cap")
-            )
-            device = stored["device"].split(",")[0]
-            lines.append([device, row["engine"], row["trainer"], f"{row['changed']:.1%}", *pairs])
-        tokens = sum(row["tokens"] for row in stored["rows"]) / len(stored["rows"])
-        legend.append(f"{stored['device']}: about {tokens:,.0f} sampled tokens a row; {version_list(stored)}.")
-    header = ["on", "vLLM", "trainer", "choices that differ", "mean |d|", "largest |d|", "KL", "weights above 2"]
-    return " ".join(legend) + "\n\n" + table(header, lines)
 
 
 def engine_pushes() -> str:
@@ -473,22 +399,19 @@ def engine_pushes() -> str:
     return " ".join(legend) + "\n\n" + table([*header, "tokens during", "tokens in window", "first, s"], lines)
 
 
-def large_worlds() -> str:
-    """Format what scripts/simulate_ranks.py has computed."""
-    [stored] = stored_figures("large_worlds")
-    first, *names = stored["rows"][0]
-    header = [first, *(f"{row[first]:,}" for row in stored["rows"])]
-    rows = [[name, *(f"{row[name]:,}" for row in stored["rows"])] for name in names]
-    return f"Layout {stored['layout']}; {stored['device']}.\n\n" + table(header, rows)
-
-
 def planning_figures(name: str) -> Any:
     """Read a file of benchmarks/planning."""
     return json.loads((DOCS.parent / "benchmarks" / "planning" / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def far_off(row: dict[str, Any], share: float) -> bool:
+    """Check whether a prediction misses the time or the memory of a step by more than ``share``."""
+    pairs = [(row["predicted"], row["seconds"]), (row.get("predicted_gib"), row.get("gib"))]
+    return any(abs(predicted / measured - 1) > share for predicted, measured in pairs if measured is not None)
+
+
 def planned_steps() -> str:
-    """Format predictions beside the steps that were measured here."""
+    """Format predictions beside the steps that were measured here and are far off; predictions.json has all."""
     content = planning_figures("predictions")["measured"]
     rows = [
         [
@@ -507,18 +430,19 @@ def planned_steps() -> str:
             ),
         ]
         for row in content["rows"]
+        if far_off(row, 0.1)
     ]
     summary = content["summary"]
     legend = (
         f"{summary['rows']} steps: median error of time {summary['median']:.1%}; {summary['memory_rows']} peaks: median error of "
-        f"memory {summary['memory']:.1%}."
+        f"memory {summary['memory']:.1%}. Those that are off by more than 10 %; `benchmarks/planning/predictions.json` has all:"
     )
     header = ("step", "ms measured", "predicted", "error", "GiB measured", "predicted", "error")
     return legend + "\n\n" + table(header, rows)
 
 
 def planned_tables() -> str:
-    """Format predictions beside figures that others have published."""
+    """Format predictions beside figures that others have published and that are far off; predictions.json has all."""
     content = planning_figures("predictions")["published"]
     sources = list(dict.fromkeys(row["source"] for row in content["rows"]))
     rows = [
@@ -530,10 +454,12 @@ def planned_tables() -> str:
             f"{sources.index(row['source']) + 1}" + (f": {row['note']}" if row["note"] else ""),
         ]
         for row in content["rows"]
+        if far_off(row, 0.2)
     ]
     legend = "; ".join(f"{number}: {source}" for number, source in enumerate(sources, start=1))
     summary = content["summary"]
     first = f"{summary['rows']} rows: median error {summary['median']:.1%}. Sources: {legend}."
+    first += " Those that are off by more than 20 %; `benchmarks/planning/predictions.json` has all:"
     return first + "\n\n" + table(("row", "s published", "predicted", "error", "source, and what it says"), rows)
 
 
@@ -601,11 +527,6 @@ def recipes() -> str:
     return table(header, rows)
 
 
-def ratio_text(entry: dict[str, float] | None) -> str:
-    """Format a stored ratio; empty if there is none."""
-    return "" if entry is None else f"{entry['ratio']:.3f}"
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "settings of train and rl": lambda: settings(TrainerConfig),
     "settings of train": lambda: settings(RunConfig, base=TrainerConfig),
@@ -623,17 +544,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "compared layouts": compared_layouts,
     "families": families,
     "published models": published_models,
-    "stored ratios": stored_ratios,
-    "speed of families": family_speed,
-    "router replay": router_replay,
     "pushes to an engine": engine_pushes,
-    "large worlds": large_worlds,
     "planned steps": planned_steps,
     "planned tables": planned_tables,
     "planned clusters": planned_clusters,
     "recipes": recipes,
-    "deviations of families": lambda: family_deviations("cpu"),
-    "deviations of families on the simulated NPU": lambda: family_deviations("npu"),
 }
 
 

@@ -1,10 +1,10 @@
-"""Print the parity tables of docs/numerics.md: layouts and families against Hugging Face + torch AdamW, on the installed stack.
+"""Print tables of parity: layouts and families against Hugging Face + torch AdamW, on the installed stack.
 
     python scripts/parity.py [--only REGEX] [--json FILE]
     python scripts/parity.py --lora                       # one LoRA adapter against peft, the base model frozen
     python scripts/parity.py --platform cuda --jobs 4     # on GPUs, one for each process, four cases at a time
     megascend simnpu -- python scripts/parity.py --platform npu   # with MindSpeed on the path, on the simulated device
-    python scripts/parity.py --store benchmarks/families/cpu.json  # families, trained weights too; docs_tables.py prints them
+    python scripts/parity.py --store benchmarks/families/cpu.json  # families, trained weights too
 
 Exits with 1 if a case exceeds its bound. The full matrix takes a few minutes on the CPU. On CUDA the cases are those that
 Transformer Engine can run: fp32 on padded batches and without CP, 16 bits packed.

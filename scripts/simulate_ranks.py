@@ -3,7 +3,7 @@
     python scripts/simulate_ranks.py [--ranks 1024 4096 16384] [--json FILE]
 
 The layout is that of a mixture of experts: TP8 PP16 EP64, and data parallelism over the remaining ranks. What the network does is
-not simulated; docs/benchmarks.md has the figures.
+not simulated; benchmarks/large_worlds has the figures.
 """
 
 from __future__ import annotations

@@ -46,6 +46,14 @@ def test_files_named_on_a_page_exist(page: Path) -> None:
     assert missing == [], f"{page.name} names missing files"
 
 
+@pytest.mark.parametrize("page", ["benchmarks.md", "numerics.md"])
+def test_files_of_measurements_exist(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    files = set(re.findall(r"`(?:benchmarks/)?([\w-]+/[\w.-]+\.json)`", text))
+    assert len(files) > 5
+    assert sorted(file for file in files if not (ROOT / "benchmarks" / file).exists()) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_modules_named_on_a_page_exist(page: Path) -> None:
     from importlib.util import find_spec

@@ -211,7 +211,7 @@ FOLDER: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None
     ("docs/data.md", "def reverse_kl"): (1, with_backend, check_own_loss),
     ("docs/lora.md", "layers = "): (1, nothing, check_targets),
     ("docs/lora.md", "queue = megascend.AdapterQueue"): (1, with_tenants, check_tenants),
-    ("docs/benchmarks.md", "batching = megascend.Batching(micro_batch_tokens=8192, cuda_graphs"): (
+    ("docs/cuda-graphs.md", "batching = megascend.Batching(micro_batch_tokens=8192, cuda_graphs"): (
         1,
         nothing,
         check_graphs,

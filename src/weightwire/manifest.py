@@ -64,7 +64,7 @@ def in_prediction_head(name: str, layers: range) -> bool:
 def default_bucket_bytes(device_type: str) -> int:
     """Return the default bucket size in bytes for buckets on a type of device.
 
-    The host needs several tenths of a millisecond for a bucket, about what 256 MiB take between two GPUs (docs/benchmarks.md).
+    The host needs several tenths of a millisecond for a bucket, about what 256 MiB take between two GPUs.
     """
     return (256 if device_type == "cpu" else 512) * 2**20
 

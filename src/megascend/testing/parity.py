@@ -95,7 +95,7 @@ class Case:
 
 
 def matrix(platform: str = "cpu") -> list[Case]:
-    """Return every layout that docs/numerics.md reports for a platform.
+    """Return every layout that is compared on a platform.
 
     On ``npu`` context parallelism needs padded batches, and has two algorithms. On ``cuda`` there are those of one and two
     processes (:func:`_on_cuda`).

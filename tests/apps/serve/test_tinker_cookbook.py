@@ -125,7 +125,7 @@ def taught(setup: Setup) -> list[dict[str, Any]]:
 
 
 def print_curve(name: str, values: list[float]) -> None:
-    """Print a figure as docs/benchmarks.md has it."""
+    """Print a figure as benchmarks/performance/service.json has it."""
     print(f"\n{name}: {' '.join(f'{value:.3f}' for value in values)}")
 
 

@@ -41,7 +41,7 @@ def estimated(
     return result
 
 
-# Peaks of torch's allocator that docs/benchmarks.md has; the mixture of experts: the same script.
+# Peaks of torch's allocator: benchmarks/performance/training.json and lora.json; the mixture of experts by the same script.
 MEASURED = [
     ("1.7B, 8192 tokens", QWEN3_1_7B, 8192, {}, 47.0),
     ("1.7B, 12288 tokens", QWEN3_1_7B, 12288, {}, 55.4),

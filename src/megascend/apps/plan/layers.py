@@ -35,14 +35,14 @@ Costs = defaultdict[str, float]
 BF16, FP32 = 2, 4
 DELTA_RULE_SHARE = 0.03
 """Share of the peak that flash-linear-attention's kernels reach, by 18 FLOPs for each element of the state and token. From one
-figure of docs/benchmarks.md, Qwen3.5-4B's shapes; nothing else was measured."""
+figure of benchmarks/families/speed.json, Qwen3.5-4B's shapes; nothing else was measured."""
 CAPTURED_GAPS = 0.17
 """Time between kernels of a CUDA graph, relative to kernels that were launched in time: the 2,600 kernels of a LoRA step of 256
-tokens leave room for 1.5 us each (docs/benchmarks.md, small LoRA steps)."""
+tokens leave room for 1.5 us each (benchmarks/performance/small-lora-steps.json)."""
 TILE = 128
 """Tokens of a tile of attention kernels: a window is computed in tiles."""
 PERMUTATION = 2.0
-"""Time in which a permutation moves rows, relative to a copy: docs/benchmarks.md has 1.7 ms where a copy would take 0.85."""
+"""Time in which a permutation moves rows, in copies: 1.7 ms, not 0.85 (benchmarks/performance/experts.json)."""
 QUANTISATION_BYTES = 3
 """Bytes that a cast of an element to fp8 moves, read in 16 bits."""
 

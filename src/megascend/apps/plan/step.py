@@ -24,7 +24,7 @@ NORM_BYTES = 2 * FP32
 STEP_S = 0.004
 """Seconds in which the host begins and ends a step, while the device waits."""
 RANK_S = 5e-5
-"""Seconds that each rank of the world adds to the exchange before a step (docs/benchmarks.md, large worlds)."""
+"""Seconds that each rank of the world adds to the exchange before a step (benchmarks/large_worlds)."""
 OFFLOADED_BYTES = 3 * FP32
 """Moved for a parameter between host and device by an update with offloaded state, in each direction at once."""
 HOST_BYTES_PER_S = 50e9
