@@ -166,8 +166,8 @@ class Data(Section):
             )
         if self.on_too_long == "error":
             raise ValueError(
-                "data.streaming: true, and data.on_too_long: error reports all that is too long before a run starts, which needs "
-                "all of the data: set data.on_too_long: truncate or skip (texts are cut into pieces with either)"
+                "data.streaming: true reads no data before a run starts, which data.on_too_long: error needs: set "
+                "data.on_too_long: truncate or skip"
             )
         return self
 
@@ -468,8 +468,8 @@ class Classification(Section):
         """Raise ConfigError for a single label among fewer than two."""
         if self.problem_type == "single_label_classification" and count < 2:
             raise ConfigError(
-                f"classification: {count} label, and single_label_classification chooses among two or more: name them in "
-                "classification.labels, or set classification.problem_type: multi_label_classification (yes or no) or regression"
+                f"classification: {count} label, and single_label_classification chooses among two or more: set "
+                "classification.problem_type: multi_label_classification"
             )
 
     @model_validator(mode="after")

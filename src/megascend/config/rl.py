@@ -495,8 +495,8 @@ class RlConfig(TrainerConfig):
         objective, rollout = self.objective, self.rollout
         if objective.overlong_share and rollout.environment is not None:
             raise ValueError(
-                f"objective.overlong_share: {objective.overlong_share:g} is a penalty on single responses, and an episode of "
-                "rollout.environment has several; set it to 0, and let the environment's reward depend on length"
+                f"objective.overlong_share: {objective.overlong_share:g} is a penalty on single responses, of which an episode "
+                "of rollout.environment has several; set it to 0"
             )
         return self
 
@@ -512,7 +512,7 @@ class RlConfig(TrainerConfig):
         ):
             raise ValueError(
                 f"reference.penalty: reward (coefficient {reference.coefficient:g}) has no effect with a teacher in place of "
-                "rewards: set reference.penalty: loss, or teacher.rewards: true with teacher.loss: policy"
+                "rewards: set reference.penalty: loss"
             )
         return self
 
@@ -562,8 +562,8 @@ class RlConfig(TrainerConfig):
     def _unquantised_base(self) -> RlConfig:
         if self.base_weights != "unquantised":
             raise ValueError(
-                f"base_weights: {self.base_weights} is for megascend train: engines would sample from the checkpoint's weights "
-                "with the adapter, and the trainer would compute other probabilities; leave it out"
+                f"base_weights: {self.base_weights} is for megascend train: engines sample from unquantised weights, whose "
+                "probabilities differ; leave it out"
             )
         return self
 
@@ -580,8 +580,8 @@ class RlConfig(TrainerConfig):
             raise ValueError("engines must name at least one")
         if self.rollout.router_replay and self.rollout.controller is None and "local" in self.engines:
             raise ValueError(
-                "rollout.router_replay needs engines that return the experts of each token, which the engine local does not: "
-                "set engines to vLLM servers started with --enable-return-routed-experts, or router_replay: false"
+                "rollout.router_replay needs engines that return the experts of each token, not local ones: name vLLM servers "
+                "started with --enable-return-routed-experts"
             )
         if self.rollout.controller is not None and self.engines != ("local",):
             raise ValueError("rollout.controller brings the engines: leave engines out")

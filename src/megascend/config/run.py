@@ -129,10 +129,8 @@ class TrainerConfig(EngineSettings):
         # Named explicitly: as an unknown key it would get the advice to check its spelling.
         if isinstance(values, dict) and "head" in values:
             raise ValueError(
-                f"head: {values['head']!r:.200} is a setting of backends, not of run files, where the loss decides it: "
-                "megascend train makes reward models with bradley_terry and classifiers with classification; critics (loss "
-                "value) are trained by programs, "
-                'megascend.MegatronBackend(model, head="scalar"); see docs/data.md, "Reward models and critics"'
+                f"head: {values['head']!r:.200} is a setting of backends, not of run files: set loss to bradley_terry or "
+                "classification (docs/data.md, Reward models and critics)"
             )
         return values
 

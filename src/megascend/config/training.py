@@ -336,7 +336,7 @@ class Moe(Section):
         if self.aux_loss == "none" and self.aux_loss_coefficient > 0:
             raise ValueError(
                 f"aux_loss_coefficient={self.aux_loss_coefficient:g} does not say which formula it is of: set moe.aux_loss to "
-                "megatron (what megascend 0.1 always used) or to transformers (router_aux_loss_coef of a model's config)"
+                "megatron or to transformers"
             )
         if self.aux_loss != "none" and self.aux_loss_coefficient == 0:
             raise ValueError(f"aux_loss: {self.aux_loss} needs aux_loss_coefficient above 0")

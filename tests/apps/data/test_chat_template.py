@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "words that are not written": (
         "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}",
         {"messages": CHAT},
-        r"message 0 \(user\): the chat template does not write its words \(..'one\?'\); is it the template of a model for images",
+        r"message 0 \(user\): the chat template does not write its words \(..'one\?'\); name another one with data.chat_template",
     ),
     "a system message that is not written": (
         BARE.replace("messages %}", "messages if m.role != 'system' %}"),

@@ -236,7 +236,7 @@ FAMILIES = {
     ),
     "repeating the question": Family(
         user="'U' + c", assistant="'A' + messages[0].content + c + eos_token", prompt="A", learned=None,
-        refused="turn 1 of the assistant stands: .* words of message 0, which is the user's",
+        refused=r"turn 1 of the assistant stands: .* words of message 0 \(user\)",
     ),
 }  # fmt: skip
 
@@ -498,7 +498,7 @@ def test_private_use_characters_in_the_data_do_not_disable_the_check(icon: str) 
     sample, _ = encode({"messages": conversation(icon, "second")}, tokenizer)
     assert learned(sample, tokenizer) == [f"{icon}<|im_end|>", "second<|im_end|>\n</s>"]
     tokenizer = FAMILIES["repeating the question"].tokenizer()
-    with pytest.raises(DataError, match=r"words of message 0, which is the user's"):
+    with pytest.raises(DataError, match=r"words of message 0 \(user\)"):
         encode({"messages": conversation(icon)}, tokenizer)
 
 

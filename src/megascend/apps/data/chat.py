@@ -106,8 +106,7 @@ class ChatTemplate:
         """Return the template's text; a tokenizer may have one for conversations with tools."""
         if not self._tokenizer.chat_template:
             raise DataError(
-                "'messages' need a chat template, and the model's tokenizer has none; add chat_template.jinja to the model "
-                "directory, name one with data.chat_template, or use 'text'"
+                "'messages' need a chat template, and the model's tokenizer has none; name one with data.chat_template"
             )
         try:
             template = str(self._tokenizer.get_chat_template(None, list(tools) if tools else None))
@@ -291,9 +290,8 @@ class ChatTemplate:
                 for other in sorted(conversation.positions.others_within(index, start, end) - owners):
                     role = conversation.messages[other]["role"]
                     raise DataError(
-                        f"cannot tell where turn {index} of the assistant stands: what the chat template writes for it holds "
-                        f"words of message {other}, which is the {role}'s; use another template (data.chat_template), or set "
-                        "data.train_on_prompt: true"
+                        f"cannot tell where turn {index} of the assistant stands: the chat template writes words of message "
+                        f"{other} ({role}) into it; use another one (data.chat_template)"
                     )
 
     @staticmethod
@@ -411,8 +409,7 @@ class ChatTemplate:
                 names = ", ".join(repr(call.get("function", call)["name"]) for call in calls)
                 raise DataError(
                     f"message {index} (assistant): the chat template does not write all of its {len(calls)} tool calls "
-                    f"({names}); name another template with data.chat_template, or make each call one of 'tool_calls' in a "
-                    "message of its own"
+                    f"({names}); name another one with data.chat_template"
                 )
 
     def _check_words_written(self, conversation: Rendering, source: str, findings: Findings) -> None:
@@ -430,8 +427,8 @@ class ChatTemplate:
             if role in ("system", "user", "assistant"):
                 missing = f"the beginning of its words, before ..{words!r}" if is_cut else f"its words (..{words!r})"
                 raise DataError(
-                    f"message {index} ({role}): the chat template does not write {missing}; is it the "
-                    "template of a model for images, or one without that role? Name another one with data.chat_template"
+                    f"message {index} ({role}): the chat template does not write {missing}; name another one with "
+                    "data.chat_template"
                 )
             silent[role] = None
         for role in silent:

@@ -292,8 +292,8 @@ def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
     margin = _number(values.get("margin"))
     if margin is not None and (type(margin) not in (int, float) or not abs(margin) <= LARGEST_NUMBER):
         raise DataError(
-            f"{source}: 'margin' must be a finite number (of float32), the least difference of the rewards of both sides, found "
-            f"{margin!r:.60}; if it is something else, choose the columns to read with data.columns"
+            f"{source}: 'margin' must be a finite number (of float32), the least difference of both rewards, found "
+            f"{margin!r:.60}; choose the columns to read with data.columns"
         )
     if not any(lists):
         chosen, rejected = (text_column(values, name, source) for name in sides)

@@ -430,8 +430,8 @@ class EncodedImages:
         count = ids.count(token)
         if count != len(self.tokens):
             raise DataError(
-                f"the chat template writes {count} tokens of images (id {token}) for {len(self.tokens)} images; use a "
-                "template that writes each one's (data.chat_template), and no such token in texts"
+                f"the chat template writes {count} tokens of images (id {token}) for {len(self.tokens)} images; use another "
+                "one (data.chat_template), and no such token in texts"
             )
         features = iter(self.tokens)
         all_ids: list[int] = []

@@ -196,8 +196,8 @@ def prepared_store(
     if not path.exists() and name not in (None, _data_name(path)):
         # Sources in another order would be mixed by the weights of others.
         raise DataError(
-            f"data.prepared: {folder} has samples of {name} as {setting}, which is {path} now and is not there to be compared: "
-            "name the data, and order several sources, as they were prepared; or prepare this run file"
+            f"data.prepared: {folder} has samples of {name} as {setting}, which is {path} now: name and order the data as they "
+            "were prepared"
         )
     if path.exists():
         files_read = files_of(path, data.split, data.config_name, Findings(setting))

@@ -359,8 +359,7 @@ def _compare(
         noun = "file" if len(texts) == 1 else "files"
         raise DataError(
             f"{path} ({findings.setting}): datasets takes the {len(texts)} text {noun} ({texts[0].name}) and leaves "
-            f"out {records[0].name}, as it is rarer: move either out of the folder, name one file, or data.split: {ALL} to read "
-            "every file"
+            f"out {records[0].name}, as it is rarer: move either out of the folder"
         )
     for file in readable:
         if file in split_of_file and file not in set(files):

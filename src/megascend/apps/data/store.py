@@ -157,8 +157,8 @@ class SampleStore(Samples):
         # A copy or a disk may have changed bytes and kept the size: zeros, for example, are tokens as others are.
         if _sample_digest(arrays, side, margin_bits) != digest:
             raise DataError(
-                f"sample {index} in {self.path} is not what was written there: a file is damaged. Remove the folder, so that the "
-                "samples are made again; if data.prepared names it, prepare or copy it again"
+                f"sample {index} in {self.path} is not what was written there: a file is damaged; remove the folder, and prepare "
+                "the data again"
             )
         # Copies: the files are mapped for reading only, and tensors can be written to.
         tokens = torch.from_numpy(arrays[0].astype(np.int64))

@@ -124,8 +124,8 @@ class SourceFiles:
         except OSError as error:
             problem = f"was there when the run began and cannot be read now: {error.strerror or error}"
         raise DataError(
-            f"{file} {problem}: a stream needs files that stay as they are. Write new data to other files, and resume the run "
-            "with what it began with, or with data.on_changed: continue"
+            f"{file} {problem}: a stream needs files that stay as they are; resume with what the run began with, or with "
+            "data.on_changed: continue"
         )
 
 
@@ -443,8 +443,8 @@ class StreamedBatches:
             report = ", ".join(changed)
             if self._on_changed != "continue":
                 raise DataError(
-                    f"cannot resume the data order: what samples are made from has changed: {report}. Bring back what the run "
-                    "began with, or set data.on_changed: continue to begin a new epoch of the data as they are now"
+                    f"cannot resume the data order: what samples are made from has changed: {report}; bring it back, or begin "
+                    "a new epoch with data.on_changed: continue"
                 )
             self.changes = f"changed: {report}; a new epoch begins"
         for stream, position in zip(self._streams, state["streams"], strict=True):

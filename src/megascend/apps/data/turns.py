@@ -59,9 +59,8 @@ class AppendedTurns:
             end = self._end_by_words(index, start, head, upto)
         if start is None or end is None or end < start:
             raise DataError(
-                f"cannot tell where turn {index} of the assistant stands: the chat template rewrites earlier turns; use a "
-                "template with {% generation %} blocks (data.chat_template), or one that only appends, or set "
-                "data.train_on_prompt: true"
+                f"cannot tell where turn {index} of the assistant stands: the chat template rewrites earlier turns; use one "
+                "with {% generation %} blocks (data.chat_template)"
             )
         return start, self._end_of_turn(index, start, end, head)
 
@@ -71,8 +70,8 @@ class AppendedTurns:
             return self._render((), True)
         except DataError:
             raise DataError(
-                "the conversation begins with the assistant, and the chat template writes no conversation without a message, so "
-                "that the first turn cannot be told from what stands before it; begin with the user or the system"
+                "the conversation begins with the assistant, and the chat template writes no conversation without a message; "
+                "begin with the user or the system"
             ) from None
 
     def _start_by_words(self, index: int, head: Rendering) -> int | None:

@@ -425,8 +425,8 @@ class Service:
             future.digest = digest
         elif digest is not None and future.digest != digest:
             raise RequestRefusedError(
-                f"{future.name} is an earlier request with another content. Numbers are used once: programs that train or sample "
-                "at the same time need sessions, models and samplers of their own, and processes that were forked a new client"
+                f"{future.name} is an earlier request with another content: numbers are used once; give each program and each "
+                "forked process a client of its own"
             )
 
     def submit(self, command: Command) -> None:

@@ -139,9 +139,10 @@ def compare_model(chosen: dict[str, Any], folder: Path) -> TrialResult:
     import megascend
 
     images = chosen["images"]
+    parts = [None if images is None else images.images(ids) for ids in chosen["samples"]]
     samples = [
-        megascend.Sample.causal(ids.tolist(), images=None if images is None else images.images(ids))
-        for ids in chosen["samples"]
+        megascend.Sample.causal(ids.tolist(), images=None if part is None else megascend.SampleImages(*part))
+        for ids, part in zip(chosen["samples"], parts, strict=True)
     ]
     lengths = [len(sample) for sample in samples]
     batching = megascend.Batching(micro_batch_tokens=sum(lengths), max_length=max(lengths))
