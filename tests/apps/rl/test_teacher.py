@@ -461,7 +461,7 @@ def test_teacher_with_another_vocabulary_is_refused(models: tuple[Path, Path], t
         *(
             (
                 {"teacher": teacher, "rollout": {"prompts": "p", **sampling}},
-                "scores tokens at temperature 1; set rollout.temperature: 1",
+                "scores tokens at temperature 1: set rollout.temperature: 1",
             )
             for teacher in ({"model": "m"}, {"engine": "http://h:1"}, {"engine": "sglang:http://h:1"})
             for sampling in ({"temperature": 0.5}, {"top_k": 8})
