@@ -71,7 +71,7 @@ def test_directory_that_another_host_has_locked_is_refused(tmp_path: Path) -> No
         earlier(output)
         before = snapshot(output)
         for overwrite, resume in ((True, None), (False, "auto"), (False, None)):
-            with pytest.raises(ConfigError, match=f"by another run, process {holder.pid} on elsewhere: stop it first"):
+            with pytest.raises(ConfigError, match=f"by another run, process {holder.pid} on elsewhere: stop it"):
                 check_start(output, overwrite, resume, Launch())
         with pytest.raises(ConfigError, match=r"remove .*/run/\.lock"), contextlib.ExitStack() as stack:
             lock_output(output, stack)
