@@ -164,8 +164,8 @@ def test_parameters_of_a_head_beside_the_layers_are_those_of_the_last_stage(pari
             {"layer_types": ["full_attention", *["linear_attention"] * 3]},
             "last layer, which is of kind linear_attention",
         ),
-        ({"mtp_use_dedicated_embeddings": True}, r"of its own \(mtp_use_dedicated_embeddings: true\)"),
-        ("mtp.embed_tokens.weight", r"of its own \(mtp.embed_tokens.weight\)"),
+        ({"mtp_use_dedicated_embeddings": True}, r"output layer \(mtp_use_dedicated_embeddings: true\)"),
+        ("mtp.embed_tokens.weight", r"output layer \(mtp.embed_tokens.weight\)"),
         ("mtp.layers.1.input_layernorm.weight", "the checkpoint of qwen3_next has 2"),
     ],
 )

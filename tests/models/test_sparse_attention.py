@@ -262,6 +262,6 @@ def test_sparse_attention_saves_the_counted_bytes(parity_folder: Path, precision
 
 
 def test_block_is_the_one_of_the_estimate() -> None:
-    source = Path(activations.__file__).parents[1] / "models" / "sparse_attention_megatron.py"
+    source = Path(activations.__file__).parents[1] / "families" / "sparse_attention_megatron.py"
     assert "BLOCK_BYTES = 2**28\n" in source.read_text(encoding="utf-8")
     assert activations.SCORE_BLOCK_BYTES == 2**28
