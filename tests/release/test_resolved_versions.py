@@ -30,6 +30,7 @@ CASES = [(extras, "3.12" if any(stack in extras for stack in LATER) else "3.11")
 CASES += [("stack-0-16", "3.10"), ("stack-0-16", "3.13"), ("", "3.12")]
 OFTEN = [
     "stack-0-16",
+    "stack-0-16,track",
     "stack-0-16,npu",
     "stack-0-19",
 ]  # the others at night: each asks the registry for some 60 packages

@@ -169,7 +169,9 @@ class TrainerConfig(EngineSettings):
         "swanlab, trackio, mlflow, or one that a plug-in registers",
     )
     tensorboard: bool = Field(False, description="short for adding tensorboard to trackers")
-    plot: bool = Field(True, description="draw metrics.png at the end (needs the extra track)")
+    plot: bool = Field(
+        True, description="draw metrics.png at the end (needs the extra track; left out without it, unless set)"
+    )
     export: bool = Field(
         True, description="at the end, write the trained model to OUTPUT/hf, or the adapter to OUTPUT/adapter"
     )

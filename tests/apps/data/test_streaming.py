@@ -339,9 +339,7 @@ def test_changed_files_are_not_resumed(tmp_path: Path) -> None:
     stream = open_stream(path)
     take(stream, 1)
     state = stream.state_dict() | {"sources": {"data": "y"}}
-    with pytest.raises(
-        DataError, match=r"what samples are made from has changed: data; .* data\.on_changed: continue"
-    ):
+    with pytest.raises(DataError, match=r"what samples are made from has changed: data; .* data\.on_changed: continue"):
         open_stream(path).load_state_dict(state)
     with pytest.raises(DataError, match="shuffle_buffer was 5 when it was saved and is 6 now"):
         open_stream(path, shuffle_buffer=6).load_state_dict(stream.state_dict())

@@ -231,10 +231,13 @@ def test_plot_is_a_png(tmp_path: Path) -> None:
 def test_missing_package_raises_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    config = RunConfig(model=tmp_path, output=tmp_path, data=Data(path=tmp_path))
+    config = RunConfig(model=tmp_path, output=tmp_path, data=Data(path=tmp_path), plot=True)
     with pytest.raises(MissingDependencyError, match=r"plot: true needs matplotlib.*megascend\[track\]"):
         check_packages(config)
     check_packages(config.model_copy(update={"plot": False}))
+    check_packages(
+        RunConfig(model=tmp_path, output=tmp_path, data=Data(path=tmp_path))
+    )  # by default there is no plot then
 
 
 def test_unknown_lora_target_raises_before_training(parity_folder: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from megascend.apps.train.run_log import RunLog
 from megascend.apps.train.training import Run, RunContext, RunResult, Training
 from megascend.config import TrainerConfig
 from megascend.config.plugins import import_plugins
-from megascend.errors import CheckpointError, NonFiniteError, redacted
+from megascend.errors import CheckpointError, MissingDependencyError, NonFiniteError, redacted
 from megascend.models.checkpoint_files import hub
 from megascend.models.checkpoint_files.files import GENERATION_CONFIG, copy_tokenizer, write_ends
 from megascend.runtime.bootstrap.engines import needs
@@ -349,7 +349,7 @@ def write_results(
         path = config.output / "metrics.png"
         try:
             plot_metrics(rows, path, training.title(run), training.panels)
-        except OSError as error:
+        except (OSError, MissingDependencyError) as error:
             logger.warning("%s cannot be written: %s", path, error)
     values, line = training.result()
     # Not always ``step``: load_best() may have loaded an earlier one.
