@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
         named("train.jsonl", "train-2.jsonl.gz"), {}, r"train-2.jsonl.gz: .* split 'train', and '.gz' files are not read"
     ),
     "more texts than records": (
-        named("a.txt", "b.txt", "c.jsonl"), {}, "takes the 2 text files .*leaves out c.jsonl.*data.split: all"
+        named("a.txt", "b.txt", "c.jsonl"), {}, "takes the 2 text files .*leaves out c.jsonl.*move either out of the folder"
     ),
 }  # fmt: skip
 
