@@ -243,9 +243,8 @@ class Saver:
         try:
             self.wait()
         finally:
-            if (
-                self._pending is None
-            ):  # the group has threads, and the copies take memory, for as long as this object lives
+            # The group has threads, and the copies take memory, for as long as this object lives.
+            if self._pending is None:
                 self._group, self._staging = None, Staging(page_locked=False)
 
     def _at_exit(self) -> None:
