@@ -13,6 +13,6 @@ venv=${1:-.venv-verl}
 "$venv/bin/pip" install --quiet --no-compile "${MEGASCEND_TORCH:-torch==2.13.0}" "ray>=2.41" "tensordict>=0.8,<=0.10" \
   "transformers>=5.5.3,<5.11" hydra-core codetiming uvicorn fastapi torchdata pandas pyarrow pylatexenc \
   "TransferQueue>=0.1.10,<0.2" pyzmq msgspec cachetools
-"$venv/bin/pip" install --quiet --no-compile --no-deps verl==0.9.1 mbridge==0.15.1  # the bridge is for verl's own engine
+"$venv/bin/pip" install --quiet --no-compile --no-deps verl==0.9.1
 "$venv/bin/pip" install --quiet --no-compile --editable ".[stack-0-16,test]"
 "$venv/bin/python" -c "import megascend.integrations.verl_checkpoint_engine, verl; print('verl', verl.__version__)"
