@@ -371,7 +371,7 @@ def version_list(stored: dict[str, Any]) -> str:
 
 
 def engine_pushes() -> str:
-    """Format what scripts/bench_engine.py has measured on GPUs: medians of the pushes that copy in place."""
+    """Format what scripts/bench.py engine has measured on GPUs: medians of the pushes that copy in place."""
     lines, legend = [], []
     for stored in stored_figures("weightsync"):
         for figures in stored["shapes"]:

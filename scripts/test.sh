@@ -111,7 +111,7 @@ run_npu() {
   if [ "$suite" = differences ]; then
     mapfile -t files < <("$python" tests/stack_differences.py npu)
   # .verified notes the Python of stack 0.16, so that on a later stack its tests would always run.
-  elif [ "$verified" != 1 ] || { [ "$later" = 0 ] && ! "$python" scripts/simnpu_verified.py; }; then
+  elif [ "$verified" != 1 ] || { [ "$later" = 0 ] && ! "$python" scripts/npu/simnpu_verified.py; }; then
     run_tests tests/simnpu "$@" || status=$?
   fi
   run_tests "${files[@]}" "$@" || status=$?
@@ -125,9 +125,9 @@ if [ "$suite" = verify-simulator ]; then
   fi
   export SIMNPU=1
   filter=()
-  state=$("$python" scripts/simnpu_verified.py --state)
+  state=$("$python" scripts/npu/simnpu_verified.py --state)
   run_tests tests/simnpu || exit
-  exec "$python" scripts/simnpu_verified.py --write "$state"
+  exec "$python" scripts/npu/simnpu_verified.py --write "$state"
 fi
 
 if [ "$suite" = quick ] && [ "$#" = 0 ]; then

@@ -25,7 +25,7 @@ done
 export PYTHONPATH="$root/src:$root/scripts/megatron_tests:$MEGATRON_LM${PYTHONPATH:+:$PYTHONPATH}"
 if [ "${platform[0]}" = --simulated ]; then
   simulated=1 stand_in=
-  . "$root/scripts/_ascend.sh"
+  . "$root/scripts/npu/_ascend.sh"
 fi
 export MEGASCEND_UNIT_RESULTS=${RESULTS:-$(mktemp -d)}
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1

@@ -445,7 +445,7 @@ NIGHTLY = {
     "test_bad_input.py": {
         "rank_that_stops_between_steps_is_named_within_timeout": "reliability/test_hang_and_death.py",
     },
-    "test_bench_suite.py": {
+    "scripts/test_bench_suite.py": {
         "save_line_produces_its_rows": "a line that fails; rows of stored figures",
     },
     "test_cookbook.py": {

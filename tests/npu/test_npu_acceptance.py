@@ -1,4 +1,4 @@
-"""``scripts/npu_acceptance.sh`` on the simulated device: passing and failing runs."""
+"""``scripts/npu/acceptance.sh`` on the simulated device: passing and failing runs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def accept(tmp_path: Path):
 
     def run(*arguments: str, sabotage: str = "") -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
         bundle = tmp_path / "bundle.tar.gz"
-        command = ["bash", str(ROOT / "scripts" / "npu_acceptance.sh"), "--simulated", *double, *arguments]
+        command = ["bash", str(ROOT / "scripts" / "npu" / "acceptance.sh"), "--simulated", *double, *arguments]
         command += ["--out", str(bundle), "--folder", str(tmp_path / "run")]
         completed = subprocess.run(
             command,
@@ -203,7 +203,7 @@ def test_section_over_its_deadline_fails_and_options_are_checked(accept, tmp_pat
         (["--stand-in"], "--stand-in needs --simulated"),
         (["--simulated", "--stand-in", "--only", "all"], "ConfigError: unknown section all"),
     ):
-        script = ["bash", str(ROOT / "scripts" / "npu_acceptance.sh"), *arguments]
+        script = ["bash", str(ROOT / "scripts" / "npu" / "acceptance.sh"), *arguments]
         environment = os.environ | {"PYTHON": sys.executable}
         completed = subprocess.run(script, capture_output=True, text=True, timeout=300, check=False, env=environment)
         assert completed.returncode == 2

@@ -1,4 +1,4 @@
-"""``scripts/npu_smoke.sh``: its table, verdicts and exit code, with a stand-in for the interpreter."""
+"""``scripts/npu/smoke.sh``: its table, verdicts and exit code, with a stand-in for the interpreter."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def smoke(tmp_path: Path):
 
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["bash", str(ROOT / "scripts" / "npu_smoke.sh"), *arguments],
+            ["bash", str(ROOT / "scripts" / "npu" / "smoke.sh"), *arguments],
             capture_output=True,
             text=True,
             timeout=300,

@@ -181,7 +181,7 @@ def test_an_extension_is_answered_although_transfer_to_npu_was_not_imported(torc
 
 
 def test_the_table_of_names_says_what_is_there(torch_npu: Any) -> None:
-    """docs/simnpu.md, which scripts/simnpu_names.py writes from a checkout of torch_npu."""
+    """docs/simnpu.md, which scripts/npu/simnpu_names.py writes from a checkout of torch_npu."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "simnpu.md").read_text()
     table = page.partition("<!-- names -->")[2].partition("<!-- end of names -->")[0]
     sections = re.findall(

@@ -1,6 +1,6 @@
 """What programs that are not ours do on the device, and nobody here did: small stand-ins of their calls.
 
-The programs themselves run by `python scripts/npu_programs` (docs/simnpu.md says how they went).
+The programs themselves run by `python scripts/npu/programs` (docs/simnpu.md says how they went).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import simnpu
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "scripts" / "npu_programs"
+SCRIPTS = ROOT / "scripts" / "npu" / "programs"
 
 
 def run_program(text: str, folder: Path, *, ranks: int = 0, timeout_s: int = 120) -> str:

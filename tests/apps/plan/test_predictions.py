@@ -1,4 +1,4 @@
-"""Predictions of scripts/bench_plan.py: their errors, the order of layouts, and what docs/planning.md stores of them."""
+"""Predictions of scripts/bench.py plan: their errors, the order of layouts, and what docs/planning.md stores of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_plan.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "bench.py plan"
 
 
 @pytest.fixture(scope="module")
@@ -73,5 +73,5 @@ def test_stored_predictions_are_those_of_the_code(bench: Any, measured: list[Any
         assert [row["name"] for row in current] == [row["name"] for row in stored[kind]["rows"]]
         for row, stored_row in zip(current, stored[kind]["rows"], strict=True):
             assert row["predicted"] == pytest.approx(stored_row["predicted"], abs=2e-4), (
-                "run scripts/bench_plan.py --store"
+                "run scripts/bench.py plan --store"
             )

@@ -1,4 +1,4 @@
-"""The memory estimate against peaks of real training steps on the CPU: bytes of all tensors (scripts/measure_memory.py)."""
+"""The memory estimate against peaks of real training steps on the CPU: bytes of all tensors (scripts/bench.py memory)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ HYBRIDS = {
     "as many value heads": {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 64},
     "four for a key head": {"linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_conv_kernel_dim": 3},
 }
-"""Settings of linear attention that differ from those of ``scripts/measure_memory.py``."""
+"""Settings of linear attention that differ from those of ``scripts/bench.py memory``."""
 HYBRID_IN_CI = ("hybrid packed", "four for a key head")
 
 

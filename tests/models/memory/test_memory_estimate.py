@@ -65,7 +65,7 @@ SMALLER_EXPERTS = SIX_LAYERS_OF_30B_A3B | {"num_hidden_layers": 4, "num_experts"
 LORA: dict[str, Any] = {"lora": {"rank": 16}}
 FULL: dict[str, Any] = {"recompute": {"granularity": "full"}}
 
-# Peaks of torch's allocator in MiB that scripts/measure_memory.py read on an H200.
+# Peaks of torch's allocator in MiB that scripts/bench.py memory read on an H200.
 MEASURED_CASES = [
     ("dense", SMALLER, {}, 24546.7),
     ("fp32", SMALLER, {"precision": "fp32"}, 59850.5),

@@ -1,4 +1,4 @@
-"""``python -m npu_acceptance``: the whole run. ``scripts/npu_acceptance.sh`` prepares its environment."""
+"""``python -m npu_acceptance``: the whole run. ``scripts/npu/acceptance.sh`` prepares its environment."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="npu_acceptance.sh", description="Measure everything about megascend on new Ascend cards, once."
+        prog="acceptance.sh", description="Measure everything about megascend on new Ascend cards, once."
     )
     parser.add_argument("--cards", type=int, default=0, help="cards that take part (default: all, at most 8)")
     parser.add_argument(

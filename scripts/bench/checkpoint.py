@@ -1,8 +1,8 @@
 """Measure how long a checkpoint stalls training, and how fast it is written and read compared with the disk.
 
-    python scripts/bench_checkpoint.py                                 # Qwen3-1.7B shapes, one GPU
-    python scripts/bench_checkpoint.py --size small --platform cpu     # 0.1 billion parameters, on a CPU
-    torchrun --nproc-per-node 2 scripts/bench_checkpoint.py            # several ranks: figures are rank 0's
+    python scripts/bench.py checkpoint                                 # Qwen3-1.7B shapes, one GPU
+    python scripts/bench.py checkpoint --size small --platform cpu     # 0.1 billion parameters, on a CPU
+    torchrun --nproc-per-node 2 scripts/bench.py checkpoint            # several ranks: figures are rank 0's
 
 One process trains the whole model with AdamW and saves it in turn
 
@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench_train import QWEN3_1_7B, TINY, Work, versions, write_checkpoint
+from bench.train import QWEN3_1_7B, TINY, Work, versions, write_checkpoint
 
 SMALL = {**TINY, "vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 10}
 SMALL |= {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 64}

@@ -1,6 +1,6 @@
 """Run programs that nobody here wrote on the simulated Ascend device, and say in a table how each one went.
 
-python scripts/npu_programs [--list] [PROGRAM...]        # default: every program
+python scripts/npu/programs [--list] [PROGRAM...]        # default: every program
 
 Fetches nothing: a program runs if its checkout is named, and is reported as missing if not. Small models and data are
 made in MEGASCEND_RUN. Programs run unmodified but for the ids of model and data.
@@ -40,7 +40,7 @@ from packaging.version import Version
 FOLDER = Path(__file__).resolve().parent
 OUT_OF_TIME = 124  # exit code of timeout
 RANKS = "8"
-ADAPTOR_PACKAGES = FOLDER.parents[1] / "tests" / "doubles" / "adaptor_packages"
+ADAPTOR_PACKAGES = FOLDER.parents[2] / "tests" / "doubles" / "adaptor_packages"
 ON_ADAPTOR = Version(metadata.version("megatron-core")) >= Version("0.17")
 """Megatron-Core is patched by MegatronAdaptor, and MindSpeed imports it."""
 

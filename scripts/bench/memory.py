@@ -1,9 +1,9 @@
 """Compare the peak memory of training steps with the estimates of ``megascend.models.memory``, on every engine and in layouts.
 
-    python scripts/measure_memory.py                              # small models on the CPU, bytes of all tensors; two minutes
-    python scripts/measure_memory.py --platform cuda              # 0.9 and 1.3 billion parameters on one GPU, torch's peak
-    python scripts/measure_memory.py --platform cuda --ranks 2    # the cases that take two GPUs
-    python scripts/measure_memory.py --case dense --case "fsdp lora"
+    python scripts/bench.py memory                              # small models on the CPU, bytes of all tensors; two minutes
+    python scripts/bench.py memory --platform cuda              # 0.9 and 1.3 billion parameters on one GPU, torch's peak
+    python scripts/bench.py memory --platform cuda --ranks 2    # the cases that take two GPUs
+    python scripts/bench.py memory --case dense --case "fsdp lora"
 
 Each case trains three steps of a random model; the peak is that of the last two, in which the optimizer state exists. Of
 several ranks, the largest counts. The exit code is 1 if an estimate is outside -5 to +15 % of the measured peak.
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_train import Work, write_checkpoint, write_family_checkpoint
+from bench.train import Work, write_checkpoint, write_family_checkpoint
 from megascend.config import RunConfig
 from megascend.models.checkpoint_files.files import read_config
 from megascend.models.checkpoint_files.info import inspect_checkpoint
@@ -36,7 +36,7 @@ from megascend.models.memory.estimate import Estimate, estimate
 from megascend.models.memory.sizes import Workload
 from megascend.runtime.topology.topology import plan
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))  # for its package support
 
 LOWEST, HIGHEST = -0.05, 0.15
 """Of the measured peak, by which an estimate may miss it."""

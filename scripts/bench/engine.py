@@ -1,8 +1,8 @@
 """Measure pushes to a real vLLM that generates all the while, beside vLLM's own ways of getting new weights.
 
-    python scripts/bench_engine.py --vllm-python .venv-vllm/bin/python                      # on a CPU: a tiny model
-    python scripts/bench_engine.py --vllm-python PYTHON --shapes qwen3-1.7b qwen3-4b qwen3-8b
-    python scripts/bench_engine.py --vllm-python PYTHON --shapes qwen3-30b-a3b --layers 12 --json figures.json
+    python scripts/bench.py engine --vllm-python .venv-vllm/bin/python                      # on a CPU: a tiny model
+    python scripts/bench.py engine --vllm-python PYTHON --shapes qwen3-1.7b qwen3-4b qwen3-8b
+    python scripts/bench.py engine --vllm-python PYTHON --shapes qwen3-30b-a3b --layers 12 --json figures.json
 
 Models have the shapes of Qwen3's and random weights, bfloat16 on GPUs. The trainer's tensors are on the first GPU, vLLM on the
 second one; with one GPU they share it. A table has one row for each push after the second (the first one reloads, and learns to

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run every recipe of cookbook/ascend on 8 cards, or on the simulated device, and print a table of the results.
 #
-#   bash scripts/npu_smoke.sh [--simulated [--stand-in]] [RECIPE...]
+#   bash scripts/npu/smoke.sh [--simulated [--stand-in]] [RECIPE...]
 #
 # --simulated   no cards needed: `megascend simnpu`. Its times and memory say nothing about hardware.
 # --stand-in    stand-ins in tests/doubles for Ascend's packages (MindSpeed, or MegatronAdaptor and TransformerEngineNPU); only with
@@ -16,7 +16,7 @@
 #
 # Exits with 1 if a recipe failed, after printing the end of its log, and with 2 if it cannot start.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHON=${PYTHON:-python} MEGASCEND_RUN=${MEGASCEND_RUN:-runs/npu_smoke}
 deadline=${MEGASCEND_SMOKE_DEADLINE:-600}
 simulated='' stand_in='' recipes=()
@@ -34,7 +34,7 @@ for argument in "$@"; do
 done
 [ ${#recipes[@]} -gt 0 ] || recipes=(tp_npu tp_moe_npu tp_moe_cp_npu multi_lora_npu)
 
-source scripts/_ascend.sh
+source scripts/npu/_ascend.sh
 
 device=cards start=()
 if [ -n "$simulated" ]; then

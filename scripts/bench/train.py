@@ -1,11 +1,11 @@
 """Benchmark the same training work in a bare Megatron-Core loop and in ``MegatronBackend``.
 
-    python scripts/bench_train.py                                # Qwen3-1.7B shapes, 8 x 4096 tokens a step, one GPU
-    python scripts/bench_train.py --tiny --platform cpu          # the same script on a CPU, in a minute
-    python scripts/bench_train.py --run bare --run bare:fusions=rope+swiglu --run megascend:micro_batch_tokens=16384
+    python scripts/bench.py train                                # Qwen3-1.7B shapes, 8 x 4096 tokens a step, one GPU
+    python scripts/bench.py train --tiny --platform cpu          # the same script on a CPU, in a minute
+    python scripts/bench.py train --run bare --run bare:fusions=rope+swiglu --run megascend:micro_batch_tokens=16384
 
-    python scripts/bench_train.py --moe --layers 8 --ranks 2 --run plain --run fsdp:compile=true --run megascend:expert=2
-    python scripts/bench_train.py --moe --lora 16 --length 16384 --sequences 4 --run megascend:recompute=full --run peft
+    python scripts/bench.py train --moe --layers 8 --ranks 2 --run plain --run fsdp:compile=true --run megascend:expert=2
+    python scripts/bench.py train --moe --lora 16 --length 16384 --sequences 4 --run megascend:recompute=full --run peft
 
 Every ``--run`` is one fresh process on the same device, one after the other: same weights (a random checkpoint in
 Hugging Face format, written to a temporary directory), same data, same optimizer settings. Warm-up steps come first,

@@ -1,7 +1,7 @@
 """Measure `megascend serve` under load: throughput, latency and memory with many tenants, mixed and one by one.
 
-    python scripts/bench_serve.py                                   # a tiny random model on the CPU, fp32
-    python scripts/bench_serve.py --model DIR --platform cuda --precision bf16 --json FILE
+    python scripts/bench.py serve                                   # a tiny random model on the CPU, fp32
+    python scripts/bench.py serve --model DIR --platform cuda --precision bf16 --json FILE
 
 Two servers run at a time, one with defaults and one that mixes nothing (`batch_tokens: 1`: every batch has one model). They are
 loaded alternately by `--tenants` tenants, each with its own session, model and LoRA rank, all in one process that sends the

@@ -1,8 +1,8 @@
 """Measure loading and exporting the weights of a Hugging Face directory, compared with the disk's speed for the same bytes.
 
-    python scripts/bench_files.py load                          # Qwen3-4B shapes, one GPU
-    python scripts/bench_files.py export --folder /data         # on this disk; default: the system's temporary directory
-    python scripts/bench_files.py load --tiny --platform cpu    # checks the script, not speed
+    python scripts/bench.py files load                          # Qwen3-4B shapes, one GPU
+    python scripts/bench.py files export --folder /data         # on this disk; default: the system's temporary directory
+    python scripts/bench.py files load --tiny --platform cpu    # checks the script, not speed
 
 ``load``, each method in a separate process that has imported everything before the clock starts, with a cold page cache:
 
@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench_checkpoint import BLOCK, THREADS, drop_pages, size_of, write_files
-from bench_train import QWEN3_1_7B, TINY, Work, build_bridge_model, environment, versions, write_checkpoint
+from bench.checkpoint import BLOCK, THREADS, drop_pages, size_of, write_files
+from bench.train import QWEN3_1_7B, TINY, Work, build_bridge_model, environment, versions, write_checkpoint
 
 QWEN3_4B = {
     **QWEN3_1_7B, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,

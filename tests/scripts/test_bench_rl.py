@@ -1,4 +1,4 @@
-"""``scripts/bench_rl.py``: idle shares and speeds of two runs of one file."""
+"""``scripts/bench.py rl``: idle shares and speeds of two runs of one file."""
 
 from __future__ import annotations
 

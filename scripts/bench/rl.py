@@ -1,7 +1,7 @@
 """Run `megascend rl` asynchronously and in turns, and compare the trainer's idle share and speed.
 
-    python scripts/bench_rl.py examples/rl/sort_digits.yaml --steps 20
-    python scripts/bench_rl.py RUN.yaml --set 'engines=[vllm]' --steps 40 --json figures.json       # engine and trainer on GPUs
+    python scripts/bench.py rl examples/rl/sort_digits.yaml --steps 20
+    python scripts/bench.py rl RUN.yaml --set 'engines=[vllm]' --steps 40 --json figures.json       # engine and trainer on GPUs
 
 Both runs have the same file, model, prompts and seeds; only rollout.max_lag differs: that of the file (or --max-lag) and 0, with
 which the engines sample only while the trainer waits. The steps of --warm-up are left out: the first one always waits. Figures:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench_suite.gate import Row
+from bench.gate import Row
 
 Figures = Mapping[str, Any]
 
@@ -175,7 +175,7 @@ LINES = (
     Line(
         "dense-1.7b",
         "dense",
-        "bench_train.py",
+        "train",
         ("--warmup", "4", "--steps", "8", *DENSE),
         TINY,
         training,
@@ -186,7 +186,7 @@ LINES = (
     Line(
         "dense-4b",
         "dense",
-        "bench_train.py",
+        "train",
         (*DENSE_4B, *DENSE),
         ("--layers", "3", *TINY),
         training,
@@ -197,7 +197,7 @@ LINES = (
     Line(
         "moe",
         "moe",
-        "bench_train.py",
+        "train",
         MOE,
         ("--moe", *TINY),
         training,
@@ -208,7 +208,7 @@ LINES = (
     Line(
         "small",
         "small",
-        "bench_small_steps.py",
+        "small_steps",
         ("--requests", "0", "--mixed"),
         ("--tiny", "--requests", "0", "--tokens", "24", "--warmup", "1", "--mixed"),
         small,
@@ -218,7 +218,7 @@ LINES = (
     Line(
         "small-moe",
         "small",
-        "bench_small_steps.py",
+        "small_steps",
         ("--moe", "--requests", "0", "--tokens", "256", "1024", "--mixed"),
         ("--tiny", "--moe", "--requests", "0", "--tokens", "24", "--warmup", "1", "--mixed"),
         small,
@@ -228,7 +228,7 @@ LINES = (
     Line(
         "mixed",
         "mixed",
-        "bench_multi_lora.py",
+        "lora",
         ("--graphs", "--micro-batch-tokens", "8192", "--steps", "5"),
         ("--tiny",),
         mixed,
@@ -238,7 +238,7 @@ LINES = (
     Line(
         "load",
         "load",
-        "bench_files.py",
+        "files",
         ("load",),
         ("load", "--tiny"),
         files("MegatronBackend", "mcore-bridge", "transformers", against="reads", of="parallel direct reads"),
@@ -248,7 +248,7 @@ LINES = (
     Line(
         "export",
         "export",
-        "bench_files.py",
+        "files",
         ("export",),
         ("export", "--tiny"),
         files("export", against="writes", of="parallel writes"),
@@ -258,7 +258,7 @@ LINES = (
     Line(
         "save",
         "save",
-        "bench_checkpoint.py",
+        "checkpoint",
         ("--saves", "2", "--syncs", "1"),
         ("--size", "tiny", "--saves", "2", "--syncs", "1"),
         save,
@@ -268,7 +268,7 @@ LINES = (
     Line(
         "start",
         "start",
-        "bench_start.py",
+        "start",
         (),
         (),
         start,

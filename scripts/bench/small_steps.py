@@ -1,7 +1,7 @@
 """Measure small LoRA steps: the cost of one request, eager and as replayed CUDA graphs.
 
-    python scripts/bench_small_steps.py                              # Qwen3-1.7B shapes, one GPU
-    python scripts/bench_small_steps.py --tiny --platform cpu        # the same script on a CPU: checks the script, not speed
+    python scripts/bench.py small_steps                              # Qwen3-1.7B shapes, one GPU
+    python scripts/bench.py small_steps --tiny --platform cpu        # the same script on a CPU: checks the script, not speed
 
 Three parts, all in one process on the same device, first without graphs and then with them (``batching.cuda_graphs``):
 
@@ -28,10 +28,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench_multi_lora import make_samples
-from bench_train import QWEN3_1_7B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Work, versions, write_checkpoint
+from bench.lora import make_samples
+from bench.train import QWEN3_1_7B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Work, versions, write_checkpoint
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))  # for its package support
 
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
 """Largest relative difference of first losses and gradient norms."""

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Which of torch_npu's public names the simulated device has: writes the table of docs/simnpu.md.
 
-    python scripts/simnpu_names.py CHECKOUT     # of torch_npu (github.com/Ascend/pytorch), or MEGASCEND_TORCH_NPU
+    python scripts/npu/simnpu_names.py CHECKOUT     # of torch_npu (github.com/Ascend/pytorch), or MEGASCEND_TORCH_NPU
 
 Run it with megascend's Python and torch. The names are those of `__all__` in the checkout's packages, and of the
 operators in its list of published signatures (test/torch_npu_schema.json). Nothing of the checkout is imported.
@@ -16,7 +16,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "simnpu.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "simnpu.md"
 BEGIN, END = "<!-- names -->\n", "<!-- end of names -->\n"
 PACKAGES = {
     "torch_npu.npu": "torch_npu/npu/__init__.py",

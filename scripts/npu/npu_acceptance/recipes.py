@@ -1,4 +1,4 @@
-"""Section ``recipes``: the four recipes of cookbook/ascend, through scripts/npu_smoke.sh."""
+"""Section ``recipes``: the four recipes of cookbook/ascend, through scripts/npu/smoke.sh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megascend.runtime.distributed.launch import child_environment
 from npu_acceptance.plan import Settings, largest_power_of_two
 from npu_acceptance.records import Measurement, Results, failed, noted
 
-SCRIPT = Path("scripts") / "npu_smoke.sh"
+SCRIPT = Path("scripts") / "npu" / "smoke.sh"
 RECIPES = ("tp_npu", "tp_moe_npu", "tp_moe_cp_npu", "multi_lora_npu")
 RECIPE_S = 580
 """Seconds that one recipe may take."""

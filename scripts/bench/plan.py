@@ -1,8 +1,8 @@
 """Compare predictions of ``megascend plan`` with measurements of this package and with figures that others have published.
 
-    python scripts/bench_plan.py [--parts] [--only measured|published] [--match TEXT]
-    python scripts/bench_plan.py --clusters        # plans of published models, a minute each
-    python scripts/bench_plan.py --store           # what docs/planning.md shows
+    python scripts/bench.py plan [--parts] [--only measured|published] [--match TEXT]
+    python scripts/bench.py plan --clusters        # plans of published models, a minute each
+    python scripts/bench.py plan --store           # what docs/planning.md shows
 
 ``benchmarks/planning/measured.json`` has steps of benchmarks/performance, ``published.json`` tables of other programs with their
 sources. Nothing is fitted to a row: what other programs do otherwise than this engine is :data:`PROGRAMS`, by source.
@@ -36,7 +36,7 @@ from megascend.models.memory.sizes import ModelSizes, Workload
 from megascend.runtime.topology.model_shape import ModelShape
 from megascend.runtime.topology.topology import Topology, plan
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "planning"
 STORED = FOLDER / "predictions.json"
 PUBLISHED = ROOT / "tests" / "models" / "published"

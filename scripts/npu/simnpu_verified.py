@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whether the simulated device is as it was when all of its own tests passed: tests/simnpu/.verified tells.
 
-    python scripts/simnpu_verified.py            # exit code 0 if it is, 1 if it is not; a line says why
+    python scripts/npu/simnpu_verified.py            # exit code 0 if it is, 1 if it is not; a line says why
     bash scripts/test.sh npu --verify-simulator  # runs the tests and writes the file (--state before, --write after)
 
 The file holds a digest of the simulator, of its tests and of the scripts that they run, and the versions of torch and
@@ -18,9 +18,9 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 VERIFIED = Path("tests/simnpu/.verified")
-COVERED = ("src/simnpu", "tests/simnpu", "scripts/npu_programs")
+COVERED = ("src/simnpu", "tests/simnpu", "scripts/npu/programs")
 
 
 def covered_files(root: Path) -> list[Path]:

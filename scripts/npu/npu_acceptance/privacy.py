@@ -98,7 +98,7 @@ def machine_scrubber(environment: Mapping[str, str] = os.environ) -> Scrubber:
     names += [(value, f"<{name}>") for name, value in environment.items() if is_private(name, value)]
     names += [(str(folder), "<path>") for folder in (home(), Path.cwd()) if len(folder.parts) > 1]
     roots = {
-        str(Path(__file__).resolve().parents[2]): "megascend",
+        str(Path(__file__).resolve().parents[3]): "megascend",
         str(Path(megascend.__file__).parents[1]): "megascend",
         sysconfig.get_path("purelib"): "site-packages",
         sysconfig.get_path("stdlib"): "python",

@@ -1,7 +1,7 @@
 """Measure start-up: seconds of ``MegatronBackend(...)``, and of ``megascend train`` to its first step.
 
-    python scripts/bench_start.py                      # one GPU
-    python scripts/bench_start.py --platform cpu
+    python scripts/bench.py start                      # one GPU
+    python scripts/bench.py start --platform cpu
 
 The model has 45 thousand parameters, so that reading and computing are negligible. Each runs in a new process, in order:
 
@@ -33,7 +33,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from bench_train import environment, versions
+from bench.train import environment, versions
 
 READY = """
 import builtins, importlib, json, sys, time

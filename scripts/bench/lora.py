@@ -1,10 +1,10 @@
 """Benchmark many LoRA tenants on one model: in turn, mixed in one batch, and one adapter with the whole batch as a bound.
 
-    python scripts/bench_multi_lora.py                              # Qwen3-1.7B shapes, 8 x 1024 and 32 x 512, one GPU
-    python scripts/bench_multi_lora.py --graphs                     # the same as CUDA graphs (batching.cuda_graphs)
-    python scripts/bench_multi_lora.py --engine fsdp                # the same on transformers' layers under FSDP2
-    python scripts/bench_multi_lora.py --moe --size 8x4096          # Qwen3-30B-A3B shapes, 6 layers, adapters of all experts
-    python scripts/bench_multi_lora.py --tiny --platform cpu        # the same script on a CPU, in a minute
+    python scripts/bench.py lora                              # Qwen3-1.7B shapes, 8 x 1024 and 32 x 512, one GPU
+    python scripts/bench.py lora --graphs                     # the same as CUDA graphs (batching.cuda_graphs)
+    python scripts/bench.py lora --engine fsdp                # the same on transformers' layers under FSDP2
+    python scripts/bench.py lora --moe --size 8x4096          # Qwen3-30B-A3B shapes, 6 layers, adapters of all experts
+    python scripts/bench.py lora --tiny --platform cpu        # the same script on a CPU, in a minute
 
 A step trains every tenant on one sample, with rank 16 on all linear layers:
 
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_train import QWEN3_1_7B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Work, versions, write_checkpoint
+from bench.train import QWEN3_1_7B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Work, versions, write_checkpoint
 
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
 """Largest relative difference of a tenant's first loss and gradient norm between (a) and (b)."""

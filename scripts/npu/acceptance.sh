@@ -2,7 +2,7 @@
 # The acceptance run for 1 to 8 Ascend cards, whose results are sent back: doctor, operators, collectives, recipes, parity with
 # Hugging Face, a kill and a resume, speed and memory. docs/npu.md explains its use.
 #
-#   bash scripts/npu_acceptance.sh [--simulated [--stand-in]] [--cards N] [--only SECTION,...] [--quick] [--deadline S]
+#   bash scripts/npu/acceptance.sh [--simulated [--stand-in]] [--cards N] [--only SECTION,...] [--quick] [--deadline S]
 #                                  [--out FILE] [--folder DIR]
 #
 # --simulated   no cards needed: `megascend simnpu`. Its times and memory say nothing about hardware.
@@ -15,7 +15,7 @@
 #
 # Exits with 1 if a section failed, and with 2 if it cannot start.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHON=${PYTHON:-python}
 simulated='' stand_in='' passed=()
 for argument in "$@"; do
@@ -26,10 +26,10 @@ for argument in "$@"; do
     *) passed+=("$argument") ;;
   esac
 done
-source scripts/_ascend.sh
+source scripts/npu/_ascend.sh
 source cookbook/ascend/environment.sh
 
 start=("$PYTHON")
 [ -z "$simulated" ] || start=("$PYTHON" -m megascend.apps.cli.main simnpu -- "$PYTHON")
-export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/scripts"
+export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/scripts/npu"
 exec "${start[@]}" -m npu_acceptance "${passed[@]}"

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import bench
-from bench_suite import gate, lines, running
-from bench_suite.gate import Row, Stored
+from bench import gate, lines, running
+from bench.gate import Row, Stored
 
 SCRIPTS = Path(bench.__file__).parent
 
@@ -278,7 +278,7 @@ def test_run_ends_descendants_at_the_deadline_of_a_line(tmp_path: Path) -> None:
 def test_sigterm_ends_the_running_line(tmp_path: Path) -> None:
     line, child = parent(tmp_path, tmp_path / "pid"), tmp_path / "pid"
     program = (
-        "import sys; from pathlib import Path; import bench; from bench_suite import running; bench.end_on_sigterm(); "
+        "import sys; from pathlib import Path; import bench; from bench import running; bench.end_on_sigterm(); "
     )
     program += f"running.run([{line.script!r}], Path('result.json'), Path('log'), 300.0)"
     path = os.pathsep.join([str(SCRIPTS), *filter(None, sys.path)])

@@ -1,6 +1,6 @@
 """Measure pushes from the ranks of a Megatron trainer to a real vLLM that generates: by rank 0, sharded, and by changes.
 
-    R="python -m torch.distributed.run --standalone --nproc-per-node 2 scripts/bench_trainer_push.py"
+    R="python -m torch.distributed.run --standalone --nproc-per-node 2 scripts/bench.py trainer_push"
     $R --vllm-python PYTHON --shape tiny-moe --parallel expert=2                                   # on a CPU
     $R --vllm-python PYTHON --shape qwen3-30b-a3b --layers 6 --parallel expert=2 --tensor 2        # four GPUs
     $R ... --tensor 2 --vllm-option=--gpu-memory-utilization=0.3                                   # two GPUs, shared
@@ -8,7 +8,7 @@
 The trainer uses the first GPUs, vLLM the last ``--tensor``. The model has random weights; the trainer takes a step at ``--lr`` on
 random tokens before every push. Every step of the run and every phase of a push is logged when it begins, with the seconds since
 the start. The table has a row for each push after the second of its mode; its columns are those of
-bench_engine.py, and "share", the bytes that the workers received relative to complete weights. After the last push of each mode,
+bench.py engine, and "share", the bytes that the workers received relative to complete weights. After the last push of each mode,
 log-probabilities of vLLM and of the trainer are compared; on GPUs both compute in bf16.
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import megascend
-from bench_engine import SHAPES, Load, Server, configuration, machine, tensors, vllm_release, write_checkpoint
+from bench.engine import SHAPES, Load, Server, configuration, machine, tensors, vllm_release, write_checkpoint
 from megascend.apps.rl.rollout.engines.vllm_process import vllm_device
 from megascend.runtime.distributed.objects import agree, broadcast_object
 
