@@ -1,8 +1,4 @@
-"""Front door of the benchmarks: the suite, or one of them by name.
-
-    python scripts/bench.py [--list] [--compare] ...     # the suite, with stored ratios
-    python scripts/bench.py NAME --help                  # train, lora, engine ...: a module of scripts/bench
-"""
+"""Front door of the benchmarks: the suite (``--help``), or one of them by name (``NAME --help``)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any, get_origin
 
 from packaging.specifiers import SpecifierSet
@@ -359,140 +358,9 @@ def layout_text(case: Case) -> str:
 # --- measurements ---
 
 
-def stored_figures(folder: str) -> list[dict[str, Any]]:
-    """Read the figures in a folder of benchmarks/, one file for each device."""
-    paths = sorted((DOCS.parent / "benchmarks" / folder).glob("*.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-
-
-def version_list(stored: dict[str, Any]) -> str:
-    """Format the versions of stored figures."""
-    return ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
-
-
-def engine_pushes() -> str:
-    """Format what scripts/bench.py engine has measured on GPUs: medians of the pushes that copy in place."""
-    lines, legend = [], []
-    for stored in stored_figures("weightsync"):
-        for figures in stored["shapes"]:
-            rows = figures["rounds"]
-            middle = {name: median(row[name] for row in rows) for name in rows[0]}
-            size, rate = figures["bytes"] / 1e9, figures["undisturbed"]
-            phases = [f"{middle[name]:.3f}" for name in ("begin", "transfer", "verify", "commit")]
-            seconds = sorted(row["whole"] for row in rows)
-            lines.append(
-                [
-                    figures["shape"],
-                    figures["swap"],
-                    f"{size:.1f}",
-                    f"{seconds[0]:.2f} to {seconds[-1]:.2f}",
-                    *phases,
-                    f"{1e3 * middle['commit.paused']:.0f}",
-                    f"{size / middle['whole']:.0f}",
-                    f"{middle['rate during'] / rate:.2f}",
-                    f"{middle['rate'] / rate:.2f}",
-                    f"{figures['first']['whole']:.1f}",
-                ]
-            )
-        legend.append(f"Two {stored['device']}s; {version_list(stored)}.")
-    header = ["shapes", "swap", "GB", "whole, s", "begin", "transfer", "verify", "commit", "pause, ms", "GB/s"]
-    return " ".join(legend) + "\n\n" + table([*header, "tokens during", "tokens in window", "first, s"], lines)
-
-
 def planning_figures(name: str) -> Any:
     """Read a file of benchmarks/planning."""
     return json.loads((DOCS.parent / "benchmarks" / "planning" / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def far_off(row: dict[str, Any], share: float) -> bool:
-    """Check whether a prediction misses the time or the memory of a step by more than ``share``."""
-    pairs = [(row["predicted"], row["seconds"]), (row.get("predicted_gib"), row.get("gib"))]
-    return any(abs(predicted / measured - 1) > share for predicted, measured in pairs if measured is not None)
-
-
-def planned_steps() -> str:
-    """Format predictions beside the steps that were measured here and are far off; predictions.json has all."""
-    content = planning_figures("predictions")["measured"]
-    rows = [
-        [
-            row["name"],
-            f"{1000 * row['seconds']:,.1f}",
-            f"{1000 * row['predicted']:,.1f}",
-            f"{row['predicted'] / row['seconds'] - 1:+.0%}",
-            *(
-                ("", "", "")
-                if row["gib"] is None
-                else (
-                    f"{row['gib']:.1f}",
-                    f"{row['predicted_gib']:.1f}",
-                    f"{row['predicted_gib'] / row['gib'] - 1:+.1%}",
-                )
-            ),
-        ]
-        for row in content["rows"]
-        if far_off(row, 0.1)
-    ]
-    summary = content["summary"]
-    legend = (
-        f"{summary['rows']} steps: median error of time {summary['median']:.1%}; {summary['memory_rows']} peaks: median error of "
-        f"memory {summary['memory']:.1%}. Those that are off by more than 10 %; `benchmarks/planning/predictions.json` has all:"
-    )
-    header = ("step", "ms measured", "predicted", "error", "GiB measured", "predicted", "error")
-    return legend + "\n\n" + table(header, rows)
-
-
-def planned_tables() -> str:
-    """Format predictions beside figures that others have published and that are far off; predictions.json has all."""
-    content = planning_figures("predictions")["published"]
-    sources = list(dict.fromkeys(row["source"] for row in content["rows"]))
-    rows = [
-        [
-            row["name"],
-            f"{row['seconds']:.2f}",
-            f"{row['predicted']:.2f}",
-            f"{row['predicted'] / row['seconds'] - 1:+.0%}",
-            f"{sources.index(row['source']) + 1}" + (f": {row['note']}" if row["note"] else ""),
-        ]
-        for row in content["rows"]
-        if far_off(row, 0.2)
-    ]
-    legend = "; ".join(f"{number}: {source}" for number, source in enumerate(sources, start=1))
-    summary = content["summary"]
-    first = f"{summary['rows']} rows: median error {summary['median']:.1%}. Sources: {legend}."
-    first += " Those that are off by more than 20 %; `benchmarks/planning/predictions.json` has all:"
-    return first + "\n\n" + table(("row", "s published", "predicted", "error", "source, and what it says"), rows)
-
-
-def planned_clusters() -> str:
-    """Format the plans of published models."""
-    rows = [
-        [
-            f"{row['model']}, {'all parameters' if row['lora'] is None else 'LoRA ' + str(row['lora'])}",
-            f"{row['cards']:,} x {row['device']}",
-            row["layout"],
-            f"{row['seconds']:.3g}",
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['mfu']:.1%}",
-            f"{row['gib']:.0f}",
-            ", ".join(f"{name} {seconds / row['seconds']:.0%}" for name, seconds in row["parts"].items()),
-            f"{row['second']}: {row['loses_ms']:,.0f} ms, {row['loses_most_in']}",
-            f"{row['legal']}, {row['evaluations']:,}, {row['cpu_seconds']} s",
-        ]
-        for row in planning_figures("clusters")
-    ]
-    header = (
-        "model",
-        "devices",
-        "fastest layout",
-        "s/step",
-        "tokens/s a device",
-        "MFU",
-        "GiB",
-        "most time in",
-        "the next one, and what it loses",
-        "legal layouts, evaluations, processor time",
-    )
-    return table(header, rows)
 
 
 def recipes() -> str:
@@ -544,10 +412,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "compared layouts": compared_layouts,
     "families": families,
     "published models": published_models,
-    "pushes to an engine": engine_pushes,
-    "planned steps": planned_steps,
-    "planned tables": planned_tables,
-    "planned clusters": planned_clusters,
     "recipes": recipes,
 }
 

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,27 +33,23 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its p
 LORA_LOGITS_BOUND = 2e-5
 WORKER_TIMEOUT_S = 180
 ADAPTERS_TIMEOUT_S = 300
-LOSS_BOUND_16, NORM_BOUND_16 = 0.15, 0.5
-"""For all cases when --precision asks for 16 bits; routing that flips makes MoE models the worst."""
 PACKAGES = ("megatron-core", "mcore-bridge", "torch", "transformers", "peft", "torch_npu", "mindspeed")
 FAMILY_STEPS = 3
 """As in tests/models: later steps show how much a family amplifies rounding, more than how exact its gradients are."""
 REFUSAL = re.compile(r"megascend\.errors\.(?:ConfigError|TopologyError|VersionError): (.+)")
 
 
-def measure(
-    pattern: str, folder: Path, platform_name: str, precision: str | None, lora: bool, jobs: int
-) -> list[dict[str, Any]]:
+def measure(pattern: str, folder: Path, platform_name: str, lora: bool, jobs: int) -> list[dict[str, Any]]:
     """Measure one row a case whose name matches ``pattern``; ``jobs`` at a time, where each is a process of its own."""
     from megascend.testing.parity import Differences, bounds, case_checkpoint, differences, hf_reference, token_lists
     from support.lora_parity import adapter_differences, case_adapter, peft_reference
 
     forks = prepare(platform_name)
-    tokens, chosen = token_lists(), cases(pattern, precision, platform_name, lora)
+    tokens, chosen = token_lists(), cases(pattern, platform_name, lora)
     # What forks a process is done before there are threads.
     checkpoints = {case.name: case_checkpoint(folder, case.arch, **case.overrides) for case in chosen}
     if lora and not forks:
-        make_adapters(pattern, folder, platform_name, precision)
+        make_adapters(pattern, folder, platform_name)
     adapters = {case.name: case_adapter(checkpoints[case.name], case) for case in chosen if lora}
 
     def row(case: Any) -> dict[str, Any]:
@@ -76,11 +71,11 @@ def measure(
         loss_bound, norm_bound = case.loss_bound, case.norm_bound
         if lora:
             adapter = adapters[case.name]
-            measured = run(case, checkpoint, tokens, platform_name, precision, forks, adapter)
+            measured = run(case, checkpoint, tokens, platform_name, forks, adapter)
             errors: Any = adapter_differences(measured, peft_reference(folder, checkpoint, adapter, tokens))
         else:
             reference = hf_reference(folder, checkpoint, tokens, steps, case.aux_loss, aux_formula=case.aux_formula)
-            errors = differences(run(case, checkpoint, tokens, platform_name, precision, forks), reference)
+            errors = differences(run(case, checkpoint, tokens, platform_name, forks), reference)
             if steps == FAMILY_STEPS:
                 loss_bound, norm_bound = bounds(case, folder, checkpoint, tokens, steps)
         within_bounds = errors.loss <= loss_bound and errors.grad_norm <= norm_bound
@@ -103,17 +98,14 @@ def case_steps(case: Any) -> int:
     return FAMILY_STEPS if ": " in case.name else STEPS
 
 
-def cases(pattern: str, precision: str | None, platform_name: str, lora: bool = False) -> list[Any]:
-    """Return the matrix's cases whose name matches, in ``precision`` if requested."""
+def cases(pattern: str, platform_name: str, lora: bool = False) -> list[Any]:
+    """Return the matrix's cases whose name matches."""
     from megascend.testing.parity import family_matrix, matrix
     from support.lora_parity import lora_matrix
 
     # The cases of a family begin with its model_type: "deepseek_v3: TP2 + SP".
     matrix_cases = lora_matrix(platform_name) if lora else [*matrix(platform_name), *family_matrix(platform_name)]
-    chosen = [case for case in matrix_cases if re.search(pattern, case.name)]
-    if precision is None:
-        return chosen
-    return [replace(case, precision=precision, loss_bound=LOSS_BOUND_16, norm_bound=NORM_BOUND_16) for case in chosen]
+    return [case for case in matrix_cases if re.search(pattern, case.name)]
 
 
 def store_families(path: Path, pattern: str, folder: Path, platform_name: str) -> bool:
@@ -175,21 +167,20 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def make_adapters(pattern: str, folder: Path, platform_name: str, precision: str | None) -> None:
+def make_adapters(pattern: str, folder: Path, platform_name: str) -> None:
     """Make the adapters that the cases start from, all in one process on the CPU: there ranks are forked, which is fast."""
     command = [sys.executable, __file__, "--make-adapters", str(folder), "--only", pattern, "--platform", platform_name]
-    command += ["--precision", precision] if precision else []
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, timeout=ADAPTERS_TIMEOUT_S, env={**os.environ, **hidden})
 
 
-def adapter_maker(pattern: str, folder: Path, platform_name: str, precision: str | None) -> None:
+def adapter_maker(pattern: str, folder: Path, platform_name: str) -> None:
     """Make adapters; the body of the process of :func:`make_adapters`."""
     from megascend.testing.parity import case_checkpoint
     from support.lora_parity import case_adapter
 
     prepare("cpu")
-    for case in cases(pattern, precision, platform_name, lora=True):
+    for case in cases(pattern, platform_name, lora=True):
         case_adapter(case_checkpoint(folder, case.arch, **case.overrides), case)
 
 
@@ -209,7 +200,6 @@ def run(
     checkpoint: Path,
     tokens: list[list[int]],
     platform_name: str,
-    precision: str | None,
     forks: bool,
     adapter: Path | None = None,
 ) -> Any:
@@ -226,13 +216,12 @@ def run(
     result = checkpoint.parent / f"trajectory-{case.name.replace(' ', '_')}.pt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.world_size}"]
     command += [__file__, "--worker", case.name, str(checkpoint), str(result), "--platform", platform_name]
-    command += ["--precision", precision] if precision else []
     command += ["--lora"] if adapter is not None else []
     subprocess.run(command, check=True, timeout=WORKER_TIMEOUT_S)
     return torch.load(result, weights_only=False)
 
 
-def worker(name: str, checkpoint: Path, result: Path, platform_name: str, precision: str | None, lora: bool) -> None:
+def worker(name: str, checkpoint: Path, result: Path, platform_name: str, lora: bool) -> None:
     """Run one rank under torchrun; rank 0 writes its trajectory."""
     import torch
 
@@ -241,7 +230,7 @@ def worker(name: str, checkpoint: Path, result: Path, platform_name: str, precis
     from support.lora_parity import case_adapter, run_adapter
 
     megascend.bootstrap(platform_name)
-    (case,) = cases(f"^{re.escape(name)}$", precision, platform_name, lora)
+    (case,) = cases(f"^{re.escape(name)}$", platform_name, lora)
     if lora:
         adapter = case_adapter(checkpoint, case)
         trajectory: Any = run_adapter(case, checkpoint, adapter, STEPS, result.with_suffix(".trained"))
@@ -278,25 +267,22 @@ def main() -> int:
     parser.add_argument("--lora", action="store_true", help="train one adapter of all linear layers, against peft")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, besides the table")
     parser.add_argument("--platform", choices=("cpu", "cuda", "npu"), default="cpu")
-    parser.add_argument("--precision", choices=("fp16", "bf16"), help="run every case in this precision")
     parser.add_argument("--jobs", type=int, default=1, help="CUDA: cases side by side; they share the GPUs")
     parser.add_argument("--store", type=Path, metavar="FILE", help="CPU, NPU: only families, written into a JSON file")
     parser.add_argument("--make-adapters", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs=3, metavar=("CASE", "CHECKPOINT", "RESULT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.make_adapters:
-        adapter_maker(arguments.only, arguments.make_adapters, arguments.platform, arguments.precision)
+        adapter_maker(arguments.only, arguments.make_adapters, arguments.platform)
         return 0
     if arguments.worker:
         name, checkpoint, result = arguments.worker
-        worker(name, Path(checkpoint), Path(result), arguments.platform, arguments.precision, arguments.lora)
+        worker(name, Path(checkpoint), Path(result), arguments.platform, arguments.lora)
         return 0
     with tempfile.TemporaryDirectory(prefix="megascend-parity-") as folder:
         if arguments.store:
             return 0 if store_families(arguments.store, arguments.only, Path(folder), arguments.platform) else 1
-        rows = measure(
-            arguments.only, Path(folder), arguments.platform, arguments.precision, arguments.lora, arguments.jobs
-        )
+        rows = measure(arguments.only, Path(folder), arguments.platform, arguments.lora, arguments.jobs)
     if not rows:
         parser.error(f"no case matches {arguments.only!r}")
     versions = installed_versions()

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
+from bench import runner, suite
 from megascend.apps.cli.main import app
 from megascend.config import RunConfig
 from megascend.config.rl import RlConfig
@@ -320,11 +322,20 @@ def test_commands_on_pages_parse(command: str) -> None:
 
 
 def test_script_options_on_pages_exist() -> None:
-    documented = sorted(
-        {command for _, command in commands() if re.match(r"python scripts/(bench_train|parity)\.py", command)}
-    )
-    assert len(documented) >= 5
+    documented = sorted({command for _, command in commands() if re.match(r"python scripts/parity\.py", command)})
+    assert len(documented) >= 3
     for command in documented:
         _, script, *options = shlex.split(command)
         text = (ROOT / script).read_text(encoding="utf-8")
         assert [option for option in options if option.startswith("--") and f'"{option}"' not in text] == [], command
+
+
+def test_benchmarks_on_pages_parse() -> None:
+    documented = sorted({command for _, command in commands() if command.startswith("python scripts/bench.py ")})
+    assert len(documented) >= 10
+    for command in documented:
+        name, *options = shlex.split(command)[2:]
+        if name.startswith("-"):
+            suite.parse([name, *options])
+        else:
+            runner.parse(import_module(f"bench.{name}"), options)

@@ -1,1 +1,1 @@
-"""Parts of ``scripts/bench.py``: lines to measure, their processes, and the comparison with stored ratios."""
+"""The benchmarks of ``scripts/bench.py``: a module each, the suite of their lines, and what they share."""

@@ -23,8 +23,6 @@ class Row:
     """The reference of the ratio."""
     noise: float = 0.04
     """Tolerated relative drop of the ratio: the difference of repeated runs on one device."""
-    ours: bool = True
-    """True for megascend; figures of other libraries are printed, but neither stored nor compared."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,14 @@ def compare(rows: Iterable[Row], stored: Stored, lines: Iterable[str]) -> Verdic
             fallen.append(
                 f"{name}: {current:.3f}, {ratio:.3f} stored: {1 - current / ratio:.1%} less, noise is {noise:.0%}"
             )
-    new = [name for name, row in measured.items() if row.ratio is not None and row.ours and name not in stored.ratios]
+    new = [name for name, row in measured.items() if row.ratio is not None and name not in stored.ratios]
     return Verdict(tuple(fallen), tuple(missing), tuple(new))
 
 
 def merged(stored: Stored | None, rows: Iterable[Row], device: str, scale: str, versions: Mapping[str, str]) -> Stored:
     """Merge a run's ratios into the stored ones, which stay for rows that it has not measured."""
     ratios = dict(stored.ratios) if stored else {}
-    ratios |= {row.name: (row.ratio, row.noise) for row in rows if row.ratio is not None and row.ours}
+    ratios |= {row.name: (row.ratio, row.noise) for row in rows if row.ratio is not None}
     return Stored(device, scale, ratios, versions)
 
 

@@ -1,14 +1,14 @@
-"""The lines of ``scripts/bench.py``: for each the command that measures it, and its rows from the command's output.
+"""The lines of the suite: for each the benchmark and options that measure it, and its rows from the figures.
 
-A line is one call of one benchmark script, which takes ``--json`` and ends with a nonzero exit code if its runs do not agree
-numerically. Pure: nothing here starts a process.
+A line is one call of one benchmark, which ends with a nonzero exit code if its runs do not agree numerically. Pure: nothing here
+starts a process.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from bench.gate import Row
 
 Figures = Mapping[str, Any]
 
-REFERENCES = ("mcore-bridge", "transformers")
 DISK = 0.25
 """Noise of figures that involve a disk."""
 START = 0.2
@@ -32,7 +31,7 @@ class Size:
         label: its name in rows and stored ratios, since ratios of different sizes are not comparable.
         gib: device memory that it needs, in GiB: the highest peak of its runs (measured, or estimated from another size at
             18 bytes a parameter) and a margin for the allocator.
-        options: options of the script in addition to the line's.
+        options: options of the benchmark in addition to the line's.
     """
 
     label: str
@@ -45,15 +44,15 @@ class Line:
     """One line of the suite.
 
     Attributes:
-        full, tiny: options of the script at either scale.
+        full, tiny: options of the benchmark at either scale.
         sizes: sizes at full scale, the largest first; empty if its one size fits everywhere.
     """
 
     name: str
     suite: str
-    script: str
-    full: tuple[str, ...]
-    tiny: tuple[str, ...]
+    bench: str
+    full: Sequence[str]
+    tiny: Sequence[str]
     rows: Callable[[str, Figures], list[Row]]
     deadline_s: float
     """At full scale."""
@@ -62,7 +61,7 @@ class Line:
 
 
 def training(name: str, figures: Figures) -> list[Row]:
-    """Build rows of bench_train: tokens per second of every run relative to the first one."""
+    """Build rows of train: tokens per second of every run relative to the first one."""
     runs, work = figures["runs"], figures["work"]
     medians = [statistics.median(run["ms"]) for run in runs]
     tokens = 1000 * work["sequences"] * work["length"]
@@ -73,7 +72,7 @@ def training(name: str, figures: Figures) -> list[Row]:
 
 
 def small(name: str, figures: Figures) -> list[Row]:
-    """Build rows of bench_small_steps: eager requests relative to device time, and graphs relative to eager."""
+    """Build rows of small: eager requests relative to device time, and graphs relative to eager."""
     rows = []
     for tokens, eager in figures["eager"]["request"].items():
         graphs = figures["graphs"]["request"][tokens]
@@ -87,7 +86,7 @@ def small(name: str, figures: Figures) -> list[Row]:
 
 
 def mixed(name: str, figures: Figures) -> list[Row]:
-    """Build rows of bench_multi_lora: all tenants in one batch, relative to a single adapter and to tenants in turn."""
+    """Build rows of lora: all tenants in one batch, relative to a single adapter and to tenants in turn."""
     rows = []
     for size in figures["sizes"]:
         tenants, length = size["size"]
@@ -98,33 +97,22 @@ def mixed(name: str, figures: Figures) -> list[Row]:
     return rows
 
 
-def files(*ways: str, against: str, of: str) -> Callable[[str, Figures], list[Row]]:
-    """Return a builder of rows of bench_files: seconds of ``ways`` relative to the disk's for the same bytes."""
+def files(way: str, against: str, of: str) -> Callable[[str, Figures], list[Row]]:
+    """Return a builder of rows of files: seconds of ``way`` relative to the disk's for the same bytes."""
 
     def rows(name: str, figures: Figures) -> list[Row]:
         seconds = {mode: min(times) for mode, times in figures["seconds"].items()}
-        bound = Row(f"{name}/{against}", seconds[against], "s", None, "")
+        ratio = seconds[against] / seconds[way]
         return [
-            bound,
-            *(
-                Row(
-                    f"{name}/{mode}",
-                    seconds[mode],
-                    "s",
-                    seconds[against] / seconds[mode],
-                    of,
-                    DISK,
-                    mode not in REFERENCES,
-                )
-                for mode in ways
-            ),
+            Row(f"{name}/{against}", seconds[against], "s", None, ""),
+            Row(f"{name}/{way}", seconds[way], "s", ratio, of, DISK),
         ]
 
     return rows
 
 
 def save(name: str, figures: Figures) -> list[Row]:
-    """Build rows of bench_checkpoint."""
+    """Build rows of checkpoint."""
     sync, stall = min(figures["sync_s"]), min(figures["async_stall_s"])
     single_write, parallel_writes, read = figures["disk_write_s"], figures["disk_writes_s"], figures["disk_read_s"]
     return [
@@ -137,7 +125,7 @@ def save(name: str, figures: Figures) -> list[Row]:
 
 
 def start(name: str, figures: Figures) -> list[Row]:
-    """Build rows of bench_start: the share of imports in each start."""
+    """Build rows of start: the share of imports in each start."""
     imports, ready = figures["imports_s"], figures["ready_s"]
     rows = [
         Row(f"{name}/imports", imports, "s", None, ""),
@@ -151,131 +139,58 @@ def start(name: str, figures: Figures) -> list[Row]:
 
 
 def layers(count: int, gib: float) -> Size:
-    """Return a size of bench_train's model by its number of layers."""
+    """Return a size of a model by its number of layers."""
     return Size(f"{count}-layers", gib, ("--layers", str(count)))
 
 
-DENSE_4B = ("--hidden", "2560", "--heads", "32", "--ffn", "9728", "--warmup", "2", "--steps", "5")
-MOE = (
-    "--moe",
-    "--warmup",
-    "3",
-    "--steps",
-    "5",
-    "--run",
-    "bare",
-    "--run",
-    "megascend:micro_batch_tokens=16384",
-)
-BARE_AND_OURS = ("--run", "bare", "--run", "megascend")
-DENSE = (*BARE_AND_OURS, "--run", "megascend:graphs=true")
-TINY = ("--tiny", "--steps", "2", *BARE_AND_OURS)
+words = str.split
+DENSE = "--run bare --run megascend --run megascend:graphs=true"
+TINY = "--tiny --steps 2 --run bare --run megascend"
 
 LINES = (
     Line(
-        "dense-1.7b",
-        "dense",
-        "train",
-        ("--warmup", "4", "--steps", "8", *DENSE),
-        TINY,
-        training,
-        360,
-        "Qwen3-1.7B shapes, 8 x 4096 tokens a step, all parameters",
-        (layers(28, 57), layers(14, 44)),
+        "dense-1.7b", "dense", "train", words(f"--warmup 4 --steps 8 {DENSE}"), words(TINY), training, 360,
+        "Qwen3-1.7B shapes, 8 x 4096 tokens a step, all parameters", (layers(28, 57), layers(14, 44)),
     ),
     Line(
-        "dense-4b",
-        "dense",
-        "train",
-        (*DENSE_4B, *DENSE),
-        ("--layers", "3", *TINY),
-        training,
-        480,
-        "Qwen3-4B shapes, likewise",
-        (layers(36, 118), layers(18, 66), layers(9, 44)),
+        "dense-4b", "dense", "train", words(f"--model 4b --warmup 2 --steps 5 {DENSE}"), words(f"--layers 3 {TINY}"), training,
+        480, "Qwen3-4B shapes, likewise", (layers(36, 118), layers(18, 66), layers(9, 44)),
     ),
     Line(
-        "moe",
-        "moe",
-        "train",
-        MOE,
-        ("--moe", *TINY),
-        training,
-        360,
-        "Qwen3-30B-A3B shapes, 8 x 4096 tokens a step, all parameters",
+        "moe", "moe", "train",
+        words("--model 30b-a3b --warmup 3 --steps 5 --run bare --run megascend:micro_batch_tokens=16384"),
+        words(f"--model tiny-moe {TINY}"), training, 360, "Qwen3-30B-A3B shapes, 8 x 4096 tokens a step, all parameters",
         (layers(6, 96), layers(4, 74), layers(2, 50)),
     ),
     Line(
-        "small",
-        "small",
-        "small_steps",
-        ("--requests", "0", "--mixed"),
-        ("--tiny", "--requests", "0", "--tokens", "24", "--warmup", "1", "--mixed"),
-        small,
-        240,
+        "small", "small", "small", words("--requests 0 --mixed"), words("--tiny --requests 0 --tokens 24 --mixed"), small, 240,
         "one LoRA request of 256, 1024, 4096 tokens, 1.7B shapes",
     ),
     Line(
-        "small-moe",
-        "small",
-        "small_steps",
-        ("--moe", "--requests", "0", "--tokens", "256", "1024", "--mixed"),
-        ("--tiny", "--moe", "--requests", "0", "--tokens", "24", "--warmup", "1", "--mixed"),
-        small,
-        240,
+        "small-moe", "small", "small",
+        words("--model 30b-a3b --layers 6 --requests 0 --tokens 256 1024 --mixed"),
+        words("--tiny --model tiny-moe --requests 0 --tokens 24 --mixed"), small, 240,
         "one LoRA request of 256, 1024 tokens, adapters on all experts, 30B-A3B shapes, 6 layers",
     ),
     Line(
-        "mixed",
-        "mixed",
-        "lora",
-        ("--graphs", "--micro-batch-tokens", "8192", "--steps", "5"),
-        ("--tiny",),
-        mixed,
-        240,
+        "mixed", "mixed", "lora", words("--graphs --micro-batch-tokens 8192 --steps 5"), words("--tiny"), mixed, 240,
         "8 x 1024 and 32 x 512 tokens of as many LoRA tenants, 1.7B shapes",
     ),
     Line(
-        "load",
-        "load",
-        "files",
-        ("load",),
-        ("load", "--tiny"),
-        files("MegatronBackend", "mcore-bridge", "transformers", against="reads", of="parallel direct reads"),
-        300,
+        "load", "load", "files", words("--what load"), words("--what load --tiny"),
+        files("MegatronBackend", against="reads", of="parallel direct reads"), 300,
         "a Hugging Face directory of 4B shapes, out of no page cache",
     ),
     Line(
-        "export",
-        "export",
-        "files",
-        ("export",),
-        ("export", "--tiny"),
-        files("export", against="writes", of="parallel writes"),
-        240,
-        "the same directory written, fsync included",
+        "export", "export", "files", words("--what export"), words("--what export --tiny"),
+        files("export", against="writes", of="parallel writes"), 240, "the same directory written, fsync included",
     ),
     Line(
-        "save",
-        "save",
-        "checkpoint",
-        ("--saves", "2", "--syncs", "1"),
-        ("--size", "tiny", "--saves", "2", "--syncs", "1"),
-        save,
-        300,
+        "save", "save", "checkpoint", words("--saves 2 --syncs 1"), words("--tiny --saves 2 --syncs 1"), save, 300,
         "a checkpoint with optimizer state, 1.7B shapes",
     ),
-    Line(
-        "start",
-        "start",
-        "start",
-        (),
-        (),
-        start,
-        200,
-        "a tiny model: until ready, until its first step is done",
-    ),
-)
+    Line("start", "start", "start", [], [], start, 200, "a tiny model: until ready, until its first step is done"),
+)  # fmt: skip
 
 
 def select(only: str | None) -> list[Line]:
@@ -307,9 +222,4 @@ def sized(line: Line, memory_gib: float) -> Line:
         raise ValueError(
             f"its smallest size, {smallest.label}, needs {smallest.gib:g} GiB of device memory; this device has {memory_gib:.1f}"
         )
-    return replace(line, name=f"{line.name}@{size.label}", full=(*line.full, *size.options), sizes=())
-
-
-def command(line: Line, platform: str, tiny: bool) -> list[str]:
-    """Return the script and its options, without ``python`` and ``--json``."""
-    return [line.script, "--platform", platform, *(line.tiny if tiny else line.full)]
+    return replace(line, name=f"{line.name}@{size.label}", full=[*line.full, *size.options], sizes=())

@@ -1,7 +1,6 @@
 """Compare predictions of ``megascend plan`` with measurements of this package and with figures that others have published.
 
     python scripts/bench.py plan [--parts] [--only measured|published] [--match TEXT]
-    python scripts/bench.py plan --clusters        # plans of published models, a minute each
     python scripts/bench.py plan --store           # what docs/planning.md shows
 
 ``benchmarks/planning/measured.json`` has steps of benchmarks/performance, ``published.json`` tables of other programs with their
@@ -14,7 +13,6 @@ import argparse
 import json
 import math
 import statistics
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,9 +21,8 @@ from typing import Any
 
 from megascend.apps.plan.hardware import load
 from megascend.apps.plan.layers import Execution
-from megascend.apps.plan.search import PlannedModel, difference, stage_parameters, step_work
+from megascend.apps.plan.search import PlannedModel, stage_parameters, step_work
 from megascend.apps.plan.step import StepTime, StepWork, step_time
-from megascend.apps.train.layout_plan import model_checkpoint, plan_layouts, settings
 from megascend.config import Lora, Parallel, Recompute, TrainerConfig
 from megascend.config.training import Adam
 from megascend.models.base import LatentAttention, LinearAttention
@@ -39,14 +36,6 @@ from megascend.runtime.topology.topology import Topology, plan
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "planning"
 STORED = FOLDER / "predictions.json"
-PUBLISHED = ROOT / "tests" / "models" / "published"
-CLUSTERS = {
-    "deepseek-v3": (1024, "h100", 8192, None),
-    "qwen3-235b-a22b": (256, "h100", 2048, None),
-    "kimi-k2-instruct": (64, "h100", 256, 16),
-    "qwen3.5-35b-a3b": (8, "ascend-910b", 128, 16),
-}
-"""Published models: devices, their kind, samples of 4096 tokens a step, rank of an adapter."""
 MEGATRON = Execution(whole_logits=True, tensor_overlap=True, host_kernels=0.6, fused_expert_gradients=True)
 """NVIDIA's programs on Megatron-Core: collectives of tensor parallelism in pieces beside products (their recipes'
 ``tp_comm_overlap``), whole logits, Transformer Engine's experts, parts of layers in CUDA graphs."""
@@ -346,20 +335,14 @@ def summary(rows: Iterable[Row]) -> dict[str, float]:
     return result | ({"memory_rows": len(memory), "memory": statistics.median(memory)} if memory else {})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", action="store_true", help="print the time by part")
     parser.add_argument("--only", choices=("measured", "published"))
     parser.add_argument("--match", default="", help="rows whose name has this text")
-    parser.add_argument(
-        "--clusters", action="store_true", help="plan the published models of CLUSTERS, and store the plans"
-    )
     parser.add_argument("--store", action="store_true", help=f"write rows and medians to {STORED.name}")
-    options = parser.parse_args()
-    if options.clusters:
-        rows = [cluster(name) for name in CLUSTERS]
-        (FOLDER / "clusters.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        return
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     content: dict[str, Any] = {}
     for kind, function in (("measured", measured), ("published", published)):
         if options.only not in (None, kind):
@@ -379,6 +362,7 @@ def main() -> None:
         content[kind] = stored(rows)
     if options.store:
         STORED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return content, True
 
 
 def stored(rows: list[Row]) -> dict[str, Any]:
@@ -398,43 +382,3 @@ def stored(rows: list[Row]) -> dict[str, Any]:
             for row in rows
         ],
     }
-
-
-def cluster(name: str) -> dict[str, Any]:
-    """Plan a published model for its cluster as ``megascend plan`` does, with the engine's checks."""
-    cards, device, batch, lora = CLUSTERS[name]
-    hardware = load(device)
-    begin = time.process_time()
-    chosen = [] if lora is None else [f"lora.rank={lora}"]
-    config = settings(Path(name), 4096, batch, None, chosen)
-    with model_checkpoint(PUBLISHED / f"{name}.json") as checkpoint:
-        result = plan_layouts(checkpoint, config, cards, 4096, hardware, best=3)
-    seconds = time.process_time() - begin
-    best, second = result.layouts[:2]
-    part, seconds_lost = difference(best, second)[0]
-    print(f"{name}: {seconds:.0f} s of processor time, {len(result.refused)} refused; {best.describe()}")
-    return {
-        "model": name,
-        "cards": cards,
-        "device": hardware.title,
-        "batch": batch,
-        "lora": lora,
-        "legal": result.plan.legal,
-        "fitting": result.plan.fitting,
-        "evaluations": result.plan.evaluations,
-        "refused": len(result.refused),
-        "cpu_seconds": round(seconds),
-        "layout": best.describe(),
-        "seconds": best.time.seconds,
-        "tokens_per_second": best.tokens_per_second,
-        "mfu": result.mfu,
-        "gib": best.memory.total / 2**30,
-        "parts": dict(sorted(best.time.parts.items(), key=lambda part: -part[1])[:3]),
-        "second": second.describe(),
-        "loses_ms": 1000 * (second.time.seconds - best.time.seconds),
-        "loses_most_in": f"{part} {1000 * seconds_lost:+,.0f} ms",
-    }
-
-
-if __name__ == "__main__":
-    main()

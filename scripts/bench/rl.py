@@ -33,7 +33,7 @@ from megascend.config.rl import load_rl_config
 QUIET = ("evaluation=null", "checkpoint.every=0", "export=false", "plot=false", "rollout.records.every=0")
 
 
-def run(arguments: argparse.Namespace, max_lag: int, output: Path) -> list[dict[str, Any]]:
+def rows_of(arguments: argparse.Namespace, max_lag: int, output: Path) -> list[dict[str, Any]]:
     """Run once; return the rows of metrics.jsonl."""
     settings = [*QUIET, *arguments.set, f"steps={arguments.steps}", f"output={output}", f"rollout.max_lag={max_lag}"]
     command = [sys.executable, "-m", "megascend", "rl", str(arguments.config), "--nproc", str(arguments.nproc)]
@@ -57,33 +57,27 @@ def figures(rows: Sequence[Mapping[str, Any]], warm_up: int) -> dict[str, float]
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="run file of megascend rl")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of megascend rl")
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=3, help="steps that are not measured")
     parser.add_argument("--max-lag", type=int, help="of the asynchronous run; default: the file's")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     if not 1 <= arguments.warm_up < arguments.steps:
-        parser.error("--warm-up must be 1 or more, and less than --steps")
+        raise SystemExit("--warm-up must be 1 or more, and less than --steps")
     max_lag = arguments.max_lag
     if max_lag is None:
         max_lag = load_rl_config(arguments.config, arguments.set).rollout.max_lag
     if max_lag == 0:
-        parser.error("max_lag 0 is the run in turns: set --max-lag for the other one")
-    result = {}
+        raise SystemExit("max_lag 0 is the run in turns: set --max-lag for the other one")
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, lag in (("asynchronous", max_lag), ("in turns", 0)):
-            result[name] = figures(run(arguments, lag, Path(folder) / name), arguments.warm_up)
+            result[name] = figures(rows_of(arguments, lag, Path(folder) / name), arguments.warm_up)
     result["speed-up"] = result["asynchronous"]["tokens_per_s"] / result["in turns"]["tokens_per_s"]
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    print(json.dumps(result, indent=1))
+    return result, True

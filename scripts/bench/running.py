@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bench.runner import environment
 
 GRACE_S = 15.0
 """Seconds from SIGTERM, at which launchers end their ranks, to SIGKILL."""
@@ -19,7 +20,7 @@ GRACE_S = 15.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a line: the figures that the script wrote, or None and a ``problem``."""
+    """Result of a line: the figures that it wrote, or None and a ``problem``."""
 
     seconds: float
     figures: dict[str, Any] | None
@@ -27,17 +28,16 @@ class Outcome:
 
 
 def run(command: Sequence[str], result: Path, log: Path, deadline_s: float) -> Outcome:
-    """Run ``python COMMAND --json RESULT``; what it prints goes to ``log``."""
+    """Run ``COMMAND --json RESULT``; what it prints goes to ``log``."""
     result.unlink(missing_ok=True)
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
     start = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *command, "--json", str(result)],
+            [*command, "--json", str(result)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=environment(),
             start_new_session=True,
         )
         try:

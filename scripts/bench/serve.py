@@ -1,4 +1,4 @@
-"""Measure `megascend serve` under load: throughput, latency and memory with many tenants, mixed and one by one.
+"""Measure `megascend serve` under load: throughput and latency with many tenants, mixed and one by one.
 
     python scripts/bench.py serve                                   # a tiny random model on the CPU, fp32
     python scripts/bench.py serve --model DIR --platform cuda --precision bf16 --json FILE
@@ -7,15 +7,13 @@ Two servers run at a time, one with defaults and one that mixes nothing (`batch_
 loaded alternately by `--tenants` tenants, each with its own session, model and LoRA rank, all in one process that sends the
 tinker package's messages: a real client for each tenant would saturate the machine. A tenant sends
 a forward_backward and an optim_step together, as clients do, fetches both, and starts again.
-
-With `--memory N`, the first server then receives N requests of eight tenants, which save, end their session and start a new one
-after every 25 steps. Its resident memory is printed every 1,000 requests.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -42,8 +40,8 @@ KINDS: dict[str, list[str]] = {"mixed": [], "one by one": ["batch_tokens=1", "wi
 
 
 @contextmanager
-def server(options: argparse.Namespace, model: Path, folder: Path, settings: list[str]) -> Iterator[tuple[str, int]]:
-    """Address and process id of a server, once it is ready."""
+def server(options: argparse.Namespace, model: Path, folder: Path, settings: list[str]) -> Iterator[str]:
+    """Yield the address of a server, once it is ready."""
     count = max([8, *options.tenants])
     settings = [
         f"max_models={count}", f"limits.models={count}", f"limits.sessions={2 * count + 16}",
@@ -62,7 +60,7 @@ def server(options: argparse.Namespace, model: Path, folder: Path, settings: lis
                 if process.poll() is not None:
                     raise SystemExit(f"the server ended:\n{log.read_text()}")
                 time.sleep(0.2)
-            yield match[1], process.pid
+            yield match[1]
         finally:
             if process.poll() is not None:
                 print(f"the server ended:\n{log.read_text()[-4000:]}", file=sys.stderr)
@@ -138,11 +136,7 @@ class Tenant:
         assert "metrics" in step, step
         return time.perf_counter() - start
 
-    async def end(self, *, save: bool = False) -> None:
-        if save:
-            body = {"model_id": self._name, "path": "end", "seq_id": self._number + 1}
-            await self._fetch((await self._post("save_weights", body))["request_id"])
-            await self._http.request("DELETE", f"training_runs/{self._name}/checkpoints/weights/end")
+    async def end(self) -> None:
         await self._fetch((await self._post("unload_model", {"model_id": self._name}))["request_id"])
         await self._http.request("POST", f"sessions/{self._session}/finish")
 
@@ -162,15 +156,6 @@ class Tenant:
         return result
 
 
-@contextmanager
-def connected(url: str) -> Iterator[Connections]:
-    http = Connections(url)
-    try:
-        yield http
-    finally:
-        http.close()
-
-
 def metrics(url: str) -> str:
     """Return the server's metrics in Prometheus format."""
     return httpx.get(f"{url}/metrics").raise_for_status().text
@@ -185,7 +170,7 @@ def counted(url: str) -> tuple[float, float]:
 
 async def load(url: str, model: str, count: int, options: argparse.Namespace) -> dict[str, float]:
     """Measure ``count`` tenants on a server for ``options.seconds``, after one warm-up step of each."""
-    with connected(url) as http:
+    with contextlib.closing(Connections(url)) as http:
         tenants = [Tenant(http, model, number, options) for number in range(count)]
         await asyncio.gather(*(tenant.begin() for tenant in tenants))
         await asyncio.gather(*(tenant.step() for tenant in tenants))
@@ -204,52 +189,17 @@ async def load(url: str, model: str, count: int, options: argparse.Namespace) ->
         "p50_ms": 1e3 * statistics.median(places),
         "p99_ms": 1e3 * places[min(len(places) - 1, int(0.99 * len(places)))],
         "models_in_batch": (after[1] - before[1]) / max(1.0, after[0] - before[0]),
-        "device_peak_gib": on_device(url)[1],
+        "device_peak_gib": peak_gib(url),
     }
 
 
-async def memory(url: str, pid: int, model: str, options: argparse.Namespace) -> list[tuple[int, float, float]]:
-    """Sample (requests, MiB of the server, GiB on its device) every 1,000 of ``options.memory`` requests."""
-    samples, completed = [(0, resident(pid), on_device(url)[0])], 0
-    with connected(url) as http:
-
-        async def requests(number: int) -> None:
-            nonlocal completed
-            tenant = Tenant(http, model, number, options)
-            while completed < options.memory:
-                await tenant.begin()
-                for _ in range(25):
-                    await tenant.step()
-                    completed += 2
-                    if completed // 1000 > samples[-1][0] // 1000:
-                        samples.append((completed, resident(pid), on_device(url)[0]))
-                        print(
-                            f"{completed:6d} requests: {samples[-1][1]:.0f} MiB, device {samples[-1][2]:.2f} GiB",
-                            flush=True,
-                        )
-                await tenant.end(save=True)
-                completed += 3
-
-        await asyncio.gather(*(requests(number) for number in range(8)))
-    return samples
+def peak_gib(url: str) -> float:
+    """Return the server's peak device memory in GiB; 0 if the device does not report it."""
+    match = re.search(r"^megascend_device_memory_peak_bytes (\S+)", metrics(url), re.MULTILINE)
+    return float(match[1]) / 2**30 if match else 0.0
 
 
-def on_device(url: str) -> tuple[float, float]:
-    """Return the server's current and peak device memory in GiB; zeros if the device does not report it."""
-    text = metrics(url)
-    matches = [
-        re.search(rf"^megascend_device_memory_{name} (\S+)", text, re.MULTILINE) for name in ("bytes", "peak_bytes")
-    ]
-    return tuple(float(match[1]) / 2**30 if match else 0.0 for match in matches)  # type: ignore[return-value]
-
-
-def resident(pid: int) -> float:
-    """MiB of a process that are in memory (Linux)."""
-    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024  # type: ignore[index]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="default: a random one of 64 hidden units and 2 layers")
     parser.add_argument("--platform", default="cpu")
     parser.add_argument("--precision", default="fp32")
@@ -257,10 +207,10 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 16, 32, 64], help="of the tenants, by turns")
     parser.add_argument("--tokens", type=int, default=64, help="of a request")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
-    parser.add_argument("--memory", type=int, default=0, metavar="REQUESTS")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of both servers")
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = options.model or folder / "tiny"
@@ -269,42 +219,31 @@ def main() -> int:
 
             write_tiny_checkpoint(model, "qwen3", num_hidden_layers=2)
         options.vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        report = measure(options, model.absolute(), folder)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
-    return 1 if report["failures"] else 0
+        figures = measure(options, model.absolute(), folder)
+    return figures, not figures["failures"]
 
 
 def measure(options: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
-    """Load both servers by turns, then the first one alone for its memory."""
+    """Load both servers by turns."""
     loads: dict[str, dict[str, dict[str, float]]] = {}
-    remembered: list[tuple[int, float, float]] = []
     failures = list[str]()
-    with server(options, model, folder / "mixed", KINDS["mixed"]) as mixed:
-        with server(options, model, folder / "apart", KINDS["one by one"]) as unmixed:
-            for count in options.tenants:
-                for kind, (url, _) in zip(KINDS, (mixed, unmixed), strict=True):
-                    try:
-                        result = asyncio.run(load(url, str(model), count, options))
-                    except (AssertionError, OSError, EOFError) as error:  # memory for both servers, say
-                        failures.append(f"{count} tenants, {kind}: {error!r}")
-                        print(f"FAILED: {failures[-1]}", flush=True)
-                        continue
-                    loads.setdefault(str(count), {})[kind] = result
-                    print(
-                        f"{count:4d} tenants, {kind}: " + ", ".join(f"{k} {v:.1f}" for k, v in result.items()),
-                        flush=True,
-                    )
-        if options.memory:
-            remembered = asyncio.run(memory(*mixed, str(model), options))
+    with (
+        server(options, model, folder / "mixed", KINDS["mixed"]) as mixed,
+        server(options, model, folder / "apart", KINDS["one by one"]) as unmixed,
+    ):
+        for count in options.tenants:
+            for kind, url in zip(KINDS, (mixed, unmixed), strict=True):
+                try:
+                    result = asyncio.run(load(url, str(model), count, options))
+                except (AssertionError, OSError, EOFError) as error:  # memory for both servers, say
+                    failures.append(f"{count} tenants, {kind}: {error!r}")
+                    print(f"FAILED: {failures[-1]}", flush=True)
+                    continue
+                loads.setdefault(str(count), {})[kind] = result
+                print(f"{count:4d} tenants, {kind}: {', '.join(f'{k} {v:.1f}' for k, v in result.items())}", flush=True)
     return {
         "failures": failures,
         "loads": loads,
-        "memory_mib": remembered,
         "tokens": options.tokens,
         "ranks": options.ranks,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

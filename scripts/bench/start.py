@@ -11,7 +11,6 @@ The model has 45 thousand parameters, so that reading and computing are negligib
     torchrun      the same as one rank under torchrun
     phases        of each of these, from its events.jsonl: wall and processor seconds; ``leaving`` is the time after the last
                   event
-    packages      with --imports: the packages that take longest to import, without their dependencies, and their modules
 
 An untimed first run lets Python store the bytecode of its imports, as pip does on installation: without it
 (``pip install --no-compile``, PYTHONDONTWRITEBYTECODE) each start compiles peft, Megatron-Core, mcore-bridge and megascend.
@@ -25,15 +24,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
-from bench.train import environment, versions
+from bench.runner import environment
+
+COMMON = ("platform",)
 
 READY = """
 import builtins, importlib, json, sys, time
@@ -65,6 +65,7 @@ backend.close()
 
 DEADLINE_S = 300.0
 """Deadline of each program."""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python", sys.executable]
 
 
 def ready(model: Path, platform: str, env: dict[str, str]) -> dict[str, float]:
@@ -74,14 +75,9 @@ def ready(model: Path, platform: str, env: dict[str, str]) -> dict[str, float]:
     return json.loads(completed.stdout.splitlines()[-1])
 
 
-def train(launcher: list[str], config: Path, output: Path) -> list[str]:
-    """Return the command of one run."""
-    return [sys.executable, *launcher, "-m", "megascend", "train", str(config), "--set", f"output={output}"]
-
-
 def first_step(launcher: list[str], config: Path, output: Path, env: dict[str, str]) -> tuple[float, float]:
     """Return the seconds to the first step and to the end of the program."""
-    command = train(launcher, config, output)
+    command = [sys.executable, *launcher, "-m", "megascend", "train", str(config), "--set", f"output={output}"]
     metrics, first = output / "metrics.jsonl", None
     start = time.perf_counter()
     process = subprocess.Popen(command, env=env, stdout=sys.stderr)
@@ -111,51 +107,28 @@ def phases(output: Path, ended: float) -> list[tuple[str, float, float | None]]:
     ]
 
 
-IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)$")
-"""A line of ``python -X importtime``: microseconds of a module without those that it imports, and its name."""
-
-
-def packages(command: list[str], env: dict[str, str]) -> list[tuple[str, float, int]]:
-    """Return (package, seconds, modules) of the imports of a run, the longest first. Tracing adds to the time."""
-    traced = [command[0], "-X", "importtime", *command[1:]]
-    completed = subprocess.run(
-        traced, env=env, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S
-    )
-    seconds: defaultdict[str, float] = defaultdict(float)
-    modules: defaultdict[str, int] = defaultdict(int)
-    for match in filter(None, map(IMPORT.match, completed.stderr.splitlines())):
-        package = match[2].partition(".")[0]
-        seconds[package] += int(match[1]) / 1e6
-        modules[package] += 1
-    if completed.returncode != 0:
-        raise SystemExit(f"{' '.join(traced)}: exit code {completed.returncode}: {completed.stderr[-2000:]}")
-    return [(name, seconds[name], modules[name]) for name in sorted(seconds, key=lambda name: -seconds[name])]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only-ready", action="store_true", help="leave megascend train out")
-    parser.add_argument("--imports", action="store_true", help="one more run, for the packages that it imports")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    arguments = parser.parse_args()
-    figures: dict[str, float] = {}
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    figures: dict[str, Any] = {"cores": os.cpu_count()}
     with tempfile.TemporaryDirectory(prefix="bench-start-") as temporary:
         folder = Path(temporary)
         env = environment() | {"MEGASCEND_CACHE": str(folder / "cache-ready")}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        env["TRITON_CACHE_DIR"] = str(folder / "triton")  # the first run's kernels are new, whatever ran here before
         model, config = folder / "model", folder / "run.yaml"
         make = [sys.executable, "-m", "megascend", "new-model", str(model), "--hidden", "32", "--layers", "2"]
         subprocess.run(make, env=env, stdout=sys.stderr, check=True, timeout=DEADLINE_S)
         line = {"messages": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]}
         (folder / "chat.jsonl").write_text(16 * (json.dumps(line) + "\n"))
         data = f"data: {{path: {folder / 'chat.jsonl'}, global_batch_size: 4}}"
-        config.write_text(f"model: {model}\noutput: out\nsteps: 2\nplatform: {arguments.platform}\n{data}\n")
-        env.pop("PYTHONDONTWRITEBYTECODE", None)
-        env["TRITON_CACHE_DIR"] = str(folder / "triton")  # the first run's kernels are new, whatever ran here before
-        ready(model, arguments.platform, env)
-        show(figures, ready(model, arguments.platform, env | {"MEGASCEND_CACHE": str(folder / "cache-again")}))
-        ways = {"first_step": ([], "new"), "kept": ([], "new"), "torchrun": (torchrun(), "other")}
-        for mode, (launcher, cache) in {} if arguments.only_ready else ways.items():
+        config.write_text(f"model: {model}\noutput: out\nsteps: 2\nplatform: {options.platform}\n{data}\n")
+        ready(model, options.platform, env)
+        show(figures, ready(model, options.platform, env | {"MEGASCEND_CACHE": str(folder / "cache-again")}))
+        ways = {"first_step": ([], "new"), "kept": ([], "new"), "torchrun": (TORCHRUN, "other")}
+        for mode, (launcher, cache) in {} if options.only_ready else ways.items():
             mode_env = env | {"MEGASCEND_CACHE": str(folder / f"cache-{cache}")}
             step_times = first_step(launcher, config, folder / mode, mode_env)
             ended = time.time()
@@ -164,29 +137,11 @@ def main() -> int:
                 figures[f"{mode}: {name}"] = seconds
                 used = "" if processor is None else f", {processor:.2f} of the processors"
                 print(f"    {name:<26} {seconds:7.2f}{used}", flush=True)
-        if arguments.imports:
-            imported = packages(
-                train([], config, folder / "imports"), env | {"MEGASCEND_CACHE": str(folder / "cache-new")}
-            )
-            print(f"{sum(count for *_, count in imported)} modules, {sum(seconds for _, seconds, _ in imported):.2f} s")
-            for name, seconds, count in imported[:30]:
-                figures[f"import {name}"] = seconds
-                print(f"    {name:<26} {seconds:7.2f}, {count} modules", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"versions": versions(), "cores": os.cpu_count(), **figures}, indent=1))
-    return 0
+    return figures, True
 
 
-def show(figures: dict[str, float], measured: dict[str, float]) -> None:
+def show(figures: dict[str, Any], measured: dict[str, float]) -> None:
     """Record and print results at once: a later part may exceed the caller's deadline."""
     figures |= measured
     for name, seconds in measured.items():
         print(f"{name:<18} {seconds:7.2f}", flush=True)
-
-
-def torchrun() -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python", sys.executable]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,17 @@
-"""All benchmarks in one table, with ratios, and a check that no ratio has fallen.
+"""Run all benchmarks of the suite in one table, with ratios, and check that no ratio has fallen.
 
     python scripts/bench.py                                  # everything, one GPU; --list shows the deadlines
     python scripts/bench.py --only dense,load --json out.json
     python scripts/bench.py --compare                        # with the ratios stored for this device (benchmarks/DEVICE.json)
     python scripts/bench.py --store                          # writes them
     python scripts/bench.py --tiny --platform cpu            # checks the benchmarks, not speed
+    python scripts/bench.py NAME --help                      # one benchmark: a module of scripts/bench
 
 A line whose work may not fit runs at the largest of its sizes that fits the device's memory, and prints it; its ratios are stored
 under that size (``moe@4-layers``) and compared with those of the same size only.
 
 Absolute figures differ between machines and from hour to hour; ratios within one run hardly do, so only ratios are stored and
-compared. Each line of the suite runs in its own process with a deadline, and its script fails if the variants that it compares
+compared. Each line of the suite runs in its own process with a deadline, and fails if the variants that it compares
 do not agree numerically. A line that fails is reported, and the others still run.
 
 Exit code: 0; 1 if a line failed or a ratio has fallen by more than its noise or is missing; 2 for a wrong option; 3 if
@@ -20,9 +21,7 @@ Exit code: 0; 1 if a line failed or a ratio has fallen by more than its noise or
 from __future__ import annotations
 
 import argparse
-import json
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,41 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from bench import gate
-from bench.gate import Row, Stored, Verdict
-from bench.lines import Line, command, select, sized
+from bench.gate import Row, Stored
+from bench.lines import Line, select, sized
+from bench.runner import SCRIPTS, command, this_device, versions, write
 from bench.running import Outcome, run
 
-SCRIPTS = Path(__file__).resolve().parents[1]
 BENCHMARKS = SCRIPTS.parent / "benchmarks"
 TINY_DEADLINE_S = 300.0
 """Deadline of a tiny line; it takes seconds, but the cores may be busy."""
 FOLDER = Path("of this device")
 """``--compare`` without a file."""
-
-DEVICE = """
-import json, os, sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from bench.train import versions
-on_gpu = sys.argv[2] == "cuda"
-name = torch.cuda.get_device_name() if on_gpu else "CPU"
-memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-print(json.dumps({"device": name, "versions": versions(), "memory_gib": memory / 2**30}))
-"""
-
-
-def this_device(platform: str) -> tuple[str, dict[str, str], float]:
-    """Query (name, versions, GiB of memory) in another process: this one holds no device while others measure.
-
-    Raises:
-        SystemExit: the device is not available.
-    """
-    command_line = [sys.executable, "-c", DEVICE, str(SCRIPTS), platform]
-    completed = subprocess.run(command_line, capture_output=True, text=True, check=False, timeout=120)
-    if completed.returncode != 0:
-        raise SystemExit(f"--platform {platform}: {completed.stderr.strip().splitlines()[-1]}")
-    description = json.loads(completed.stdout.splitlines()[-1])
-    return description["device"], description["versions"], description["memory_gib"]
 
 
 def choose_sizes(lines: Sequence[Line], memory_gib: float, report: dict[str, Any]) -> list[Line]:
@@ -98,29 +72,22 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(line.rstrip() for line in text)
 
 
-def measure(lines: Sequence[Line], arguments: argparse.Namespace, report: dict[str, Any]) -> list[Row]:
+def measure(lines: Sequence[Line], options: argparse.Namespace, report: dict[str, Any]) -> list[Row]:
     """Run the lines in order; ``report`` is filled and written after each, since a rented machine may disappear."""
     rows: list[Row] = []
     for line in lines:
-        deadline = TINY_DEADLINE_S if arguments.tiny else line.deadline_s
-        name, *options = command(line, arguments.platform, arguments.tiny)
-        outcome = run(
-            [str(SCRIPTS / "bench.py"), name, *options], arguments.logs / f"{line.name}.json", log_path(line, arguments), deadline
-        )
+        deadline = TINY_DEADLINE_S if options.tiny else line.deadline_s
+        call = command(line.bench, ["--platform", options.platform, *(line.tiny if options.tiny else line.full)])
+        outcome = run(call, options.logs / f"{line.name}.json", options.logs / f"{line.name}.log", deadline)
         line_rows, problem = read_rows(line, outcome)
         rows += line_rows
         took = f"{line.name}: {outcome.seconds:.0f} s"
         print(f"{took}, FAILED: {problem}" if problem else took, flush=True)
         report["lines"][line.name] = {"seconds": outcome.seconds, "problem": problem, "figures": outcome.figures}
         report["rows"] = [asdict(row) for row in rows]
-        if arguments.json:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.write_text(json.dumps(report, indent=1))
+        if options.json:
+            write(options.json, report)
     return rows
-
-
-def log_path(line: Line, arguments: argparse.Namespace) -> Path:
-    return arguments.logs / f"{line.name}.log"
 
 
 def read_rows(line: Line, outcome: Outcome) -> tuple[list[Row], str]:
@@ -131,14 +98,6 @@ def read_rows(line: Line, outcome: Outcome) -> tuple[list[Row], str]:
         return line.rows(line.name, outcome.figures), ""
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         return [], f"its figures cannot be read: {error!r}"
-
-
-def format_verdict(verdict: Verdict, path: Path) -> str:
-    """Format the verdict."""
-    text = [f"FALLEN  {entry}" for entry in verdict.fallen] + [f"MISSING {entry}" for entry in verdict.missing]
-    text += [f"new     {name}: nothing stored" for name in verdict.new]
-    text.append(f"{path}: {'no ratio has fallen by more than its noise' if verdict.passed else 'FAILED'}")
-    return "\n".join(text)
 
 
 def compare(rows: Sequence[Row], lines: Sequence[Line], path: Path, device: str, scale: str) -> int:
@@ -152,13 +111,18 @@ def compare(rows: Sequence[Row], lines: Sequence[Line], path: Path, device: str,
         print(f"NOT COMPARED: {path}: {reason}")
         return 3
     verdict = gate.compare(rows, stored, [line.name for line in lines])
-    print(format_verdict(verdict, path))
+    for label, entries in (("FALLEN ", verdict.fallen), ("MISSING", verdict.missing)):
+        for entry in entries:
+            print(f"{label} {entry}")
+    for name in verdict.new:
+        print(f"new     {name}: nothing stored")
+    print(f"{path}: {'no ratio has fallen by more than its noise' if verdict.passed else 'FAILED'}")
     return 0 if verdict.passed else 1
 
 
-def store(rows: Sequence[Row], path: Path, device: str, scale: str, versions: dict[str, str]) -> None:
+def store(rows: Sequence[Row], path: Path, device: str, scale: str) -> None:
     before: Stored | None = gate.read(path) if path.is_file() else None
-    gate.write(path, gate.merged(before, rows, device, scale, versions))
+    gate.write(path, gate.merged(before, rows, device, scale, versions()))
     print(f"stored: {path}")
 
 
@@ -167,21 +131,16 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models for a CPU, a few seconds a line")
     parser.add_argument("--only", metavar="NAMES", help="suites or lines, with commas between them")
     parser.add_argument("--list", action="store_true", help="print the lines and their deadlines, and run nothing")
     parser.add_argument("--json", type=Path, help="write all figures to this file, after every line")
-    parser.add_argument("--logs", type=Path, help="keep what the scripts print in this folder")
+    parser.add_argument("--logs", type=Path, help="keep what the lines print in this folder")
     parser.add_argument(
-        "--compare",
-        type=Path,
-        nargs="?",
-        const=FOLDER,
-        metavar="FILE",
-        help="fail if a ratio has fallen; default: this device's file",
+        "--compare", type=Path, nargs="?", const=FOLDER, metavar="FILE", help="default: the device's file"
     )
     parser.add_argument("--store", action="store_true", help="write the ratios to this device's file in benchmarks/")
     options = parser.parse_args(arguments)
@@ -194,22 +153,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     if options.list:
         for line in options.lines:
             sizes = "; ".join(f"{size.label} from {size.gib:g} GiB" for size in line.sizes)
             print(f"{line.name:<12} at most {line.deadline_s:4.0f} s  {line.about}{f' ({sizes})' if sizes else ''}")
         return 0
-    device, versions, memory_gib = this_device(options.platform)
+    device, memory_gib = this_device(options.platform)
     scale = "tiny" if options.tiny else "full"
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         options.logs = options.logs or Path(folder)
         options.logs.mkdir(parents=True, exist_ok=True)
-        report: dict[str, Any] = {"device": device, "scale": scale, "versions": versions, "lines": {}, "rows": []}
+        report: dict[str, Any] = {"device": device, "scale": scale, "versions": versions(), "lines": {}, "rows": []}
         lines = options.lines if options.tiny else choose_sizes(options.lines, memory_gib, report)
         rows = measure(lines, options, report)
-    print(f"\n{device}, {scale}; {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    print(f"\n{device}, {scale}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
     if rows:
         print(table(rows))
     failed = [name for name, line in report["lines"].items() if line["problem"]]
@@ -219,6 +178,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.compare:
         code = compare(rows, lines, path if options.compare == FOLDER else options.compare, device, scale)
     if options.store and rows:
-        store(rows, path, device, scale, versions)
+        store(rows, path, device, scale)
     return 1 if failed else code
-

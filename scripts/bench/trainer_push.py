@@ -1,8 +1,8 @@
 """Measure pushes from the ranks of a Megatron trainer to a real vLLM that generates: by rank 0, sharded, and by changes.
 
     R="python -m torch.distributed.run --standalone --nproc-per-node 2 scripts/bench.py trainer_push"
-    $R --vllm-python PYTHON --shape tiny-moe --parallel expert=2                                   # on a CPU
-    $R --vllm-python PYTHON --shape qwen3-30b-a3b --layers 6 --parallel expert=2 --tensor 2        # four GPUs
+    $R --vllm-python PYTHON --parallel expert=2                                             # on a CPU
+    $R --vllm-python PYTHON --model 30b-a3b --layers 6 --parallel expert=2 --tensor 2       # four GPUs
     $R ... --tensor 2 --vllm-option=--gpu-memory-utilization=0.3                                   # two GPUs, shared
 
 The trainer uses the first GPUs, vLLM the last ``--tensor``. The model has random weights; the trainer takes a step at ``--lr`` on
@@ -30,7 +30,8 @@ from typing import Any
 import torch
 
 import megascend
-from bench.engine import SHAPES, Load, Server, configuration, machine, tensors, vllm_release, write_checkpoint
+from bench.engine import Load, Server, add_vllm, make_model, vllm_release
+from bench.models import SHAPES
 from megascend.apps.rl.rollout.engines.vllm_process import vllm_device
 from megascend.runtime.distributed.objects import agree, broadcast_object
 
@@ -39,7 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sharded": {"sharded": True},
     "changes": {"mode": "delta", "full_every": 1000},
 }
-log = logging.getLogger("bench_trainer_push")
+log = logging.getLogger("trainer_push")
 PROBE = [(7 * index + index * index // 3) % 2000 + 3 for index in range(64)]
 
 
@@ -130,44 +131,29 @@ def report(mode: str, values: dict[str, Any], nbytes: int) -> None:
     print("  parts, ms: " + ", ".join(f"{name} {1e3 * value:.1f}" for name, value in middle.items()), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", type=Path, required=True, help="interpreter of vLLM's environment")
-    parser.add_argument("--shape", choices=SHAPES, default="tiny-moe")
-    parser.add_argument("--layers", type=int, help="number of layers instead of the model's")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_vllm(parser)
+    parser.add_argument("--model", choices=SHAPES, default="tiny-moe")
     parser.add_argument(
         "--parallel", nargs="*", default=[], metavar="NAME=SIZE", help="of the trainer: expert=2, tensor=2"
     )
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
-    parser.add_argument("--times", type=int, default=4, help="pushes of each mode that are measured (default: 4)")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence that is trained (default: 512)")
-    parser.add_argument("--window", type=float, default=1.0, help="seconds without a push before each (default: 1)")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of a response (default: 512)")
-    parser.add_argument("--tensor", type=int, default=1, help="GPUs of vLLM, the last ones (default: 1)")
-    parser.add_argument(
-        "--vllm-option", action="append", default=[], help="of vLLM's; repeated: --vllm-option=--seed=1"
-    )
-    parser.add_argument("--variable", action="append", default=[], metavar="NAME=VALUE", help="of vLLM's; repeated")
-    parser.add_argument("--work", type=Path, help="directory of models and logs (default: a temporary one)")
-    parser.add_argument("--json", type=Path, help="where to write all figures")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     device, main_rank = vllm_device(arguments.vllm_python), os.environ.get("RANK", "0") == "0"
     show_progress(detailed=main_rank)
     megascend.bootstrap(device)
-    config = configuration(arguments.shape, arguments.layers)
-    arguments.vocabulary = config["vocab_size"]
+    arguments.vocabulary = SHAPES[arguments.model]["vocab_size"]
     work = arguments.work or Path(tempfile.gettempdir()) / f"bench-{os.environ['MASTER_PORT']}"
     server = load = engine = None
     with contextlib.ExitStack() as stack:
         if main_rank:
-            log.info("writing a checkpoint of %s", arguments.shape)
-            own_device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-            weights = tensors(config, own_device, torch.bfloat16 if device == "cuda" else torch.float32)
+            log.info("writing a checkpoint of %s", arguments.model)
+            _, weights = make_model(arguments.model, arguments.layers, work / "model", device)
             arguments.nbytes = sum(tensor.nbytes for tensor in weights.values())
-            write_checkpoint(work / "model", config, weights)
             stack.callback(shutil.rmtree, work / "model", ignore_errors=True)
             (work / "model" / "complete").touch()
             del weights
@@ -193,20 +179,15 @@ def main() -> None:
             log.info("starting vLLM")
             server = stack.enter_context(Server(work / "model", work, arguments, device))
             engine = server.client()
-            load = stack.enter_context(Load(engine, server.process.address, config, arguments))
+            load = stack.enter_context(Load(engine, server.process.address, arguments.vocabulary, arguments))
             time.sleep(5.0)
         agree("vLLM's start", backend.groups)
         figures = measure(backend, engine, load, arguments)
-        if main_rank and arguments.json:
-            stored = machine(vllm_release(arguments.vllm_python)) | {
-                "shape": arguments.shape,
-                "parallel": arguments.parallel,
-                "tensor": arguments.tensor,
-                "bytes": arguments.nbytes,
-                "modes": figures,
-            }
-            arguments.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        "vllm": vllm_release(arguments.vllm_python),
+        "shape": arguments.model,
+        "parallel": arguments.parallel,
+        "tensor": arguments.tensor,
+        "bytes": arguments.nbytes if main_rank else None,
+        "modes": figures,
+    }, True

@@ -10,15 +10,15 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-import bench
-from bench import gate, lines, running
+from bench import gate, lines, runner, running, suite
 from bench.gate import Row, Stored
 
-SCRIPTS = Path(bench.__file__).parent
+SCRIPTS = runner.SCRIPTS
 
 STORED = Stored(
     "NVIDIA H200", "full", {"moe/a": (3.0, 0.04), "moe/b": (1.0, 0.25), "load/c": (0.7, 0.25)}, {"torch": "1"}
@@ -82,15 +82,12 @@ def test_select_accepts_lines_and_suites() -> None:
         lines.select("dens")
 
 
-def test_line_options_exist_in_their_scripts() -> None:
+def test_line_options_are_those_of_their_benchmarks() -> None:
     for line in lines.LINES:
-        text = (SCRIPTS / line.script).read_text(encoding="utf-8")
-        for option in {
-            option
-            for option in (*line.full, *line.tiny, *(o for s in line.sizes for o in s.options), "--json", "--platform")
-            if option.startswith("--")
-        }:
-            assert f'"{option}"' in text, (line.name, option)
+        bench = import_module(f"bench.{line.bench}")
+        sizes = [size.options for size in line.sizes] or [()]
+        for options in (line.tiny, *([*line.full, *size] for size in sizes)):
+            runner.parse(bench, ["--platform", "cpu", "--json", "result.json", *options])
 
 
 CARDS = {
@@ -128,9 +125,8 @@ def test_sized_takes_largest_size_that_fits(card: str, names: list[str | None]) 
         chosen = lines.sized(line, CARDS[card])
         assert chosen.name == name
         count = name.partition("@")[2].partition("-")[0]
-        options = lines.command(chosen, "cuda", tiny=False)
-        assert options[options.index("--layers") + 1] == count
-        assert options.count("--layers") == 1
+        assert chosen.full[chosen.full.index("--layers") + 1] == count
+        assert chosen.full.count("--layers") == 1
 
 
 def test_sizes_descend_and_lines_without_sizes_are_unchanged() -> None:
@@ -173,6 +169,10 @@ def test_small_rows_omit_ratio_without_device_time() -> None:
     }
 
 
+def python(program: str, arguments: list[str]) -> list[str]:
+    return [sys.executable, program, *arguments]
+
+
 def script(folder: Path, name: str, body: str) -> lines.Line:
     """Build a line measured by a short program, which writes its figures to ``result``."""
     path = folder / f"{name}.py"
@@ -185,20 +185,21 @@ def test_failed_line_is_reported_and_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = "json.dump({}, open(result, 'w'))"
-    suite = [
+    scripts = [
         script(tmp_path, "broken", "print('what it said'); sys.exit('no such thing')"),
         script(tmp_path, "slow", "time.sleep(600)"),
         script(tmp_path, "strange", write.format('{"y": 1}')),
         script(tmp_path, "silent", "pass"),
         script(tmp_path, "good", write.format('{"x": 2.0}')),
     ]
-    monkeypatch.setattr(bench, "TINY_DEADLINE_S", 10.0)
-    monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
-    monkeypatch.setattr(bench, "this_device", lambda platform: ("Test 1", {"torch": "0"}, 80.0))
-    monkeypatch.setattr(bench, "select", lambda only: [line for line in suite if only in (None, line.name)])
+    monkeypatch.setattr(suite, "command", python)
+    monkeypatch.setattr(suite, "TINY_DEADLINE_S", 10.0)
+    monkeypatch.setattr(suite, "BENCHMARKS", tmp_path / "benchmarks")
+    monkeypatch.setattr(suite, "this_device", lambda platform: ("Test 1", 80.0))
+    monkeypatch.setattr(suite, "select", lambda only: [line for line in scripts if only in (None, line.name)])
     report = tmp_path / "out" / "report.json"
 
-    assert bench.main(["--tiny", "--json", str(report), "--store"]) == 1
+    assert suite.main(["--tiny", "--json", str(report), "--store"]) == 1
     output = capsys.readouterr().out
     assert re.search(r"broken: \d+ s, FAILED: exit code 1\n    what it said\n    no such thing", output)
     assert "FAILED: not done after its deadline of 10 s" in output
@@ -209,16 +210,16 @@ def test_failed_line_is_reported_and_others_run(
     assert [(row["name"], row["ratio"]) for row in stored_report["rows"]] == [("good/x", 2.0)]
     assert stored_report["lines"]["slow"]["seconds"] < 60
 
-    assert bench.main(["--tiny", "--only", "good", "--compare"]) == 0
+    assert suite.main(["--tiny", "--only", "good", "--compare"]) == 0
     script(tmp_path, "good", write.format('{"x": 1.9}'))
-    assert bench.main(["--tiny", "--only", "good", "--compare"]) == 1
+    assert suite.main(["--tiny", "--only", "good", "--compare"]) == 1
     assert "FALLEN  good/x: 1.900, 2.000 stored" in capsys.readouterr().out
 
-    assert bench.main(["--only", "good", "--compare"]) == 3
+    assert suite.main(["--only", "good", "--compare"]) == 3
     assert "NOT COMPARED: no ratios are stored for Test 1, scale full" in capsys.readouterr().out
-    monkeypatch.setattr(bench, "this_device", lambda platform: ("Test 2", {}, 80.0))
+    monkeypatch.setattr(suite, "this_device", lambda platform: ("Test 2", 80.0))
     stored = str(tmp_path / "benchmarks" / "test-1-tiny.json")
-    assert bench.main(["--tiny", "--only", "good", "--compare", stored]) == 3
+    assert suite.main(["--tiny", "--only", "good", "--compare", stored]) == 3
     assert "the stored ratios are of Test 1, this is Test 2" in capsys.readouterr().out
 
 
@@ -228,13 +229,14 @@ def test_size_is_printed_and_part_of_stored_names(
     """Use a line of two sizes whose figure is its option: 2.0 at 50 GiB and 3.0 at 100."""
     plain = script(tmp_path, "work", "json.dump({'x': float(sys.argv[-3])}, open(result, 'w'))")
     line = replace(plain, sizes=(lines.Size("big", 100.0, ("3.0",)), lines.Size("small", 50.0, ("2.0",))))
-    monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
-    monkeypatch.setattr(bench, "select", lambda only: [line])
+    monkeypatch.setattr(suite, "BENCHMARKS", tmp_path / "benchmarks")
+    monkeypatch.setattr(suite, "select", lambda only: [line])
+    monkeypatch.setattr(suite, "command", python)
     stored = tmp_path / "benchmarks" / "test.json"
 
     def run(memory_gib: float, *options: str) -> tuple[int, str]:
-        monkeypatch.setattr(bench, "this_device", lambda platform: ("Test", {}, memory_gib))
-        return bench.main(options), capsys.readouterr().out
+        monkeypatch.setattr(suite, "this_device", lambda platform: ("Test", memory_gib))
+        return suite.main(options), capsys.readouterr().out
 
     code, output = run(80.0, "--store")
     assert code == 0
@@ -268,7 +270,7 @@ def ended(pid: int, within_s: float = 60.0) -> bool:
 def test_run_ends_descendants_at_the_deadline_of_a_line(tmp_path: Path) -> None:
     line = parent(tmp_path, tmp_path / "pid")
     for deadline_s in (2.0, 60.0):  # on a busy machine the child may not start within the first deadline
-        outcome = running.run([line.script], tmp_path / "result.json", tmp_path / "log", deadline_s)
+        outcome = running.run(python(line.bench, []), tmp_path / "result.json", tmp_path / "log", deadline_s)
         assert outcome.figures is None
         if (tmp_path / "pid").is_file():
             break
@@ -277,10 +279,8 @@ def test_run_ends_descendants_at_the_deadline_of_a_line(tmp_path: Path) -> None:
 
 def test_sigterm_ends_the_running_line(tmp_path: Path) -> None:
     line, child = parent(tmp_path, tmp_path / "pid"), tmp_path / "pid"
-    program = (
-        "import sys; from pathlib import Path; import bench; from bench import running; bench.end_on_sigterm(); "
-    )
-    program += f"running.run([{line.script!r}], Path('result.json'), Path('log'), 300.0)"
+    program = "import sys; from pathlib import Path; from bench import running, suite; suite.end_on_sigterm(); "
+    program += f"running.run({python(line.bench, [])!r}, Path('result.json'), Path('log'), 300.0)"
     path = os.pathsep.join([str(SCRIPTS), *filter(None, sys.path)])
     process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
     try:
@@ -304,7 +304,7 @@ def running_process(pid: int) -> bool:
 
 
 def test_save_line_produces_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["--tiny", "--platform", "cpu", "--only", "save"]) == 0
+    assert suite.main(["--tiny", "--platform", "cpu", "--only", "save"]) == 0
     names = {line.split("  ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("save/")}
     disk = {"save/plain file written", "save/plain files at once"}
     assert names == disk | {"save/sync", "save/async, training waits", "save/load"}

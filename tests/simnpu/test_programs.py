@@ -1,25 +1,16 @@
-"""What programs that are not ours do on the device, and nobody here did: small stand-ins of their calls.
-
-The programs themselves run by `python scripts/npu/programs` (docs/simnpu.md says how they went).
-"""
+"""What programs that are not ours do on the device, and nobody here did: small stand-ins of their calls."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-import pytest
 import torch
 
 import simnpu
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "scripts" / "npu" / "programs"
 
 
 def run_program(text: str, folder: Path, *, ranks: int = 0, timeout_s: int = 120) -> str:
@@ -31,17 +22,13 @@ def run_program(text: str, folder: Path, *, ranks: int = 0, timeout_s: int = 120
         [sys.executable, *start, str(file)],
         capture_output=True,
         text=True,
-        env=simnpu.environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
+        env=simnpu.environment() | {"OMP_NUM_THREADS": "1"},
         cwd=folder,
         timeout=timeout_s,
         check=False,
     )
     assert completed.returncode == 0, completed.stderr[-3000:]
     return completed.stdout
-
-
-def python_path() -> str:
-    return f"{simnpu.environment()['PYTHONPATH']}:{SCRIPTS}"
 
 
 UNUSED = """
@@ -128,113 +115,3 @@ def test_typed_constructors_take_a_size(sim_npu: None) -> None:
     """MindSpeed's tests call ``torch.cuda.LongTensor(size=(2, 3))``."""
     tensor = torch.npu.LongTensor(size=(2, 3))  # type: ignore[attr-defined]
     assert (tuple(tensor.shape), tensor.dtype, tensor.device.type) == ((2, 3), torch.int64, "npu")
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_program_runs_with_other_ids_and_is_otherwise_itself(tmp_path: Path) -> None:
-    source = "import sys\nMODEL_ID = 'hub/model'\nSTEPS = 3\nprint(MODEL_ID, STEPS, __name__, sys.argv[1:])\n"
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text(source)
-    command = [sys.executable, str(SCRIPTS / "run_with_ids.py"), str(recipe)]
-    completed = subprocess.run([*command, "MODEL_ID=/small"], capture_output=True, text=True, timeout=60, check=True)
-    assert completed.stdout == "/small 3 __main__ []\n"
-    with pytest.raises(ValueError, match="assigns no DATA_ID at module level"):
-        script("run_with_ids").with_constants(source, "recipe.py", {"DATA_ID": "x"})
-
-
-def test_programs_without_a_checkout_are_said_to_be_missing(tmp_path: Path) -> None:
-    env = simnpu.environment() | {"MEGASCEND_RUN": str(tmp_path / "run"), "MEGASCEND_MINDSPEED": str(tmp_path)}
-    for name in ("MEGASCEND_TWINKLE", "MEGASCEND_MEGATRON_LM"):
-        env.pop(name, None)
-    command = [sys.executable, str(SCRIPTS), "twinkle_tp_npu", "mindspeed_tests"]
-    completed = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
-    assert completed.returncode == 1, completed.stderr
-    assert "MISSING (set MEGASCEND_TWINKLE)" in completed.stdout
-    assert "MISSING (set MEGASCEND_MEGATRON_LM)" in completed.stdout
-
-
-def test_modules_that_cannot_be_imported_are_counted() -> None:
-    command = [sys.executable, str(SCRIPTS / "import_modules.py"), "json", "json.nothing"]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert completed.stdout == "RESULT not all 1 of 2 modules imported\n"
-    assert "json.nothing: ModuleNotFoundError" in completed.stderr
-
-
-@pytest.mark.parametrize(
-    ("log", "expected"),
-    [
-        ("RESULT ok 17 of 17", ("OK", "17 of 17")),
-        ("RESULT not all 16 of 17", ("FAILED (not all)", "16 of 17")),
-        ("died", ("FAILED (no result)", "")),
-    ],
-)
-def test_verdicts(log: str, expected: tuple[str, str], programs: Any) -> None:
-    result = programs.result_line(log)
-    assert (result.verdict, result.figures) == expected
-
-
-def test_a_program_that_stops_early_or_loses_its_numbers_fails(programs: Any) -> None:
-    judge = programs.last_step(r"loss (?P<loss>\S+) norm (?P<norm>\S+)", 2)
-    assert judge("loss 2 norm 1\nloss 1 norm 1\n").verdict == "OK"
-    assert judge("loss 2 norm 1\n").verdict == "FAILED (1 of 2 steps)"
-    assert judge("loss 2 norm 1\nloss nan norm 1\n").verdict == "FAILED (NaN)"
-
-
-def test_the_reason_is_the_first_error_of_any_rank(programs: Any) -> None:
-    log = "[rank1]: NotImplementedError: no experts\nTraceback\n[rank0]: RuntimeError: Connection reset by peer\n"
-    assert programs.first_error(log) == "NotImplementedError: no experts"
-    assert programs.first_error("[rank0]: torch.AcceleratorError: out\n") == "torch.AcceleratorError: out"
-    assert programs.first_error("Killed\n") == ""
-
-
-@pytest.mark.parametrize("adaptor", [True, False])
-def test_the_stack_decides_the_packages_on_the_path(
-    adaptor: bool, tmp_path: Path, programs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(programs, "ON_ADAPTOR", adaptor)
-    monkeypatch.setenv("MEGASCEND_VERL", str(tmp_path / "verl"))
-    monkeypatch.setenv("MEGASCEND_MINDSPEED", str(tmp_path / "mindspeed"))
-    by_name = {program.name: program for program in programs.PROGRAMS}
-
-    def path(name: str) -> list[str]:
-        return programs.environment(by_name[name], tmp_path)["PYTHONPATH"].split(":")
-
-    stand_ins = str(ROOT / "tests" / "doubles" / "adaptor_packages")
-    assert (stand_ins in path("verl_imports")) is adaptor
-    assert str(tmp_path / "mindspeed") in path("verl_imports")
-    assert stand_ins not in path("ddp")
-
-
-@pytest.mark.parametrize("version", ["0.16.0", "0.12.1"])
-def test_mindspeed_has_the_version_of_its_checkout(
-    version: str, tmp_path: Path, programs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Branch core_r0.18.0 states 0.12.1; mcore-bridge chooses its LoRA layers by it."""
-    checkout = tmp_path / "mindspeed"
-    checkout.mkdir()
-    (checkout / "setup.py").write_text(f"import sys\n__version__ = '{version}'\nsetup(version=__version__)\n")
-    monkeypatch.setenv("MEGASCEND_MINDSPEED", str(checkout))
-    for name in ("qwen3", "qwen3_moe"):
-        (tmp_path / "models" / name).mkdir(parents=True)
-    programs.prepare(tmp_path)
-    distribution = next(iter(importlib.metadata.distributions(name="mindspeed", path=[str(tmp_path / "metadata")])))
-    assert distribution.version == version
-
-
-@pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("npu_programs_table", SCRIPTS / "__main__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module

@@ -2,50 +2,36 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench.py plan"
+from bench import plan
 
 
 @pytest.fixture(scope="module")
-def bench() -> Any:
-    specification = importlib.util.spec_from_file_location("bench_plan", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["bench_plan"] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
+def measured() -> list[Any]:
+    return plan.measured()
 
 
 @pytest.fixture(scope="module")
-def measured(bench: Any) -> list[Any]:
-    return bench.measured()
+def published() -> list[Any]:
+    return plan.published()
 
 
-@pytest.fixture(scope="module")
-def published(bench: Any) -> list[Any]:
-    return bench.published()
-
-
-def test_measured_steps_are_predicted(bench: Any, measured: list[Any]) -> None:
-    summary = bench.summary(measured)
+def test_measured_steps_are_predicted(measured: list[Any]) -> None:
+    summary = plan.summary(measured)
     assert summary["rows"] >= 40
     assert summary["median"] <= 0.08
     assert summary["memory_rows"] >= 15
     assert summary["memory"] <= 0.05
 
 
-def test_published_rows_are_predicted(bench: Any, published: list[Any]) -> None:
+def test_published_rows_are_predicted(published: list[Any]) -> None:
     assert len([row for row in published if "H100" in row.name]) >= 25
-    assert bench.summary(published)["median"] <= 0.20
+    assert plan.summary(published)["median"] <= 0.20
     assert all(row.source for row in published)
 
 
@@ -65,11 +51,11 @@ def test_order_is_right_where_measurements_differ(measured: list[Any]) -> None:
     assert compared >= 4
 
 
-def test_stored_predictions_are_those_of_the_code(bench: Any, measured: list[Any], published: list[Any]) -> None:
+def test_stored_predictions_are_those_of_the_code(measured: list[Any], published: list[Any]) -> None:
     # Of another processor, the last digit may differ.
-    stored = json.loads(bench.STORED.read_text(encoding="utf-8"))
+    stored = json.loads(plan.STORED.read_text(encoding="utf-8"))
     for kind, rows in (("measured", measured), ("published", published)):
-        current = bench.stored(rows)["rows"]
+        current = plan.stored(rows)["rows"]
         assert [row["name"] for row in current] == [row["name"] for row in stored[kind]["rows"]]
         for row, stored_row in zip(current, stored[kind]["rows"], strict=True):
             assert row["predicted"] == pytest.approx(stored_row["predicted"], abs=2e-4), (

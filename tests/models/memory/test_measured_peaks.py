@@ -1,16 +1,14 @@
-"""The memory estimate against peaks of real training steps on the CPU: bytes of all tensors (scripts/bench.py memory)."""
+"""The memory estimate against peaks of real training steps on the CPU: bytes of all tensors (support.memory_cases)."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import pytest
@@ -26,36 +24,21 @@ from megascend.reference.fla import delta_rule
 from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
 from megascend.testing.parity import Case, case_backend, case_checkpoint
+from support import memory_cases
 from support.covering import first_stack_required
 from support.model_checks import saved_bytes
 from support.prediction_head import add_prediction_head
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "measure_memory.py"
-
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measure_memory", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["measure_memory"] = module  # dataclasses look for it
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-    return module
-
-
-@pytest.fixture(scope="module")
-def models(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("memory")
     for name in ("dense", "moe"):
-        script.write_model(name, "cpu", folder / name)
+        memory_cases.write_model(name, "cpu", folder / name)
     return {name: folder / name for name in ("dense", "moe")}
 
 
+SCRIPT = Path(__file__).parents[3] / "scripts" / "bench.py"
 NIGHTLY = ("dp2", "muon dp2", "8bit dp2", "offload dp2", "lora nf4", "moe lora fp8")
 
 
@@ -63,13 +46,13 @@ NIGHTLY = ("dp2", "muon dp2", "8bit dp2", "offload dp2", "lora nf4", "moe lora f
     "name",
     ["moe", "lora", "tp2 sequence", *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)],
 )
-def test_the_estimate_is_close_to_the_peak(megatron_imported, script: ModuleType, models: dict[str, Path], name: str):
-    case = script.CASES[name]
+def test_the_estimate_is_close_to_the_peak(megatron_imported, models: dict[str, Path], name: str):
+    case = memory_cases.CASES[name]
     model = models[case.model]
-    expected = script.estimate_of(case, "cpu", model)
-    ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
+    expected = memory_cases.estimate_of(case, "cpu", model)
+    ranks = run_distributed(memory_cases.measure, case.ranks, case, "cpu", model, init=False)
     peak = max(rank.peak for rank in ranks)
-    assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
+    assert memory_cases.LOWEST <= expected.tensors / peak - 1 <= memory_cases.HIGHEST, (expected.items, peak)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +93,7 @@ HYBRIDS = {
     "as many value heads": {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 64},
     "four for a key head": {"linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_conv_kernel_dim": 3},
 }
-"""Settings of linear attention that differ from those of ``scripts/bench.py memory``."""
+"""Settings of linear attention that differ from those of ``support.memory_cases``."""
 HYBRID_IN_CI = ("hybrid packed", "four for a key head")
 
 
@@ -124,17 +107,17 @@ HYBRID_IN_CI = ("hybrid packed", "four for a key head")
     ],
 )
 def test_estimate_of_linear_attention_is_close_to_the_peak(
-    megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, name: str, heads: str
+    megatron_imported, tmp_path_factory: pytest.TempPathFactory, name: str, heads: str
 ):
     model = tmp_path_factory.mktemp("hybrid") / "model"
     # Built in a process of its own: transformers' classes are mcore-bridge's here.
-    sizes = script.SMALL_HYBRID | HYBRIDS[heads] | {"torch_dtype": "bfloat16", "max_position_embeddings": 4096}
+    sizes = memory_cases.SMALL_HYBRID | HYBRIDS[heads] | {"torch_dtype": "bfloat16", "max_position_embeddings": 4096}
     write_tiny_checkpoint(model, "qwen3_5_text", **sizes)
-    case = script.CASES[name]
-    expected = script.estimate_of(case, "cpu", model)
-    ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
+    case = memory_cases.CASES[name]
+    expected = memory_cases.estimate_of(case, "cpu", model)
+    ranks = run_distributed(memory_cases.measure, case.ranks, case, "cpu", model, init=False)
     peak = max(rank.peak for rank in ranks)
-    assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
+    assert memory_cases.LOWEST <= expected.tensors / peak - 1 <= memory_cases.HIGHEST, (expected.items, peak)
 
 
 @first_stack_required
@@ -190,26 +173,24 @@ HEADS = {"one process": "packed", "recomputed": "recomputed", "stages": "pp2", "
     "name", ["packed", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("dense", "lora", "tp2"))]
 )
 def test_estimate_of_latent_attention_is_close_to_the_peak(
-    megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, name: str
+    megatron_imported, tmp_path_factory: pytest.TempPathFactory, name: str
 ):
-    sizes = {name: script.SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    sizes = {name: memory_cases.SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
     model = tmp_path_factory.mktemp("latent") / "model"
     write_tiny_checkpoint(model, "deepseek_v3", max_position_embeddings=4096, **sizes, **LATENT)
-    case = script.CASES[name]
-    expected = script.estimate_of(case, "cpu", model)
-    ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
+    case = memory_cases.CASES[name]
+    expected = memory_cases.estimate_of(case, "cpu", model)
+    ranks = run_distributed(memory_cases.measure, case.ranks, case, "cpu", model, init=False)
     peak = max(rank.peak for rank in ranks)
-    assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
+    assert memory_cases.LOWEST <= expected.tensors / peak - 1 <= memory_cases.HIGHEST, (expected.items, peak)
     assert not any("MLA" in remark for remark in expected.remarks)
 
 
 @first_stack_required
 @pytest.mark.nightly
 @pytest.mark.parametrize("settings", HEADS)
-def test_estimate_counts_a_prediction_head(
-    megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, settings: str
-):
-    sizes = {name: script.SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+def test_estimate_counts_a_prediction_head(megatron_imported, tmp_path_factory: pytest.TempPathFactory, settings: str):
+    sizes = {name: memory_cases.SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
     folder = tmp_path_factory.mktemp("head")
     source = write_tiny_checkpoint(
         folder / "source", "deepseek_v3", max_position_embeddings=4096, num_hidden_layers=3, **sizes, **LATENT
@@ -217,21 +198,21 @@ def test_estimate_counts_a_prediction_head(
     model = add_prediction_head(source, folder / "model")
     expected, peaks = {}, {}
     for mtp in ("keep", "train"):
-        case = script.CASES[HEADS[settings]]
+        case = memory_cases.CASES[HEADS[settings]]
         case = dataclasses.replace(case, settings=case.settings | {"mtp": mtp})
-        expected[mtp] = script.estimate_of(case, "cpu", model).tensors
-        ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
+        expected[mtp] = memory_cases.estimate_of(case, "cpu", model).tensors
+        ranks = run_distributed(memory_cases.measure, case.ranks, case, "cpu", model, init=False)
         peaks[mtp] = max(rank.peak for rank in ranks)
-    assert script.LOWEST <= expected["train"] / peaks["train"] - 1 <= script.HIGHEST, (expected, peaks)
+    assert memory_cases.LOWEST <= expected["train"] / peaks["train"] - 1 <= memory_cases.HIGHEST, (expected, peaks)
     extra = (expected["train"] - expected["keep"]) / (peaks["train"] - peaks["keep"])
-    assert script.LOWEST <= extra - 1 <= script.HIGHEST, (expected, peaks)
+    assert memory_cases.LOWEST <= extra - 1 <= memory_cases.HIGHEST, (expected, peaks)
 
 
 @pytest.mark.nightly
 def test_every_case_of_every_engine(tmp_path: Path):
     path = os.pathsep.join(entry for entry in sys.path if entry)
     completed = subprocess.run(
-        [sys.executable, str(SCRIPT), "--json", str(tmp_path / "found.json")],
+        [sys.executable, str(SCRIPT), "memory", "--platform", "cpu", "--json", str(tmp_path / "found.json")],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,40 +25,23 @@ from megascend.models.memory.sizes import Workload
 from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed
 from megascend.training.kernels import linear_divergence
+from support import memory_cases
 from support.covering import first_stack_required
 from support.tensor_memory import TensorMemory
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "measure_memory.py"
 TOKENS, MICRO_BATCHES = 1024, 2
-
-
-def measure_memory() -> ModuleType:
-    """Import the script of that name."""
-    if "measure_memory" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("measure_memory", SCRIPT)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["measure_memory"] = module  # dataclasses look for it
-        sys.path.insert(0, str(SCRIPT.parent))
-        try:
-            spec.loader.exec_module(module)
-        finally:
-            sys.path.remove(str(SCRIPT.parent))
-    return sys.modules["measure_memory"]
 
 
 def write_models(folder: Path) -> None:
     """Write a student, a teacher of its architecture, and a wider one."""
-    script = measure_memory()
     for name in ("student", "like"):
-        script.write_model("dense", "cpu", folder / name)
-    script.SHAPES["cpu"]["wide"] = script.SMALL | {
+        memory_cases.write_model("dense", "cpu", folder / name)
+    memory_cases.SHAPES["cpu"]["wide"] = memory_cases.SMALL | {
         "hidden_size": 192,
         "intermediate_size": 1024,
         "num_hidden_layers": 6,
     }
-    script.write_model("wide", "cpu", folder / "wide")
+    memory_cases.write_model("wide", "cpu", folder / "wide")
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +106,7 @@ def peak_of_steps(config: RunConfig) -> int:
 
 
 def is_close(expected: Estimate, peak: int) -> bool:
-    script = measure_memory()
-    return bool(script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST)
+    return bool(memory_cases.LOWEST <= expected.tensors / peak - 1 <= memory_cases.HIGHEST)
 
 
 @first_stack_required

@@ -1,6 +1,6 @@
 """Compare engine fsdp on the devices of this machine with Hugging Face and torch AdamW on the CPU.
 
-    torchrun --nproc-per-node 2 scripts/fsdp_parity.py FOLDER [--platform cuda|npu]
+    torchrun --nproc-per-node 2 tests/gpu/fsdp_parity.py FOLDER [--platform cuda|npu]
 
 Trains ten steps of tiny models in several settings, saved and resumed half way. Rank 0 prints the largest differences of losses
 and gradient norms as JSON lines. Checkpoints and references are created in FOLDER. Exits with 1 if a difference exceeds its
