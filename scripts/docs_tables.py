@@ -37,7 +37,7 @@ from megascend.models.registry import BUILT_IN
 from megascend.runtime.bootstrap.mindspeed.tree import ADAPTOR_BRANCHES, BRANCHES
 from megascend.runtime.bootstrap.providers import names
 from megascend.runtime.bootstrap.versions import PACKAGES, STACKS
-from megascend.testing.parity import Case, family_matrix, matrix
+from megascend.testing.parity import Case
 from megascend.testing.tiny_models import tiny_config
 from megascend.training.batch.losses import LOSS_METRICS
 from megascend.training.batch.metrics import Metric, declared_metrics
@@ -45,6 +45,7 @@ from megascend.training.batch.metrics import Metric, declared_metrics
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
 
 from support.described import PUBLISHED, PublishedModel, describe_published, published_plan
+from support.parity_matrix import family_matrix, matrix
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PROJECT = DOCS.parent / "pyproject.toml"

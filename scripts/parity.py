@@ -100,8 +100,8 @@ def case_steps(case: Any) -> int:
 
 def cases(pattern: str, platform_name: str, lora: bool = False) -> list[Any]:
     """Return the matrix's cases whose name matches."""
-    from megascend.testing.parity import family_matrix, matrix
     from support.lora_parity import lora_matrix
+    from support.parity_matrix import family_matrix, matrix
 
     # The cases of a family begin with its model_type: "deepseek_v3: TP2 + SP".
     matrix_cases = lora_matrix(platform_name) if lora else [*matrix(platform_name), *family_matrix(platform_name)]
@@ -118,12 +118,12 @@ def store_families(path: Path, pattern: str, folder: Path, platform_name: str) -
         bounds,
         case_checkpoint,
         differences,
-        family_matrix,
         hf_reference,
         relative_differences,
         token_lists,
         train_case,
     )
+    from support.parity_matrix import family_matrix
 
     prepare(platform_name)
     tokens, versions = token_lists(), installed_versions()

@@ -31,5 +31,5 @@ source cookbook/ascend/environment.sh
 
 start=("$PYTHON")
 [ -z "$simulated" ] || start=("$PYTHON" -m megascend.apps.cli.main simnpu -- "$PYTHON")
-export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/scripts/npu"
+export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/scripts/npu:$PWD/tests"  # for tests/support
 exec "${start[@]}" -m npu_acceptance "${passed[@]}"

@@ -18,13 +18,13 @@ from megascend.testing.parity import (
     case_checkpoint,
     causal_samples,
     differences,
-    family_matrix,
     first_of_equals,
     hf_reference,
     relative_differences,
     token_lists,
 )
 from support.covering import FIRST_STACK, stack_marks
+from support.parity_matrix import family_matrix
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

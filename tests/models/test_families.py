@@ -23,7 +23,6 @@ from megascend.testing.parity import (
     case_checkpoint,
     causal_samples,
     differences,
-    family_matrix,
     hf_reference,
     token_lists,
     train_case,
@@ -31,6 +30,7 @@ from megascend.testing.parity import (
 from support.covering import FIRST_STACK, stack_marks
 from support.forked_programs import run_forked
 from support.lora_parity import adapter_backend, adapter_differences, case_adapter, peft_reference, train_adapter
+from support.parity_matrix import family_matrix
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from megascend.config import Parallel
 from megascend.errors import CheckpointError
 from megascend.testing import run_distributed
-from megascend.testing.parity import Case, case_backend, case_checkpoint, family_matrix
+from megascend.testing.parity import Case, case_backend, case_checkpoint
 from megascend.training.checkpoint.hf_slices import held_weights
 from megascend.training.checkpoint.slices import index_of
 from support.covering import first_stack_only, stack_marks
+from support.parity_matrix import family_matrix
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

@@ -10,9 +10,10 @@ import pytest
 from megascend.models import architecture_named, expert_count
 from megascend.models.registry import proven
 from megascend.testing import run_distributed
-from megascend.testing.parity import Case, case_checkpoint, family_matrix
+from megascend.testing.parity import Case, case_checkpoint
 from support.covering import FIRST_STACK, stack_marks
 from support.lora_parity import adapter_differences, case_adapter, peft_reference, run_mixed, share_of
+from support.parity_matrix import family_matrix
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

@@ -19,9 +19,9 @@ from megascend.testing.parity import (
     causal_samples,
     differences,
     hf_reference,
-    matrix,
     token_lists,
 )
+from support.parity_matrix import matrix
 
 pytestmark = pytest.mark.usefixtures("npu")
 REAL = pytest.mark.skipif(

@@ -6,9 +6,10 @@ import os
 
 import pytest
 
-from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, matrix, token_lists, train_case
+from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, token_lists, train_case
 from support.ascend_packages import WITHOUT_EXPERTS
 from support.covering import on_this_stack
+from support.parity_matrix import matrix
 
 pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow]
 

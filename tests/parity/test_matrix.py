@@ -2,8 +2,9 @@
 
 import pytest
 
-from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, matrix, token_lists, train_case
+from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, token_lists, train_case
 from support.covering import chosen, first_stack_only
+from support.parity_matrix import matrix
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

@@ -26,12 +26,12 @@ from megascend.testing.parity import (
     case_backend,
     causal_samples,
     first_of_equals,
-    matrix,
     reference,
     token_lists,
 )
 from megascend.training.lora.peft_format import CONFIG
 from megascend.training.lora.peft_tensors import WEIGHTS, to_factors
+from support.parity_matrix import matrix
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,13 +20,13 @@ from megascend.testing.parity import (
     case_checkpoint,
     differences,
     hf_reference,
-    matrix,
     run_case,
     token_lists,
 )
 from npu_acceptance.plan import Settings, too_few_cards
 from npu_acceptance.processes import read_job, run_ranks
 from npu_acceptance.records import Measurement, Results, at_most, failed, left_out
+from support.parity_matrix import matrix
 
 FROM_MATRIX = (
     "single",

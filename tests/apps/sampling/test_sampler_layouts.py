@@ -9,7 +9,8 @@ import torch
 
 from megascend.apps.sampling.request import SampleRequest, SampleResult, SamplingParams
 from megascend.testing import run_distributed
-from megascend.testing.parity import Case, case_backend, case_checkpoint, matrix
+from megascend.testing.parity import Case, case_backend, case_checkpoint
+from support.parity_matrix import matrix
 
 pytestmark = [pytest.mark.usefixtures("megatron_imported"), pytest.mark.nightly]
 

@@ -350,7 +350,7 @@ def test_incomplete_check_warns() -> None:
 
 def test_proven_architectures_match_tests_and_docs() -> None:
     from megascend.models import proven
-    from megascend.testing.parity import family_matrix, matrix
+    from support.parity_matrix import family_matrix, matrix
 
     assert {architecture.model_type for architecture in proven()} == {
         case.arch for case in [*matrix(), *family_matrix()]

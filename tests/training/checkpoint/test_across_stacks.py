@@ -13,16 +13,9 @@ from typing import Any
 
 import pytest
 
-from megascend.testing.parity import (
-    Case,
-    TrainingCurve,
-    case_checkpoint,
-    differences,
-    hf_reference,
-    matrix,
-    token_lists,
-)
+from megascend.testing.parity import Case, TrainingCurve, case_checkpoint, differences, hf_reference, token_lists
 from support import families
+from support.parity_matrix import matrix
 
 PROGRAM = Path(__file__).with_name("partial_run.py")
 OTHER = os.environ["MEGASCEND_OTHER_STACK_PYTHON"]

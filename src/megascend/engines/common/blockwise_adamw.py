@@ -1,11 +1,11 @@
 """AdamW with moments of 8 bits, quantised in blocks with a common scale (Dettmers et al. 2022, arXiv:2110.02861).
 
-Plain PyTorch on every device; bitsandbytes has no kernels for NPUs. torchao's ``AdamW8bit`` (0.18.0, torch 2.13) was measured in its
-place, and misses these bounds:
+Plain PyTorch on every device; bitsandbytes has no kernels for NPUs. torchao's ``AdamW8bit`` (0.18.0, torch 2.13) was measured in
+its place, and misses these bounds:
 
 - exact resume: of a first moment that is written as fp32 and read again, 51 % of the values differ (here none);
-- values: 0.6 % of second moments are rounded to 0 beside first moments that are not, so that 50 steps at a learning rate of 1e-3, with
-  gradients of four decades, end up to 14.3 away from AdamW in fp32 (here 0.02);
+- values: 0.6 % of second moments are rounded to 0 beside first moments that are not, so that 50 steps at a learning rate of
+  1e-3, with gradients of four decades, end up to 14.3 away from AdamW in fp32 (here 0.02);
 - memory: only tensors of complete blocks are quantised, which the shards of a distributed optimizer are not;
 - NPUs: its step is a ``torch.compile``.
 """

@@ -9,10 +9,10 @@ Megatron-Core's ``HybridDeviceOptimizer`` updates on the host. It is not used: i
 distributed optimizer, rounds differently from the update on the device, makes its state by a step with random gradients, and pins
 every tensor separately, for which torch rounds sizes up to powers of two.
 
-torchao's ``CPUOffloadOptimizer`` (0.18.0, torch 2.13) was tried in its place. It refuses every device but CUDA and XPU; it takes gradients
-in hooks of the backward pass, before they are reduced over ranks and clipped, and those of a step that all ranks skip too; and it updates
-with the host's fused AdamW: after ten steps 0.35 % of the parameters differ from the update that is not fused, where a run here equals
-one without offload bit for bit.
+torchao's ``CPUOffloadOptimizer`` (0.18.0, torch 2.13) was tried in its place. It refuses every device but CUDA and XPU; it takes
+gradients in hooks of the backward pass, before they are reduced over ranks and clipped; and it updates with the host's fused
+AdamW: after ten steps 0.35 % of the parameters differ from the update that is not fused, where a run here equals one without
+offload bit for bit.
 """
 
 from __future__ import annotations
