@@ -153,6 +153,32 @@ def test_only_health_and_metrics_are_open(system) -> None:
             assert answer.status_code == (200 if is_open else 401) or path == "/readyz", (path, method, key)
 
 
+@pytest.mark.parametrize("content_type", ["application/json", "application/x-protobuf"])
+def test_request_of_an_unknown_model_is_refused_before_it_is_read(
+    system, monkeypatch: pytest.MonkeyPatch, content_type: str
+) -> None:
+    """Samples and images of megabytes must cost nothing where the model is another tenant's."""
+    from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
+
+    def read(*arguments: object) -> None:
+        raise AssertionError("the request was read")
+
+    monkeypatch.setattr("megascend.apps.serve.api.wire._with_data", read)
+    monkeypatch.setattr("megascend.apps.serve.samplers.adapters.prompt_of", read)
+    model = system.alice.model()
+    session = model.partition(":")[0]
+    content = json.dumps(train_body(model, 1, 10)).encode()
+    if content_type != "application/json":
+        content = ForwardBackwardRequest(model_id=model, seq_id=1).SerializeToString()
+    headers = {**system.bob.headers, "content-type": content_type}
+    refused = system.client.post("/api/v1/forward_backward", content=content, headers=headers)
+    assert (refused.status_code, "unknown or removed model" in refused.text) == (404, True)
+    sample = {"sampling_session_id": f"{session}:sample:0", "seq_id": 0, "num_samples": 1, "sampling_params": {}}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
+    assert system.bob.post("asample", {**sample, "prompt": prompt}).status_code == 410
+    assert system.alice.post("asample", {**sample, "prompt": prompt}).status_code == 404  # no such sampler
+
+
 def test_another_tenants_things_do_not_exist(system) -> None:
     model = system.alice.model()
     session = model.partition(":")[0]

@@ -161,14 +161,16 @@ class Api:
     # --- training ---
 
     async def forward_backward(self, request: Request, tenant: str, *, forward_only: bool = False) -> Response:
-        max_samples, image_processor = self.service.settings.limits.samples, self.service.base.image_processor
+        # The model first, in the thread too: a lookup. Refused later, a request would cost its samples and images.
+        require_model = partial(self.service.tenancy.model, tenant=tenant)
+        options = (self.service.settings.limits.samples, self.service.base.image_processor, require_model)
         if PROTOBUF in request.headers.get("content-type", ""):
             path, body = "protobuf", await read_body(request)
-            read = partial(train_request_of_protobuf, body, max_samples, image_processor)
+            read = partial(train_request_of_protobuf, body, *options)
         else:
             path, content = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
             body = request.state.body
-            read = partial(train_request_of_json, content, max_samples, image_processor, forward_only=forward_only)
+            read = partial(train_request_of_json, content, *options, forward_only=forward_only)
 
         def read_and_check() -> CheckedRequest:
             return checked(self.service, tenant, replace(read(), digest=request.state.digest))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -260,14 +260,21 @@ def messages_of_client() -> Any:
 
 
 def train_request_of_json(
-    body: Mapping[str, Any], max_data: int, image_processor: ImageProcessor | None = None, *, forward_only: bool
+    body: Mapping[str, Any],
+    max_data: int,
+    image_processor: ImageProcessor | None = None,
+    require_model: Callable[[str], object] = lambda name: None,
+    *,
+    forward_only: bool,
 ) -> TrainRequest:
     """Read a request in JSON, from older clients. Unknown fields are ignored.
 
     Args:
         image_processor: decodes images; None: the model takes none.
+        require_model: raises for a model that does not exist, before samples and images are read.
     """
     fields = TrainBody.read(body)
+    require_model(fields.model_id)
     inside = fields.forward_input if forward_only else fields.forward_backward_input
     if inside is None:
         raise RequestRefusedError(f"forward{'' if forward_only else '_backward'}_input: Field required", 422)
@@ -314,13 +321,12 @@ def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
 
 
 def train_request_of_protobuf(
-    body: bytes, max_data: int, image_processor: ImageProcessor | None = None
+    body: bytes,
+    max_data: int,
+    image_processor: ImageProcessor | None = None,
+    require_model: Callable[[str], object] = lambda name: None,
 ) -> TrainRequest:
-    """Read a request in protobuf, from newer clients.
-
-    Args:
-        image_processor: decodes images; None: the model takes none.
-    """
+    """Read a request in protobuf, from newer clients; arguments as of :func:`train_request_of_json`."""
     from google.protobuf.message import DecodeError
 
     check_message(body, _schema(), PIECES * max_data)
@@ -329,6 +335,7 @@ def train_request_of_protobuf(
         message.ParseFromString(body)
     except (DecodeError, RuntimeError, ValueError) as error:
         raise RequestRefusedError(f"the body is not a ForwardBackwardRequest: {error}") from None
+    require_model(message.model_id)
     if len(message.data) > max_data:
         raise RequestRefusedError(f"the request has {len(message.data)} samples, more than {max_data}", 413)
     settings: dict[str, Any] = dict(message.loss_fn_config)

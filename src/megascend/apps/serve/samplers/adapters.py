@@ -57,8 +57,14 @@ class Samplers:
         self._count = 0
 
     def prepare(self, tenant: str, body: Mapping[str, Any]) -> SampleRequest | MegascendError:
-        """Read a request, of the base model, or return its error. For a thread: it takes time for every token and image."""
+        """Read a request, of the base model, or return its error. For a thread: it takes time for every token and image.
+
+        Raises:
+            RequestRefusedError: 404 or 410, unknown session.
+        """
         options, base = SampleBody.read(body), self._service.base
+        if options.sampling_session_id is not None:
+            self._service.tenancy.sampler(options.sampling_session_id, tenant)
         try:
             prompt = prompt_of(options.prompt, base.image_processor)
             return sample_request_of(options, None, base.max_length, prompt)
