@@ -101,20 +101,27 @@ def test_invalid_input_is_an_error(megascend, folder: Path, arguments: list[str]
 # --- formatting ---
 
 
-def test_colours_only_on_capable_terminals() -> None:
+def test_colours_only_on_capable_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.openpty()
     with os.fdopen(reading), os.fdopen(writing, "w", encoding="utf-8") as terminal:
-        assert Style.of(terminal, {}).colour
-        assert Style.of(terminal, {"NO_COLOR": ""}).colour  # by the convention, an empty value is ignored
-        assert not Style.of(terminal, {"NO_COLOR": "1"}).colour
-        assert not Style.of(terminal, {"TERM": "dumb"}).colour
+        for variables, colour in (
+            ({"TERM": "xterm"}, True),
+            ({"TERM": "xterm", "NO_COLOR": ""}, True),  # by the convention, an empty value is ignored
+            ({"TERM": "xterm", "NO_COLOR": "1"}, False),
+            ({"TERM": "dumb"}, False),
+        ):
+            with monkeypatch.context() as patch:
+                patch.delenv("NO_COLOR", raising=False)
+                for name, value in variables.items():
+                    patch.setenv(name, value)
+                assert Style.of(terminal) == Style(colour), variables
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    assert Style.of(file, {}) == Style(colour=False, unicode=False)
+    assert Style.of(file) == Style(colour=False, unicode=False)
 
 
 def test_each_line_of_learned_text_is_coloured() -> None:
     style = Style(colour=True)
-    assert style.piece(style.visible("a\nb"), 1.0) == "\x1b[32;1ma↵\x1b[0m\n\x1b[32;1mb\x1b[0m"
+    assert style.piece(style.visible("a\nb"), 1.0) == "\x1b[1;32ma↵\x1b[0m\n\x1b[1;32mb\x1b[0m"
     assert style.piece("a", 0.0) == "\x1b[2ma\x1b[0m"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megascend.apps.cli.run_report import read_run
+from megascend.apps.train.run_report import read_run
 from megascend.testing import faults
 from support.forked_programs import environment
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from megascend.apps.cli.run_report import read_run
+from megascend.apps.train.run_report import read_run
 from megascend.runtime.stop_signals import STOPPING
 from support import forked_programs
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megascend.apps.cli.run_report import read_run
 from megascend.apps.train import preflight
 from megascend.apps.train.event_log import EventLog
+from megascend.apps.train.run_report import read_run
 from megascend.apps.train.train import train
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, ConfigError, DataError, MissingDependencyError

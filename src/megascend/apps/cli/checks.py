@@ -12,8 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -38,12 +38,8 @@ class Check:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class HelperOutcome:
-    """Outcome of a helper process: its JSON answer, or the problem."""
-
-    answer: dict[str, Any] | None
-    problem: str = ""
+class HelperError(Exception):
+    """A helper process gave no answer; the message is its error output or the reason."""
 
 
 def run_checks(timeout: float) -> list[Check]:
@@ -64,51 +60,34 @@ def run_checks(timeout: float) -> list[Check]:
     return [*checks, check_threads(os.environ), check_memory(), check_shared_memory(), check_disk(Path.cwd())]
 
 
-def run_python(arguments: Sequence[str], timeout: float, **environment: str) -> HelperOutcome:
-    """Run this Python with ``arguments``; its last line of output is a JSON object."""
-    return finish([start_python(arguments, **environment)], timeout)[0]
+def run_python(arguments: Sequence[str], timeout: float, **environment: str) -> dict[str, Any]:
+    """Return the JSON object in the last line that this Python prints with ``arguments``; kill it after ``timeout`` seconds.
 
-
-def start_python(arguments: Sequence[str], **environment: str) -> subprocess.Popen[str]:
-    """Start this Python with the search path of this process."""
+    Raises:
+        HelperError: it printed none.
+    """
     # The current sys.path, so that the helper imports the same packages as this process.
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment() | {"PYTHONPATH": path} | environment,
-        encoding="utf-8",
-        # A program that crashes may write bytes that are not UTF-8; its report must not fail for that.
-        errors="replace",
-    )
-
-
-def finish(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[HelperOutcome]:
-    """Wait for all ``processes`` until ``timeout`` seconds from now; those that have not ended by then are killed."""
-    deadline = time.monotonic() + timeout
     try:
-        return [_finish(process, max(deadline - time.monotonic(), 0.01), timeout) for process in processes]
-    # No helper may outlive the command: a hanging import would keep a device.
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-
-
-def _finish(process: subprocess.Popen[str], remaining: float, timeout: float) -> HelperOutcome:
-    try:
-        out, err = process.communicate(timeout=remaining)
+        completed = subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True,
+            check=False,
+            env=child_environment() | {"PYTHONPATH": path} | environment,
+            encoding="utf-8",
+            # A program that crashes may write bytes that are not UTF-8; its report must not fail for that.
+            errors="replace",
+            timeout=timeout,
+        )
     except subprocess.TimeoutExpired:
-        return HelperOutcome(None, f"no answer within {timeout:g} s")
-    if process.returncode:
-        code = f"exit code {process.returncode}"
-        killed = process.returncode < 0  # by a signal, which its output cannot mention
-        return HelperOutcome(None, f"{err.strip()}\n{code}".strip() if killed else err.strip() or code)
+        raise HelperError(f"no answer within {timeout:g} s") from None
+    text, code = completed.stderr.strip(), f"exit code {completed.returncode}"
+    if completed.returncode < 0:  # by a signal, which its output cannot mention
+        raise HelperError(f"{text}\n{code}".strip())
+    if completed.returncode:
+        raise HelperError(text or code)
     # The last line: packages may print on import.
-    return HelperOutcome(json.loads(out.strip().splitlines()[-1]))
+    return json.loads(completed.stdout.strip().splitlines()[-1])
 
 
 def explain_import_failure(text: str) -> tuple[str, str]:
@@ -127,6 +106,25 @@ def explain_import_failure(text: str) -> tuple[str, str]:
     if "No module named" in last:
         return last, "install it into this environment: pip install 'megascend[stack-0-16]'"
     return last, ""
+
+
+def failed_import(name: str, problem: HelperError) -> Check:
+    """Return the failed check of something that a helper process could not import."""
+    return Check(name, "fail", *explain_import_failure(str(problem)))
+
+
+def asked(name: str, code: str, timeout: float, describe: Callable[[dict[str, Any]], str]) -> Check:
+    """Run ``code`` in a helper process; ``describe`` makes the result of its answer."""
+    try:
+        answer = run_python(["-c", code], timeout)
+    except HelperError as problem:
+        return failed_import(name, problem)
+    return Check(name, "ok", describe(answer), values=answer)
+
+
+def warned(name: str, result: str, hint: str, values: dict[str, Any], *, low: bool) -> Check:
+    """Return a check that warns with ``hint`` if something is ``low``; training still works."""
+    return Check(name, "warn" if low else "ok", result, hint if low else "", values)
 
 
 def check_python() -> Check:
@@ -159,13 +157,11 @@ def check_torch(timeout: float) -> Check:
         "gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if names else None\n"
         "print(json.dumps({'version': torch.__version__, 'devices': names, 'memory_gib': gib}))"
     )
-    outcome = run_python(["-c", code], timeout)
-    if outcome.answer is None:
-        summary, hint = explain_import_failure(outcome.problem)
-        return Check("torch import", "fail", summary, hint)
-    devices = outcome.answer["devices"]
-    summary = f"{len(devices)} x {devices[0]}" if devices else "no CUDA device"
-    return Check("torch import", "ok", summary, values=outcome.answer)
+
+    def describe(answer: dict[str, Any]) -> str:
+        return f"{len(answer['devices'])} x {answer['devices'][0]}" if answer["devices"] else "no CUDA device"
+
+    return asked("torch import", code, timeout, describe)
 
 
 def check_npu(timeout: float) -> list[Check]:
@@ -182,20 +178,20 @@ def check_npu(timeout: float) -> list[Check]:
         "print(json.dumps({'findings': findings, 'simulated': simnpu.is_active()}))"
     )
     # Without autoload: torch itself would fail on a broken torch_npu before any check could name the cause.
-    outcome = run_python(["-c", code], timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    if outcome.answer is None:
-        lines = outcome.problem.splitlines()
+    try:
+        answer = run_python(["-c", code], timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    except HelperError as problem:
+        lines = str(problem).splitlines()
         looked_at = [line.removeprefix(LOOKING_AT) for line in lines if line.startswith(LOOKING_AT)]
-        problem = "\n".join(line for line in lines if not line.startswith(LOOKING_AT))
-        name = looked_at[-1] if looked_at else "torch_npu"
-        return [Check(name, "fail", *explain_import_failure(problem))]
+        others = "\n".join(line for line in lines if not line.startswith(LOOKING_AT))
+        return [failed_import(looked_at[-1] if looked_at else "torch_npu", HelperError(others))]
     checks = [
         Check(
             finding["name"], "fail" if finding["problem"] else "ok", finding["state"] or "not ready", finding["problem"]
         )
-        for finding in outcome.answer["findings"]
+        for finding in answer["findings"]
     ]
-    if outcome.answer["simulated"]:
+    if answer["simulated"]:
         summary = "the npu device is SIMULATED on this machine's CPU and memory"
         hint = "numbers and refusals mean something here, speed and memory use do not; no card was checked"
         checks.insert(0, Check("simulated device", "warn", summary, hint, {"simulated": True}))
@@ -214,14 +210,13 @@ def check_platform(timeout: float) -> Check:
         "    except PlatformError as error: reasons[name] = str(error)\n"
         "print(json.dumps({'chosen': choose().name, 'unavailable': reasons}))"
     )
-    outcome = run_python(["-c", code], timeout)
-    if outcome.answer is None:
-        return Check("platform", "fail", *explain_import_failure(outcome.problem))
     above = ["npu"] if is_installed("torch_npu") else []  # check_npu reports it already
-    reasons = "; ".join(reason for name, reason in outcome.answer["unavailable"].items() if name not in above)
-    return Check(
-        "platform", "ok", outcome.answer["chosen"] + (f"  ({reasons})" if reasons else ""), values=outcome.answer
-    )
+
+    def describe(answer: dict[str, Any]) -> str:
+        reasons = "; ".join(reason for name, reason in answer["unavailable"].items() if name not in above)
+        return answer["chosen"] + (f"  ({reasons})" if reasons else "")
+
+    return asked("platform", code, timeout, describe)
 
 
 def check_bootstrap(timeout: float) -> Check:
@@ -235,36 +230,32 @@ def check_bootstrap(timeout: float) -> Check:
         "answer = {'stack': runtime.stack.name, 'platform': runtime.platform.name, 'changes': runtime.changes}\n"
         "print(json.dumps(answer | {'seconds': round(time.monotonic() - start, 2)}))"
     )
-    outcome = run_python(["-c", code], timeout)
-    if outcome.answer is None:
-        return Check("bootstrap", "fail", *explain_import_failure(outcome.problem))
-    answer = outcome.answer
-    summary = f"stack {answer['stack']} on {answer['platform']}, Megatron-Core imported in {answer['seconds']:.1f} s"
-    return Check("bootstrap", "ok", summary, values=answer)
+
+    def describe(answer: dict[str, Any]) -> str:
+        return f"stack {answer['stack']} on {answer['platform']}, Megatron-Core imported in {answer['seconds']:.1f} s"
+
+    return asked("bootstrap", code, timeout, describe)
 
 
 def check_collectives(timeout: float) -> Check:
     """Run an all-reduce between two local processes over Gloo, on which every object collective relies."""
-    with tempfile.TemporaryDirectory(prefix="megascend-doctor-") as folder:
+    with tempfile.TemporaryDirectory(prefix="megascend-doctor-") as folder, ThreadPoolExecutor(2) as pool:
         arguments = ["-m", "megascend.apps.cli.probe_collectives", str(Path(folder) / "store"), "2"]
         # One thread a rank: the figure should not depend on the number of cores.
-        ranks = [start_python([*arguments, str(rank)], OMP_NUM_THREADS="1") for rank in range(2)]
-        outcomes = finish(ranks, timeout)
-    for rank, outcome in enumerate(outcomes):
-        if outcome.answer is None:
-            last = outcome.problem.splitlines()[-1]
+        ranks = [pool.submit(run_python, [*arguments, str(rank)], timeout, OMP_NUM_THREADS="1") for rank in range(2)]
+        try:
+            answer, _ = [rank.result() for rank in ranks]
+        except HelperError as problem:
+            last = str(problem).splitlines()[-1]
             hint = "could Gloo not connect two processes? GLOO_SOCKET_IFNAME=lo pins it to the loopback interface"
-            return Check("collectives", "fail", f"rank {rank}: {last}", hint)
-    answer = outcomes[0].answer or {}
+            return Check("collectives", "fail", last, hint)
     latency, bandwidth = answer["latency_us"], answer["bandwidth_gb_s"]
     summary = f"gloo, 2 ranks: {latency:.0f} us for 8 bytes, {bandwidth:.2f} GB/s for 16 MiB"
-    # A warning only: training still works.
-    if latency > 20_000 or bandwidth < 0.05:
-        return Check("collectives", "warn", summary, "much slower than usual: is the machine overloaded?", answer)
-    return Check("collectives", "ok", summary, values=answer)
+    hint = "much slower than usual: is the machine overloaded?"
+    return warned("collectives", summary, hint, answer, low=latency > 20_000 or bandwidth < 0.05)
 
 
-def check_threads(environment: Any) -> Check:
+def check_threads(environment: Mapping[str, str]) -> Check:
     """Report the cores this process may use, and the thread setting that decides how ranks share them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     setting = environment.get("OMP_NUM_THREADS")
@@ -273,12 +264,9 @@ def check_threads(environment: Any) -> Check:
         {"cores": cores, "omp_num_threads": setting},
     )
     # OMP_NUM_THREADS may also be a list for nested levels, which is left alone.
-    if setting is not None and setting.isdigit() and int(setting) > cores:
-        hint = (
-            f"OMP_NUM_THREADS={setting} exceeds the {cores} cores: ranks will wait for each other; set it to 1 on CPU"
-        )
-        return Check("threads", "warn", summary, hint, values)
-    return Check("threads", "ok", summary, values=values)
+    low = setting is not None and setting.isdigit() and int(setting) > cores
+    hint = f"OMP_NUM_THREADS={setting} exceeds the {cores} cores: ranks will wait for each other; set it to 1 on CPU"
+    return warned("threads", summary, hint, values, low=low)
 
 
 def check_memory() -> Check:
@@ -288,9 +276,8 @@ def check_memory() -> Check:
     memory = psutil.virtual_memory()
     summary = f"{memory.available / GIB:.1f} GiB of {memory.total / GIB:.1f} GiB free"
     values = {"available_bytes": memory.available, "total_bytes": memory.total}
-    if memory.available < 2 * GIB:
-        return Check("memory", "warn", summary, "each rank takes about 0.5 GiB before it holds a model", values)
-    return Check("memory", "ok", summary, values=values)
+    hint = "each rank takes about 0.5 GiB before it holds a model"
+    return warned("memory", summary, hint, values, low=memory.available < 2 * GIB)
 
 
 def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
@@ -300,16 +287,12 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
     usage = shutil.disk_usage(path)
     summary, values = f"{usage.free / GIB:.2f} GiB of {usage.total / GIB:.2f} GiB free", {"free_bytes": usage.free}
     # Docker's default is 64 MiB, with which data loader workers end with a bus error.
-    if usage.free < GIB:
-        hint = f"under 1 GiB in {path}: give the container more, for example docker run --shm-size=8g (or --ipc=host)"
-        return Check("shared memory", "warn", summary, hint, values)
-    return Check("shared memory", "ok", summary, values=values)
+    hint = f"under 1 GiB in {path}: give the container more, for example docker run --shm-size=8g (or --ipc=host)"
+    return warned("shared memory", summary, hint, values, low=usage.free < GIB)
 
 
 def check_disk(path: Path) -> Check:
     """Check free disk in the working directory."""
     free = shutil.disk_usage(path).free
-    summary, values = f"{free / GIB:.1f} GiB free here", {"free_bytes": free}
-    if free < 5 * GIB:
-        return Check("disk", "warn", summary, "a checkpoint with optimizer state takes 14 bytes a parameter", values)
-    return Check("disk", "ok", summary, values=values)
+    hint = "a checkpoint with optimizer state takes 14 bytes a parameter"
+    return warned("disk", f"{free / GIB:.1f} GiB free here", hint, {"free_bytes": free}, low=free < 5 * GIB)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from rich.color import ColorSystem
 from rich.console import Console
-from rich.table import Column, Table
+from rich.style import Style as RichStyle
 
+from megascend.apps.cli.text import GIB, labelled, table
 from megascend.runtime.io.paths import format_bytes
 
 if TYPE_CHECKING:
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     from megascend.apps.train.dry_run import DryRun, RlDryRun, ShownSample
     from megascend.apps.train.layout_plan import Suggestion
 
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 PIECE = 400
 """Characters of a piece's beginning and of its end that are shown."""
 PIECES = 24
 """Pieces of a sample's beginning and of its end that are shown."""
-LAYOUT: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False}
-"""Layout of tables: columns divided by two spaces, without lines."""
+LEARNED, NOT_LEARNED = RichStyle(color="green", bold=True), RichStyle(dim=True)
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,10 @@ class Style:
     unicode: bool = True
 
     @classmethod
-    def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> Style:
-        """Use colours on a terminal, unless NO_COLOR (https://no-color.org) is set or it is a dumb one."""
-        # NO_COLOR counts if it is set to any non-empty value (no-color.org).
-        allowed = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
-        encoding = (stream.encoding or "").lower().replace("-", "")
-        return cls(allowed and stream.isatty(), encoding.startswith("utf"))
+    def of(cls, stream: TextIO) -> Style:
+        """Use colours where rich does: on a terminal, unless it is a dumb one or NO_COLOR is set."""
+        console = Console(file=stream)
+        return cls(console.color_system is not None and not console.no_color, console.encoding.startswith("utf"))
 
     @property
     def legend(self) -> str:
@@ -54,53 +51,39 @@ class Style:
         newline = "↵" if self.unicode else "\\n"
         if self.colour:
             return f"{self.piece('learned', 1.0)}, {self.piece('not learned', 0.0)}; {newline} is a line break"
-        opening, closing = self._marks
-        return f"{opening}learned{closing}, not learned; {newline} is a line break"
-
-    @property
-    def _marks(self) -> tuple[str, str]:
-        return ("⟦", "⟧") if self.unicode else ("[[", "]]")
+        return f"{self.piece('learned', 1.0)}, not learned; {newline} is a line break"
 
     def piece(self, text: str, weight: float) -> str:
         """Format the text of tokens by their weight; a weight other than 0 and 1 precedes it."""
-        prefix = f"{weight:g} x " if weight not in (0.0, 1.0) else ""
+        text = f"{weight:g} x {text}" if weight not in (0.0, 1.0) else text
         if self.colour:
-            code = "32;1" if weight else "2"  # bold green, dim
+            style = LEARNED if weight else NOT_LEARNED
             # Line by line: some terminals and pagers end colours with the line.
-            return "\n".join(f"\x1b[{code}m{line}\x1b[0m" if line else "" for line in (prefix + text).split("\n"))
-        opening, closing = self._marks
-        return f"{opening}{prefix}{text}{closing}" if weight else text
+            return "\n".join(style.render(line, color_system=ColorSystem.STANDARD) for line in text.split("\n"))
+        opening, closing = ("⟦", "⟧") if self.unicode else ("[[", "]]")
+        return f"{opening}{text}{closing}" if weight else text
 
     def visible(self, text: str) -> str:
         """Mark line breaks; escape control characters, which could command the terminal, except tabs."""
-        newline = "↵\n" if self.unicode else "\\n\n"
-        marked = "".join(
-            newline
-            if character == "\n"
-            else character
-            if character == "\t" or character.isprintable()
-            else repr(character)[1:-1]
-            for character in text
+        escaped = (
+            character if character in "\n\t" or character.isprintable() else repr(character)[1:-1] for character in text
         )
+        marked = "".join(escaped).replace("\n", "↵\n" if self.unicode else "\\n\n")
         return marked if self.unicode else marked.encode("ascii", "backslashreplace").decode()
 
 
 def report(dry: DryRun, style: Style) -> Iterator[str]:
     """Yield the lines of a dry run."""
-    config = dry.config
     yield from _model_and_layout(dry)
     if dry.suggestion is not None:
-        yield from suggestion_lines(dry.suggestion)
-    yield f"steps     {_length(dry)}"
-    yield f"output    {config.output}; {format_bytes(dry.free_disk)} free there"
-    yield from (f"          {line}" for line in config.template_remarks())
-    yield from (f"          warning: {line}" for line in warnings(dry))
-    yield ""
+        yield from labelled("", suggestion_lines(dry.suggestion))
+    yield from labelled("steps", [_length(dry)])
+    yield from _output(dry, warnings(dry))
     yield from memory_table(dry)
     yield ""
     yield from data_table(dry)
     yield from source_table(dry)
-    yield from (f"          {line}" for line in dry.remarks)
+    yield from labelled("", dry.remarks)
     yield ""
     yield f"the first samples of step 1, as the model sees them: {style.legend}"
     for sample in dry.examples:
@@ -116,8 +99,7 @@ def report_rl(dry: RlDryRun, style: Style) -> Iterator[str]:
     yield from _model_and_layout(dry)
     yield f"steps     {config.steps} of {rollout.prompts_per_step} x {rollout.group_size} responses; lag {rollout.max_lag}"
     yield f"objective {describe_objective(config.objective)}"
-    for index, line in enumerate(dry.engines):
-        yield f"{'' if index else 'engines':<10}{line}"
+    yield from labelled("engines", dry.engines)
     if config.reference is not None:
         reference = config.reference
         penalty = f"{reference.kl_estimator} in the {reference.penalty}, coefficient {reference.coefficient:g}"
@@ -126,29 +108,18 @@ def report_rl(dry: RlDryRun, style: Style) -> Iterator[str]:
         yield f"teacher   {dry.teacher}"
     evaluated = f", {dry.held_out} for evaluation" if config.evaluation is not None else ""
     shortest, median, longest = dry.prompt_lengths
-    lengths = "; the environment makes them"
-    if longest:
-        lengths = (
-            f"; {shortest} to {longest} tokens, median {median}" if shortest < longest else f"; {longest} tokens each"
-        )
-    yield f"prompts   {dry.prompts}{evaluated}{lengths}"
+    lengths = f"{shortest} to {longest} tokens, median {median}" if shortest < longest else f"{longest} tokens each"
+    yield f"prompts   {dry.prompts}{evaluated}; {lengths if longest else 'the environment makes them'}"
     trial = dry.trial
     parts = "".join(f", {name} {value:g}" for name, value in trial.rewards.items())
-    turns = f" in {trial.turns} turn{'s' * (trial.turns != 1)}" if config.rollout.environment is not None else ""
+    turns = f" in {trial.turns} turn{'s' * (trial.turns != 1)}" if rollout.environment is not None else ""
     yield f"trial     {trial.source}: reward {trial.reward:g}{parts}{turns}, {trial.seconds:.2g} s, of {CANNED!r}"
-    yield f"output    {config.output}; {format_bytes(dry.free_disk)} free there"
-    yield from (f"          {line}" for line in config.template_remarks())
-    yield from (
-        f"          warning: {line}"
-        for line in [*memory_warning(dry, dry.engines_share), dry.disk_warning]
-        if line is not None
-    )
-    yield ""
+    yield from _output(dry, memory_warning(dry, dry.engines_share))
     yield from memory_table(dry, dry.engines_share, dry.processes)
 
 
 def _model_and_layout(dry: DryRun | RlDryRun) -> Iterator[str]:
-    config, topology, shape = dry.config, dry.topology, dry.info.shape
+    config, shape = dry.config, dry.info.shape
     context = f", context {shape.max_position}" if shape.max_position else ""
     yield (
         f"model     {config.model}: {count(dry.info.parameter_count)} parameters, {shape.num_layers} layers of width "
@@ -158,16 +129,14 @@ def _model_and_layout(dry: DryRun | RlDryRun) -> Iterator[str]:
     if config.base_weights != "unquantised":
         trained += f" on base weights in {config.base_weights}"
     yield f"training  {trained}, engine {config.engine} on {dry.platform}, {config.precision}"
-    layout, *details = topology.describe().splitlines()
-    yield f"layout    {layout}"
-    yield from (f"          {line}" for line in details)
+    yield from labelled("layout", dry.topology.describe().splitlines())
 
 
 def suggestion_lines(suggestion: Suggestion) -> Iterator[str]:
     """Yield the layout that ``megascend plan`` would have chosen."""
     current, better = suggestion.current.time.seconds, suggestion.better.time.seconds
     yield (
-        f"          megascend plan predicts {suggestion.gain:.0%} shorter steps ({better:.3g} s in place of {current:.3g} s on "
+        f"megascend plan predicts {suggestion.gain:.0%} shorter steps ({better:.3g} s in place of {current:.3g} s on "
         f"{suggestion.hardware.title}) with {suggestion.better.describe()}"
     )
 
@@ -182,14 +151,22 @@ def count(number: int) -> str:
 
 def _length(dry: DryRun) -> str:
     config, plan = dry.config, dry.steps
-    unit = dry.train.unit
     budget = f"{plan.budget} (auto, by the estimate)" if config.batching.micro_batch_tokens == "auto" else plan.budget
-    count = f"up to {plan.micro_batches} micro batches" if plan.micro_batches > 1 else "one micro batch"
+    batches = f"up to {plan.micro_batches} micro batches" if plan.micro_batches > 1 else "one micro batch"
     epochs = "streamed; of the first batch" if dry.epochs is None else f"= {dry.epochs:.3g} epochs"
     return (
-        f"{config.steps} of {config.data.global_batch_size} {unit} {epochs}; {count} a rank, the largest with "
+        f"{config.steps} of {config.data.global_batch_size} {dry.train.unit} {epochs}; {batches} a rank, the largest with "
         f"{plan.tokens} of {budget} tokens, {plan.padding:.1%} padding (first {plan.steps} steps)"
     )
+
+
+def _output(dry: DryRun | RlDryRun, problems: Iterator[str]) -> Iterator[str]:
+    """Yield where a run writes, and warnings."""
+    yield f"output    {dry.config.output}; {format_bytes(dry.free_disk)} free there"
+    yield from labelled("", dry.config.template_remarks())
+    disk = [] if dry.disk_warning is None else [dry.disk_warning]
+    yield from labelled("", (f"warning: {line}" for line in [*problems, *disk]))
+    yield ""
 
 
 def warnings(dry: DryRun) -> Iterator[str]:
@@ -207,8 +184,6 @@ def warnings(dry: DryRun) -> Iterator[str]:
             f"min_lr {config.schedule.min_lr:g}"
         )
     yield from memory_warning(dry)
-    if dry.disk_warning is not None:
-        yield dry.disk_warning
 
 
 def memory_warning(dry: DryRun | RlDryRun, engines_share: float = 0.0) -> Iterator[str]:
@@ -234,19 +209,16 @@ def memory_table(
         yield f"memory    not estimated for engine {dry.config.engine}"
         return
     stage = f", of pipeline stage {memory.stage + 1}" if dry.topology.pipeline > 1 else ""
-    table = Table("memory", Column(justify="right"), f"per rank{stage}, at the peak of a step (estimate)", **LAYOUT)
-    for name, bytes_ in (memory.items | memory.overhead).items():
-        table.add_row(f"  {name}", size(bytes_))
     machine = "per rank on this machine" if dry.platform == "cpu" else "on the device"
     engines = f", of which engines take {engines_share:.0%}" if engines_share else ""
-    table.add_row("  total", size(memory.total), f"of {size(dry.device_memory)} {machine}{engines}")
+    rows = [(name, bytes_, "") for name, bytes_ in (memory.items | memory.overhead).items()]
+    rows.append(("total", memory.total, f"of {size(dry.device_memory)} {machine}{engines}"))
     if dry.recomputed is not None:
-        table.add_row("  recomputed", size(dry.recomputed.total), "with recompute.granularity: full")
-    for name, bytes_ in memory.host.items():
-        table.add_row(f"  {name}", size(bytes_), "in host memory")
-    for name, bytes_ in processes.items():
-        table.add_row(f"  {name}", size(bytes_), "of weights in host memory beside rank 0")
-    yield from plain(table)
+        rows.append(("recomputed", dry.recomputed.total, "with recompute.granularity: full"))
+    rows += [(name, bytes_, "in host memory") for name, bytes_ in memory.host.items()]
+    rows += [(name, bytes_, "of weights in host memory beside rank 0") for name, bytes_ in processes.items()]
+    titles = ("memory", "", f"per rank{stage}, at the peak of a step (estimate)")
+    yield from table(titles, ((f"  {name}", size(bytes_), note) for name, bytes_, note in rows), left=(0, 2))
     yield from (f"  {line}" for line in memory.remarks)
 
 
@@ -257,53 +229,41 @@ def size(bytes_: int) -> str:
 
 def data_table(dry: DryRun) -> Iterator[str]:
     """Yield statistics, a line for each part of the data."""
-    figures = (dry.train.unit, "tokens", "supervised", "", "shortest", "median", "mean", "95 %", "longest")
-    table = Table("data", *(Column(name, justify="right") for name in figures), **LAYOUT)
-    for name, part in (
-        ("learned" if dry.epochs is not None else "first batch", dry.train),
-        ("held out", dry.held_out),
-    ):
+    rows = []
+    for name, part in (("first batch" if dry.epochs is None else "learned", dry.train), ("held out", dry.held_out)):
         if part is not None:
             numbers = (part.samples // part.members, part.tokens, part.supervised)
             lengths = (part.shortest, part.median, round(part.mean), part.p95, part.longest)
             share = f"({part.supervised / part.tokens:.0%})"
-            table.add_row(name, *map("{:,}".format, numbers), share, *map("{:,}".format, lengths))
-    yield from plain(table)
+            rows.append([name, *map("{:,}".format, numbers), share, *map("{:,}".format, lengths)])
+    figures = (dry.train.unit, "tokens", "supervised", "", "shortest", "median", "mean", "95 %", "longest")
+    yield from table(("data", *figures), rows)
 
 
 def source_table(dry: DryRun) -> Iterator[str]:
     """Yield the kinds of documents of each source, and the numbers of samples up to each power of two in length."""
     edges = sorted({edge for source in dry.sources for edge in source.histogram})
-    if not edges:
-        return
-    table = Table("source", "documents", *(Column(f"to {edge:,}", justify="right") for edge in edges), **LAYOUT)
-    for source in dry.sources:
-        kinds = ", ".join(f"{number:,} {kind}" for kind, number in source.kinds.items())
-        table.add_row(source.name, kinds, *(f"{source.histogram.get(edge, 0):,}" for edge in edges))
-    yield from plain(table)
-
-
-def plain(table: Table) -> Iterator[str]:
-    """Yield the lines of a table as plain text, unwrapped."""
-    # Wide, and without markup: rich would wrap lines to the terminal, and read brackets in paths as tags.
-    console = Console(file=io.StringIO(), width=1000, color_system=None, markup=False, highlight=False, emoji=False)
-    with console.capture() as captured:
-        console.print(table)
-    yield from (line.rstrip() for line in captured.get().splitlines())
+    rows = (
+        [
+            source.name,
+            ", ".join(f"{number:,} {kind}" for kind, number in source.kinds.items()),
+            *(f"{source.histogram.get(edge, 0):,}" for edge in edges),
+        ]
+        for source in dry.sources
+    )
+    if edges:
+        yield from table(("source", "documents", *(f"to {edge:,}" for edge in edges)), rows, left=(0, 1))
 
 
 def sample_text(sample: ShownSample, style: Style) -> Iterator[str]:
     """Yield a sample, its middle left out where it is long."""
     learned = sum(piece.tokens for piece in sample.pieces if piece.weight)
     yield f"--- {sample.name}: {sample.tokens} tokens, {learned} learned"
-    text = ""
-    for index, piece in enumerate(sample.pieces):
-        left_out = len(sample.pieces) - 2 * PIECES
-        if left_out > 0 and PIECES <= index < PIECES + left_out:
-            text += f"\n[... {left_out} pieces ...]\n" if index == PIECES else ""
-            continue
-        text += style.piece(_shortened(piece, style), piece.weight)
-    yield text
+    texts = [style.piece(_shortened(piece, style), piece.weight) for piece in sample.pieces]
+    left_out = len(texts) - 2 * PIECES
+    if left_out > 0:
+        texts[PIECES:-PIECES] = [f"\n[... {left_out} pieces ...]\n"]
+    yield "".join(texts)
 
 
 def _shortened(piece: SamplePiece, style: Style) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
-from rich.table import Column, Table
-
-from megascend.apps.cli.dry_run_text import GIB, LAYOUT, plain
+from megascend.apps.cli.text import GIB, table
 from megascend.apps.plan.hardware import Hardware
 from megascend.apps.plan.pipeline import TimedPass
 from megascend.apps.plan.rl import Split
@@ -77,22 +76,19 @@ def report_split(splits: list[Split], config: RunConfig, hardware: Hardware, len
     if hardware.warning:
         yield f"warning   {hardware.warning}"
     yield "warning   the speed of engines is a bound by memory bandwidth, and was not compared with measurements"
-    table = Table(
-        *(Column(name, justify="right") for name in ("engines", "sampling, s", "trainer", "training, s", "one waits")),
-        Column("layout of the trainer"),
-        **LAYOUT,
-    )
-    for split in splits[:SHOWN_SPLITS]:
-        engines = split.engines
-        table.add_row(
-            f"{engines.devices // engines.tensor} x TP{engines.tensor}",
+    titles = ("engines", "sampling, s", "trainer", "training, s", "one waits", "layout of the trainer")
+    rows = (
+        (
+            f"{split.engines.devices // split.engines.tensor} x TP{split.engines.tensor}",
             f"{split.generation_s:.3g}",
             str(split.trainer.topology.world_size),
             f"{split.trainer.time.seconds:.3g}",
             f"{split.idle:.0%}",
             split.trainer.describe(),
         )
-    yield from plain(table)
+        for split in splits[:SHOWN_SPLITS]
+    )
+    yield from table(titles, rows, left=(5,))
 
 
 def _nothing_fits(plan: LayoutPlan) -> Iterator[str]:
@@ -110,23 +106,18 @@ def _nothing_fits(plan: LayoutPlan) -> Iterator[str]:
 
 
 def _table(candidates: list[Candidate]) -> Iterator[str]:
-    table = Table(
-        Column("", justify="right"),
-        Column("layout"),
-        *(Column(name, justify="right") for name in ("s/step", "tokens/s/device", "GiB", "bubble")),
-        **LAYOUT,
-    )
-    for rank, candidate in enumerate(candidates, start=1):
-        seconds = candidate.time.seconds
-        table.add_row(
+    rows = (
+        (
             str(rank),
             candidate.describe(),
-            f"{seconds:.3g}",
+            f"{candidate.time.seconds:.3g}",
             f"{candidate.tokens_per_second:,.0f}",
             f"{candidate.memory.total / GIB:.1f}",
-            f"{candidate.time.bubble / seconds:.0%}",
+            f"{candidate.time.bubble / candidate.time.seconds:.0%}",
         )
-    yield from plain(table)
+        for rank, candidate in enumerate(candidates, start=1)
+    )
+    yield from table(("", "layout", "s/step", "tokens/s/device", "GiB", "bubble"), rows, left=(1,))
 
 
 def _reasons(best: Candidate, other: Candidate) -> str:
@@ -136,25 +127,15 @@ def _reasons(best: Candidate, other: Candidate) -> str:
 
 def _parts(candidate: Candidate) -> Iterator[str]:
     """Yield time and memory by part, side by side."""
-    seconds = candidate.time.seconds
-    times = sorted(candidate.time.parts.items(), key=lambda part: -part[1])
-    on_host = {f"{name} (host)": size for name, size in candidate.memory.host.items()}
-    memory = [*candidate.memory.items.items(), *candidate.memory.overhead.items(), *on_host.items()]
-    table = Table(
-        Column("time of a step"),
-        *(Column("", justify="right") for _ in range(2)),
-        Column(f"memory of a rank of stage {candidate.memory.stage + 1}"),
-        Column("", justify="right"),
-        **LAYOUT,
-    )
-    for index in range(max(len(times), len(memory))):
-        row = ["", "", ""]
-        if index < len(times):
-            name, part = times[index]
-            row = [name, f"{1000 * part:,.1f} ms", f"{part / seconds:.1%}"]
-        row += [memory[index][0], format_bytes(memory[index][1])] if index < len(memory) else ["", ""]
-        table.add_row(*row)
-    yield from plain(table)
+    seconds, memory = candidate.time.seconds, candidate.memory
+    times = [
+        (name, f"{1000 * part:,.1f} ms", f"{part / seconds:.1%}")
+        for name, part in sorted(candidate.time.parts.items(), key=lambda part: -part[1])
+    ]
+    on_host = {f"{name} (host)": size for name, size in memory.host.items()}
+    sizes = [(name, format_bytes(size)) for name, size in (memory.items | memory.overhead | on_host).items()]
+    rows = ([*time, *size][:5] for time, size in zip_longest(times, sizes, fillvalue=("", "", "")))
+    yield from table(("time of a step", "", "", f"memory of a rank of stage {memory.stage + 1}", ""), rows, left=(0, 3))
 
 
 def draw(candidate: Candidate, width: int = WIDTH) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from megascend.apps.train.event_log import ERRORS, EVENTS, read_lines
 from megascend.apps.train.run_directory import CHECKPOINTS, METRICS
 from megascend.errors import CheckpointError, ConfigError
+from megascend.surroundings import process_lives
 from megascend.training.checkpoint import manifest
 from megascend.training.checkpoint.retention import NAME, Retention
 
@@ -47,14 +48,11 @@ class Attempt:
         number: counted from 1.
         restart: number of automatic restarts by torchrun before this attempt.
         started: seconds since the epoch; None if it failed before the first step.
-        world_size: None if unknown.
         resumed_after: the step of the checkpoint that it resumed from; 0: from the beginning.
-        ended: time of its end; None if unknown.
         outcome: ``interrupted``: by a second Ctrl-C, without a checkpoint; ``error``: a rank raised an error; ``lost``: other
             ranks report ranks that disappeared without an error; ``no end``: no record of an end, because it is still running or
             was killed as a whole.
         step: the step after which it finished or was stopped, or in which the error occurred; None if unknown.
-        signal: the signal that stopped it.
         errors: the ranks' recorded errors, the cause first.
         silent: ranks that disappeared without an error.
         process: host and process id of rank 0.
@@ -63,20 +61,27 @@ class Attempt:
 
     number: int = 0
     restart: int
-    started: float | None = None
+    started: float | None
     world_size: int | None
-    resumed_after: int = 0
+    resumed_after: int
     ended: float | None
     outcome: Outcome
     step: int | None
-    signal: str | None = None
+    signal: str | None
     errors: tuple[RankError, ...]
     silent: tuple[int, ...]
-    process: tuple[str, int] | None = None
-    platform: str | None = None
-    command: tuple[str, ...] = ()
-    directory: str | None = None
-    start_ticks: int | None = None
+    process: tuple[str, int] | None
+    platform: str | None
+    command: tuple[str, ...]
+    directory: str | None
+    start_ticks: int | None
+
+    @property
+    def running(self) -> bool:
+        """True if rank 0's process is alive on this machine."""
+        if self.outcome != "no end" or self.process is None:
+            return False
+        return process_lives(*self.process, self.started or 0.0, self.start_ticks) is True
 
 
 @dataclass(frozen=True)
@@ -135,15 +140,17 @@ class RunReport:
         return bool(self.attempts) and self.attempts[-1].outcome in ("finished", "stopped")
 
     @property
+    def running(self) -> bool:
+        """True if the last attempt is in progress on this machine."""
+        return bool(self.attempts) and self.attempts[-1].running
+
+    @property
     def last_good(self) -> CheckpointEntry | None:
         """Return the checkpoint that ``--resume auto`` will resume from, as far as the files were checked."""
-        intact = {checkpoint.step: checkpoint for checkpoint in self.checkpoints if not checkpoint.problems}
+        intact = {checkpoint.name: checkpoint for checkpoint in self.checkpoints if not checkpoint.problems}
         # The order in which `--resume auto` tries them.
-        for path in Retention(self.directory / CHECKPOINTS).candidates():
-            match = NAME.fullmatch(path.name)
-            if match and int(match[1]) in intact:
-                return intact[int(match[1])]
-        return None
+        candidates = Retention(self.directory / CHECKPOINTS).candidates()
+        return next((intact[path.name] for path in candidates if path.name in intact), None)
 
 
 def read_run(directory: Path, *, verify: bool = False) -> RunReport:
@@ -166,12 +173,11 @@ def read_run(directory: Path, *, verify: bool = False) -> RunReport:
         # By start time as well, because process ids are reused, in containers from restart to restart.
         last |= {(path.name, record.get("host"), record.get("pid"), record.get("since")): record for record in records}
         remarks += problems
-    errors = list(last.values())
     starts = [event for event in events if event.get("event") == "start"]
     return RunReport(
         directory=directory,
         steps=next((event["steps"] for event in reversed(starts) if isinstance(event.get("steps"), int)), None),
-        attempts=tuple(attempts_of(events, errors)),
+        attempts=tuple(attempts_of(events, list(last.values()))),
         metrics=tuple(row for row in metrics if isinstance(row.get("step"), int)),
         checkpoints=tuple(checkpoints_in(directory / CHECKPOINTS, verify)),
         latest=_latest(directory / CHECKPOINTS),
@@ -193,7 +199,7 @@ def attempts_of(events: Sequence[dict[str, Any]], errors: Sequence[dict[str, Any
             parts.append([event])
         elif parts:
             parts[-1].append(event)
-    attempt_errors: list[list[RankError]] = [[] for _ in parts]
+    attempt_errors: list[list[dict[str, Any]]] = [[] for _ in parts]
     early: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for record in sorted(errors, key=lambda record: _seconds(record.get("time"))):
         index = _attempt_of(record, [part[0] for part in parts])
@@ -204,9 +210,9 @@ def attempts_of(events: Sequence[dict[str, Any]], errors: Sequence[dict[str, Any
             repeats = sum(any(earlier.get("rank") == record.get("rank") for earlier in records) for records in same)
             early.setdefault((*launch, repeats), []).append(record)
         else:
-            attempt_errors[index].append(_rank_error(record))
+            attempt_errors[index].append(record)
     attempts = [_attempt(part, part_errors) for part, part_errors in zip(parts, attempt_errors, strict=True)]
-    attempts += [_never_started(records) for records in early.values()]
+    attempts += [_attempt([], records) for records in early.values()]
     attempts.sort(key=lambda attempt: attempt.started or attempt.ended or 0.0)
     return [replace(attempt, number=number) for number, attempt in enumerate(attempts, 1)]
 
@@ -224,50 +230,35 @@ def _attempt_of(record: dict[str, Any], starts: Sequence[dict[str, Any]]) -> int
     return fitting[-1] if fitting else None
 
 
-def _attempt(part: Sequence[dict[str, Any]], errors: Sequence[RankError]) -> Attempt:
-    start = part[0]
-    last = {event.get("event"): event for event in part}
+def _attempt(events: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]]) -> Attempt:
+    """Build an attempt from its events, of which the first is its start, and its errors; without events it never started."""
+    start = events[0] if events else records[0]
+    last = {event.get("event"): event for event in events}
     end = last.get("finished") or last.get("stopped")
     world_size = _number(start.get("world_size")) or None
-    outcome, ordered, silent = blame(errors, world_size)
-    step = ordered[0].step if ordered else None
+    outcome, errors, silent = blame([_rank_error(record) for record in records], world_size)
+    step = errors[0].step if errors else None
     ended = max((error.time for error in errors), default=None)
     if not errors and end is not None:
         outcome = "finished" if end["event"] == "finished" else "stopped"
         step, ended = _number(end.get("step")), _seconds(end.get("time"))
-    host, pid = start.get("host"), start.get("pid")
-    command = start.get("command")
+    host, pid, command = start.get("host"), start.get("pid"), start.get("command")
     return Attempt(
         restart=_number(start.get("attempt")),
-        started=_seconds(start.get("time")),
+        started=_seconds(start.get("time")) if events else None,
         world_size=world_size,
         resumed_after=_number(last.get("resumed", {}).get("step")),
         ended=ended,
         outcome=outcome,
         step=step,
         signal=str(end.get("signal")) if end is not None and outcome == "stopped" else None,
-        errors=ordered,
+        errors=errors,
         silent=silent,
-        process=(host, pid) if isinstance(host, str) and isinstance(pid, int) else None,
+        process=(host, pid) if events and isinstance(host, str) and isinstance(pid, int) else None,
         platform=start.get("platform"),
         command=tuple(map(str, command)) if isinstance(command, list) else (),
         directory=start.get("directory"),
         start_ticks=start.get("start_ticks"),
-    )
-
-
-def _never_started(records: Sequence[dict[str, Any]]) -> Attempt:
-    world_size = _number(records[0].get("world_size")) or None
-    errors = [_rank_error(record) for record in records]
-    outcome, ordered, silent = blame(errors, world_size)
-    return Attempt(
-        restart=_number(records[0].get("attempt")),
-        world_size=world_size,
-        ended=max(error.time for error in errors),
-        outcome=outcome,
-        step=0,
-        errors=ordered,
-        silent=silent,
     )
 
 
@@ -307,7 +298,7 @@ def checkpoints_in(directory: Path, verify: bool) -> list[CheckpointEntry]:
     if not directory.is_dir():
         return []
     entries = []
-    for path in sorted(directory.iterdir()):
+    for path in directory.iterdir():
         match = NAME.fullmatch(path.name)
         if match and path.is_dir():
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,4 +1,4 @@
-"""``megascend doctor --run`` on handwritten run directories; test_cli_resume.py reads those of real runs."""
+"""Reports on handwritten run directories, and their text; tests/apps/cli/test_cli_resume.py reads those of real runs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,19 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megascend.apps.cli.run_report import RunReport, attempts_of, blame, read_run, saves_of
-from megascend.apps.cli.run_text import (
-    command_to_go_on,
-    headline,
-    next_steps,
-    render_run,
-    render_run_json,
-    short_program,
-    without_options,
-)
+from megascend.apps.cli.run_text import next_steps, run_json, run_lines, short_program, without_options
+from megascend.apps.train.run_report import RunReport, attempts_of, blame, read_run, saves_of
 from megascend.errors import ConfigError
 from megascend.testing import faults
 from megascend.training.checkpoint import manifest
 from megascend.training.checkpoint.manifest import CheckpointManifest
 
+GOLDEN = Path(__file__).with_name("run_report.txt")
 COMMAND = ["/usr/bin/python3", "/usr/bin/megascend", "train", "run.yaml", "--nproc", "2", "--overwrite"]
 PEER_LOST = (
     "rank 0: grad reduce of step 5 failed after 0.2 s. Rank 1 is gone: its process has ended, last heard of 0 s ago"
@@ -72,6 +66,10 @@ def add_checkpoint(run: Path, step: int) -> Path:
     return path
 
 
+def text_of(report: RunReport) -> str:
+    return "\n".join(run_lines(report))
+
+
 # --- attempts ---
 
 
@@ -82,11 +80,7 @@ def test_finished_run(tmp_path: Path) -> None:
     assert report.ok
     (attempt,) = report.attempts
     assert (attempt.outcome, attempt.step, attempt.started, attempt.ended) == ("finished", 12, 100, 160)
-    text = render_run(report)
-    assert "finished after step 12 of 12" in text
-    assert "last loss 0.08333, gradient norm 2" in text
-    assert "1 skipped (gradients not finite): 2" in text
-    assert f"the result is in {run / 'hf'}" in text
+    assert next_steps(report) == [f"nothing: the result is in {run / 'hf'}"]
 
 
 def test_stopped_run_is_resumed_with_its_command(tmp_path: Path) -> None:
@@ -94,37 +88,31 @@ def test_stopped_run_is_resumed_with_its_command(tmp_path: Path) -> None:
     add_checkpoint(run, 4)
     report = read_run(run)
     assert report.ok
-    assert headline(report) == "stopped by SIGTERM after step 4 of 12"
+    assert (report.attempts[0].outcome, report.attempts[0].signal) == ("stopped", "SIGTERM")
     assert next_steps(report)[-1] == "  megascend train run.yaml --nproc 2 --resume auto"
 
 
 def test_first_failed_rank_is_named(tmp_path: Path) -> None:
     late = error(0, 150.0, "PeerLostError", "rank 0: failed. Rank 1 failed in forward")
     first = error(1, 151.0, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")
-    run = write_run(tmp_path / "run", [start(100)], [late, first], steps=4)
-    report = read_run(run)
+    report = read_run(write_run(tmp_path / "run", [start(100)], [late, first], steps=4))
     assert not report.ok
     (attempt,) = report.attempts
     assert (attempt.outcome, attempt.step, attempt.silent) == ("error", 5, ())
-    assert [error_record.rank for error_record in attempt.errors] == [1, 0]
-    text = render_run(report)
-    assert "rank 1 (far) failed first: OutOfMemoryError: CUDA out of memory" in text
-    assert "then rank 0: PeerLostError" in text
-    assert "lower batching.micro_batch_tokens" in text
-    assert "no complete checkpoint: start over" in text
-    assert text.splitlines()[-1].strip() == "megascend train run.yaml --nproc 2 --overwrite"
+    assert [record.rank for record in attempt.errors] == [1, 0]
+    assert next_steps(report)[-1] == "  megascend train run.yaml --nproc 2 --overwrite"
 
 
-def test_silent_rank_is_named(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "PeerLostError", PEER_LOST)], steps=4)
+def test_text_of_a_lost_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "localtime", time.gmtime)
+    events = [start(1.7e9), event("save", 1.7e9, step=2, stall_s=0.5), event("saved", 1.7e9), start(1.7e9 + 60)]
+    monkeypatch.chdir(tmp_path)
+    run = write_run(Path("run"), events, [error(0, 1.7e9 + 90, "PeerLostError", PEER_LOST)], steps=4)
     add_checkpoint(run, 4)
     report = read_run(run)
-    assert (report.attempts[0].outcome, report.attempts[0].silent) == ("lost", (1,))
-    text = " ".join(render_run(report).split())
-    assert "rank 1 left no error: killed (out of memory? SIGKILL?) or lost its machine" in text
-    assert "rank 0 (far) says: PeerLostError: grad reduce of step 5 failed after 0.2 s. Rank 1 is gone" in text
-    assert "find out what killed rank 1" in text
-    assert "--resume auto" in text
+    assert (report.attempts[1].outcome, report.attempts[1].silent) == ("lost", (1,))
+    text = text_of(replace(report, free_bytes=2**40))
+    assert text + "\n" == GOLDEN.read_text(encoding="utf-8")
 
 
 def test_blame_of_failed_and_silent_ranks() -> None:
@@ -176,11 +164,9 @@ def test_attempt_that_failed_before_its_first_step(tmp_path: Path) -> None:
     (tmp_path / "errors" / "attempt-0-rank-0.json").write_text(json.dumps(early))
     report = read_run(tmp_path)
     assert not report.ok
-    text = render_run(report)
-    assert "the last attempt failed before its first step" in text
-    assert "DataError: chat.jsonl:7: broken" in text
-    assert "fix what DataError says above" in text
-    assert "start it again" in text
+    assert report.attempts[0].started is None
+    assert "DataError: chat.jsonl:7: broken" in text_of(report)
+    assert next_steps(report)[-1] == "start it again"
 
 
 def test_repeated_starts_are_several_attempts(tmp_path: Path) -> None:
@@ -203,12 +189,12 @@ def test_repeated_starts_are_several_attempts(tmp_path: Path) -> None:
 def test_run_is_running_while_its_process_lives(tmp_path: Path) -> None:
     this_process = {"host": socket.gethostname(), "pid": os.getpid()}
     report = read_run(write_run(tmp_path / "run", [start(time.time()) | this_process], steps=3))
-    assert headline(report) == "running"
+    assert report.running
     assert not report.ok
     assert next_steps(report) == ["nothing: it is running"]
     # The pid of an ended process may belong to a later process.
     report = read_run(write_run(tmp_path / "old", [start(100) | this_process], steps=3))
-    assert headline(report).startswith("ended without an error message after step 3 of 12")
+    assert not report.running
 
 
 # --- checkpoints and saves ---
@@ -228,12 +214,12 @@ def test_checkpoints_with_their_problems(tmp_path: Path) -> None:
     assert "megascend.json is damaged" in thorough.checkpoints[2].problems[0]
     assert thorough.checkpoints[3].problems == ("common.pt is missing",)
     assert (quick.last_good.step, thorough.last_good.step) == (4, 2)  # type: ignore[union-attr]
-    text = " ".join(render_run(thorough).split())
-    assert "step-00000008 (latest), 0.0 MiB: DAMAGED: common.pt is missing" in text
-    assert "step-00000002 (resumed from next)" in text
-    assert ".step-00000010.writing: left of a save that was interrupted" in text
+    assert (thorough.latest, thorough.unfinished) == (
+        "step-00000008",
+        (str(run / "checkpoints" / ".step-00000010.writing"),),
+    )
     (run / "checkpoints" / "latest").write_text("step-00000099\n")
-    assert "'latest' names 'step-00000099', which is not there" in render_run(read_run(run))
+    assert "'latest' names 'step-00000099', which is not there" in text_of(read_run(run))
 
 
 def test_failed_saves_and_their_stall(tmp_path: Path) -> None:
@@ -242,17 +228,14 @@ def test_failed_saves_and_their_stall(tmp_path: Path) -> None:
     events += [event("save_failed", 121, problem=full)] * 5
     saves = saves_of(events)
     assert (saves.started, saves.completed, saves.stall_s) == (2, 1, (0.5, 1.5))
-    text = render_run(read_run(write_run(tmp_path / "run", events)))
-    assert "1 complete, 5 failed; training stood still for 2.00 s in all, 1.000 s each" in text
-    assert text.count(full) == 3
-    assert "the last 3 of 5 failures" in text
+    assert text_of(read_run(write_run(tmp_path / "run", events))).count(full) == 3
 
 
 def test_disk_without_room_for_another_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "DataError")], steps=4)
     add_checkpoint(run, 4)
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("megascend.apps.cli.run_report.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("megascend.apps.train.run_report.shutil.disk_usage", lambda path: usage)
     assert any("make room" in text for text in next_steps(read_run(run)))
 
 
@@ -276,12 +259,10 @@ def test_half_written_and_missing_files(tmp_path: Path) -> None:
         "attempt-0-rank-0.json: not JSON, perhaps cut off by a crash: line 1",
         "metrics.jsonl: not JSON, perhaps cut off by a crash: line 5",
     ]
-    render_run(report)
     for name in ("events.jsonl", "metrics.jsonl"):
         (run / name).unlink()
-        text = render_run(read_run(run))
-        json.loads(render_run_json(read_run(run)))
-        assert "next" in text
+        json.loads(run_json(read_run(run)))
+        assert "next" in text_of(read_run(run))
 
 
 @pytest.mark.parametrize("values", [{}, {"time": None, "world_size": "x", "command": 3, "pid": "y", "steps": []}])
@@ -290,19 +271,15 @@ def test_lines_with_missing_or_invalid_fields(tmp_path: Path, values: dict) -> N
     run = write_run(tmp_path / "run", lines)
     (run / "errors" / "attempt-0-rank-0.json").write_text("{}")
     (run / "metrics.jsonl").write_text('{"loss": 1}\n{"step": 1}\n{"step": "2"}\n')
-    render_run(read_run(run))
+    text_of(read_run(run))
 
 
-def test_other_directories_are_refused(megascend, tmp_path: Path) -> None:
+def test_other_directories_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"no run has written to this directory"):
         read_run(tmp_path)
     with pytest.raises(ConfigError, match="not a directory"):
         read_run(tmp_path / "missing")
-    completed = megascend("doctor", "--run", tmp_path)
-    assert completed.returncode == 2
-    assert completed.stderr.startswith("ConfigError: --run ")
-    assert megascend("doctor", "--verify").returncode == 2
 
 
 # --- the command ---
@@ -329,30 +306,28 @@ def test_doctor_run_imports_nothing_heavy(tmp_path: Path) -> None:
     assert report["skipped_steps"] == [2]
 
 
-def test_failed_run_exits_with_1(megascend, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "DataError", "bad")])
-    completed = megascend("doctor", "--run", run)
-    assert completed.returncode == 1
-    assert "DataError: bad" in completed.stdout
+@pytest.mark.parametrize(
+    ("recorded", "typed"),
+    [
+        ("/usr/bin/python3.11 -u /opt/bin/torchrun --standalone", "torchrun --standalone"),
+        ("python -m torch.distributed.run -m x", "torchrun -m x"),
+        ("python -m megascend.apps.cli.main train", "megascend train"),
+        ("python train.py", "python train.py"),
+        ("megascend train --resume auto --overwrite --resume=x --nproc 2", "megascend train --nproc 2"),
+    ],
+)
+def test_command_is_shortened_to_what_was_typed(recorded: str, typed: str) -> None:
+    assert without_options(short_program(recorded.split())) == typed.split()
 
 
-def test_resume_command_is_derived_from_the_original() -> None:
-    assert short_program(["/usr/bin/python3.11", "-u", "/opt/bin/torchrun", "--standalone"]) == [
-        "torchrun",
-        "--standalone",
-    ]
-    assert short_program(["python", "-m", "torch.distributed.run", "-m", "x"]) == ["torchrun", "-m", "x"]
-    assert short_program(["python", "-m", "megascend.apps.cli.main", "train"]) == ["megascend", "train"]
-    assert short_program(["python", "train.py"]) == ["python", "train.py"]
-    assert without_options(["train", "--resume", "auto", "--overwrite", "--resume=x", "--nproc", "2"]) == [
-        "train",
-        "--nproc",
-        "2",
-    ]
-
-
-def test_run_started_from_python_is_resumed_with_its_config(tmp_path: Path) -> None:
-    started = start(100) | {"command": ["python", "my_script.py"]}
-    report: RunReport = read_run(write_run(tmp_path / "run", [started], steps=2))
-    expected = f"megascend train {tmp_path / 'run' / 'config.yaml'} --nproc 2 --resume auto"
-    assert command_to_go_on(report, "--resume auto") == expected
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["python", "my_script.py"], "megascend train RUN/config.yaml --nproc 2 --resume auto"),
+        (["/bin/python", "/bin/megascend", "rl", "rl.yaml"], "megascend rl rl.yaml --resume auto"),
+    ],
+)
+def test_command_that_resumes(tmp_path: Path, command: list[str], expected: str) -> None:
+    run = write_run(tmp_path / "run", [start(100) | {"command": command}], steps=2)
+    add_checkpoint(run, 2)
+    assert next_steps(read_run(run))[-1].strip() == expected.replace("RUN", str(run))
