@@ -97,13 +97,14 @@ def train(service: Service, tenant: str, request: TrainRequest | CheckedRequest)
     return future
 
 
-def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -> Future:
-    """Save a model's adapter as a checkpoint, in its turn; ``weights`` includes the optimizer state.
+def save(service: Service, tenant: str, body: Mapping[str, Any], *, kind: Kind) -> Future:
+    """Save a model's adapter as a checkpoint, in its turn; ``weights``, to resume from, includes the optimizer state.
 
     An existing checkpoint of that name fails the future, unless the client sets ``overwrite``. A ``sampler_weights`` checkpoint
     without a path becomes a sampler of the session, whose name is the answer.
     """
-    number, request = number_of(body.get("seq_id")), "save_weights" if kind == "weights" else "save_weights_for_sampler"
+    model, number = service.tenancy.model(body.get("model_id"), tenant), number_of(body.get("seq_id"))
+    request = "save_weights" if kind == "weights" else "save_weights_for_sampler"
     try:
         options = SaveWeights.read(body)
         path, sampler = _save_target(model, options, kind, number)
@@ -172,9 +173,9 @@ def _save_target(
     return CheckpointPath(model.name, kind, f"unnamed-{number if number is not None else time.time_ns()}"), None
 
 
-def _load_into(service: Service, model: Model, body: Mapping[str, Any]) -> Future:
+def _load_into(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
     """Replace a model's adapter with a checkpoint, in its turn (clients up to 0.24)."""
-    number = number_of(body.get("seq_id"))
+    model, number = service.tenancy.model(body.get("model_id"), tenant), number_of(body.get("seq_id"))
     try:
         options = LoadWeights.read(body)
         record, directory = service.checkpoints.find(model.tenant, CheckpointPath.parse(options.path), public=True)
@@ -267,28 +268,18 @@ def optim_step(service: Service, tenant: str, body: Mapping[str, Any]) -> Future
     return service.enqueue(model, number_of(body.get("seq_id")), "optim_step", command, answer_of=answer)
 
 
-def save_weights(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
-    """Save a checkpoint that training can resume from."""
-    return _save(service, service.tenancy.model(body.get("model_id"), tenant), body, "weights")
-
-
-def save_weights_for_sampler(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
-    """Save a checkpoint for sampling."""
-    return _save(service, service.tenancy.model(body.get("model_id"), tenant), body, "sampler_weights")
-
-
 def load_weights(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
     """Create a new model from a checkpoint; for older clients, load the checkpoint into an existing model."""
     if body.get("session_id") is not None:
         return _load_new(service, service.tenancy.session(body["session_id"], tenant), body)
-    return _load_into(service, service.tenancy.model(body.get("model_id"), tenant), body)
+    return _load_into(service, tenant, body)
 
 
 BY_PATH: Mapping[str, Operation] = {
     "create_model": create_model,
     "unload_model": unload_model,
     "optim_step": optim_step,
-    "save_weights": save_weights,
-    "save_weights_for_sampler": save_weights_for_sampler,
+    "save_weights": partial(save, kind="weights"),
+    "save_weights_for_sampler": partial(save, kind="sampler_weights"),
     "load_weights": load_weights,
 }

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megascend.apps.serve.api import keys as api_keys
 from megascend.apps.serve.samplers.vllm import VllmSampling, vllm_servers
@@ -24,6 +24,9 @@ from megascend.errors import ConfigError, MissingDependencyError, PlatformError
 from megascend.runtime.platforms.base import MemoryFigures
 from megascend.surroundings import open_file_limit
 from weightwire.background import BackgroundThread
+
+if TYPE_CHECKING:
+    from megascend.apps.data.images import ImageProcessor
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger("megascend.apps.serve")
@@ -60,7 +63,7 @@ def serve(
         inbox = Inbox(
             settings.window_ms / 1000, settings.batch_tokens, lambda: signals.received is not None or stopped()
         )
-        base = base_model(settings, backend)
+        base = base_model(settings, backend, image_processor)
         device = backend.platform
         vllm = None
         if servers is not None:
@@ -117,9 +120,8 @@ def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
     return tokenizer, sorted(stop_tokens(tokenizer, settings.model))
 
 
-def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
+def base_model(settings: ServeConfig, backend: Any, image_processor: ImageProcessor | None = None) -> ServedModel:
     """Describe the served model."""
-    from megascend.apps.data.images import ImageProcessor
     from megascend.models.checkpoint_files.files import read_config
 
     path = settings.model.absolute()
@@ -127,7 +129,6 @@ def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
     config = read_config(settings.model)
     architecture = str((config.get("architectures") or [config.get("model_type", "unknown")])[0])
     projections = tuple(backend.engine.trainable.projections)
-    image_processor = ImageProcessor.for_model(settings.model, settings.images)
     return ServedModel(names, path, architecture, backend.max_length, backend.vocab_size, projections, image_processor)
 
 

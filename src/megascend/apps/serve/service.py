@@ -53,28 +53,26 @@ class Durability:
 
     Attributes:
         replaying: True while requests accepted before a restart are enqueued again.
+        recovered: True once every request replayed after a restart has ended.
+        stalled: True while state cannot be written, for example because the disk is full.
     """
 
     replaying = False
 
     @property
     def recovered(self) -> bool:
-        """True once every request replayed after a restart has ended."""
         return True
 
     @property
     def stalled(self) -> bool:
-        """True while state cannot be written, for example because the disk is full."""
         return False
 
     def check_number(self, number: int | None) -> None:
         """Raise if a request without a number cannot be stored."""
 
-    def note_session(self, session: Session) -> None:
-        """Record a new session."""
+    def note_session(self, session: Session) -> None: ...
 
-    def note_session_end(self, session: Session) -> None:
-        """Record the end of a session."""
+    def note_session_end(self, session: Session) -> None: ...
 
     def note_sampler(self, session: Session, name: str) -> None:
         """Record a session's sampler, and its number of clients."""
@@ -92,15 +90,13 @@ class Durability:
     def note_turn(self, model: Model, future: Future, number: int | None) -> None:
         """Record that a request had its turn: its command, if any, was handed to the ranks."""
 
-    def note_unload(self, model: Model) -> None:
-        """Record the removal of a model."""
+    def note_unload(self, model: Model) -> None: ...
 
     def defers(self, future: Future, outcome: Outcome) -> bool:
         """Return True to hold back a future's outcome; the callee ends the future later."""
         return False
 
-    def note_end(self, future: Future) -> None:
-        """Record the outcome of a future."""
+    def note_end(self, future: Future) -> None: ...
 
     async def writable(self) -> None:
         """Raise 503 while state cannot be written."""
@@ -108,8 +104,7 @@ class Durability:
     async def durable(self) -> None:
         """Wait until everything recorded so far is on disk; raise 503 on timeout."""
 
-    def close(self) -> None:
-        """Close the store."""
+    def close(self) -> None: ...
 
 
 class Service:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megascend.apps.sampling.request import SampleRequest
 from megascend.apps.serve.api.bodies import SampleBody
-from megascend.apps.serve.checkpoints import CheckpointPath, CheckpointRecord
+from megascend.apps.serve.checkpoints import CheckpointPath
 from megascend.apps.serve.errors import RequestRefusedError
 from megascend.apps.serve.samplers.messages import SampleAnswer, prompt_of, sample_request_of
 from megascend.apps.serve.scheduler.commands import Command, Create, Remove, Respond
@@ -127,7 +127,9 @@ class Samplers:
             request = replace(prepared, adapter=None if loaded is None else loaded.adapter)
         # Mistakes in the request fail its future; only a refusal (RequestRefusedError) is an HTTP status.
         except (ConfigError, DataError) as error:
-            return self._fail(tenant, label, owner, error)
+            future = service.futures.make(label, tenant, owner, "sample")
+            service.break_future(future.number, error)
+            return future
         if loaded is not None:
             loaded.pending += 1
 
@@ -147,11 +149,6 @@ class Samplers:
         self._submit_command(Respond(future.number, line, request, tenant))
         return future
 
-    def _fail(self, tenant: str, label: str, owner: str, error: MegascendError) -> Future:
-        future = self._service.futures.make(label, tenant, owner, "sample")
-        self._service.break_future(future.number, error)
-        return future
-
     def _load(self, tenant: str, text_of_path: str) -> _LoadedAdapter:
         """Return a saved adapter, loading it if necessary."""
         record, directory = self._service.checkpoints.find(tenant, CheckpointPath.parse(text_of_path), public=True)
@@ -162,7 +159,14 @@ class Samplers:
             self._make_room(tenant)
             self._count += 1
             loaded = self._loaded[key] = _LoadedAdapter(f"p{self._count}", tenant)
-            self._submit_load(tenant, key, loaded, record, str(directory))
+
+            # The requests behind a failed load fail with it; the next request tries again.
+            def then(succeeded: bool) -> None:
+                if not succeeded:
+                    self._loaded.pop(key, None)
+
+            future = self._service.make_internal("load_sampler", tenant, then)
+            self._submit_command(Create(future.number, loaded.adapter, None, str(directory), False))
         self._loaded.move_to_end(key)
         return loaded  # possibly not loaded yet: requests are queued behind the load, under its adapter's name
 
@@ -186,17 +190,6 @@ class Samplers:
             raise RequestRefusedError(
                 f"another tenant waits for a saved model to be loaded; your share is {share}", 429
             )
-
-    def _submit_load(
-        self, tenant: str, key: tuple[str, float], loaded: _LoadedAdapter, record: CheckpointRecord, directory: str
-    ) -> None:
-        # The requests behind a failed load fail with it; the next request tries again.
-        def then(succeeded: bool) -> None:
-            if not succeeded:
-                self._loaded.pop(key, None)
-
-        future = self._service.make_internal("load_sampler", tenant, then)
-        self._submit_command(Create(future.number, loaded.adapter, None, directory, False))
 
     def _make_room(self, tenant: str) -> None:
         """Evict the least recently used idle adapter if a limit is reached; refuse (429) if none is idle."""

@@ -74,7 +74,7 @@ class VllmSampling:
             assert command.path is not None
             # absolute, because vLLM has another working directory
             self._directories[command.adapter] = str(Path(command.path).absolute())
-            operation = self._do_nothing()  # a server loads it with the first request that needs it
+            operation = asyncio.sleep(0)  # nothing: a server loads it with the first request that needs it
         elif isinstance(command, Remove):
             self._directories.pop(command.adapter, None)
             operation = self.pool.unload(command.adapter)
@@ -114,9 +114,6 @@ class VllmSampling:
                 log.exception("a command for the vLLM servers has failed")
             outcome = Outcome(number, error=error)
         self._report([outcome])
-
-    async def _do_nothing(self) -> None:
-        return None
 
     async def _respond(self, request: SampleRequest) -> SampleResult:
         """Sample on a server, after checking what vLLM cannot do."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from megascend.apps.serve.scheduler.commands import (
 )
 from megascend.apps.serve.scheduler.inbox import Inbox
 from megascend.backend import Backend
-from megascend.config import Lora
 from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.training.batch.image_sources import ImageSources
 from megascend.training.batch.images import SampleImages
@@ -65,20 +64,6 @@ Cancelled = Callable[[], Collection[int]]
 
 Generate = Callable[[Sequence[SampleRequest], int, Cancelled], Iterator[Mapping[int, SampleResult]]]
 """Samples requests, a number of tokens at a time; yields the finished results after each slice. Collective."""
-
-
-class AdapterStore(Protocol):
-    """The backend methods that commands need in addition to those of the queue."""
-
-    @property
-    def adapters(self) -> Mapping[str, object]: ...
-    def add_adapter(self, name: str, lora: Lora | None = None) -> None: ...
-    def remove_adapter(self, name: str) -> None: ...
-    def save_adapter(self, name: str, path: str, optimizer: bool = True) -> None: ...
-    def load_adapter(
-        self, name: str, path: str, lora: Lora | None = None, optimizer: bool = True, replace: bool = False
-    ) -> None: ...
-    def recover_memory(self) -> bool: ...
 
 
 def run_commands(
@@ -222,7 +207,7 @@ class CommandRunner:
 
     def __init__(
         self,
-        backend: AdapterStore,
+        backend: Backend,
         queue: AdapterQueue,
         generate: Generate | None = None,
         image_processor: ImageProcessor | None = None,
