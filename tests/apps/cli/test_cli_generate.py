@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megascend.apps.cli.generate import run_template_options
+from megascend.apps.train.exports import run_template_options
 from megascend.apps.train.inference import json_line
 from megascend.testing.reference import run_reference
 from support import forked_programs
@@ -225,7 +225,7 @@ def test_variables_of_the_runs_chat_template_are_those_of_its_answers(tmp_path: 
         == run_template_options(tmp_path / "adapter")
         == {"enable_thinking": False}
     )
-    assert run_template_options(tmp_path / "copied") == run_template_options(None) == {}
+    assert run_template_options(tmp_path / "copied") == run_template_options(tmp_path) == {}
 
 
 def test_line_that_cannot_be_encoded_is_written_with_escapes() -> None:

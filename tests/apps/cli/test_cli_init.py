@@ -143,35 +143,3 @@ def test_every_setting_of_a_run_file_has_a_comment_above(megascend, small_model:
     settings = [index for index, line in enumerate(lines) if line and not line.lstrip().startswith("#")]
     assert len(settings) > 15
     assert [lines[index] for index in settings if not lines[index - 1].lstrip().startswith("#")] == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("sfr", "MODEL"), "unknown task 'sfr'; known: sft, dpo, reward, classification, pretrain, rl"),
-        (("sft", "nowhere"), "nowhere: no model is there"),
-        (("sft", "MODEL", "--device", "h101", "--cards", "2"), "--device h101: no device of this name is described"),
-        (("sft", "MODEL", "--set", "lora.rnak=4"), "lora.rnak: unknown setting"),
-        (
-            ("sft", "MODEL", "--set", "learning_rate=4"),
-            "learning_rate: unknown setting (value 4), called optimizer.lr here",
-        ),
-        (("sft", "MODEL", "--cards", "2", "--set", "tensor=2"), "--set parallel.tensor: a plan chooses this setting"),
-        (("sft", "MODEL", "--cards", "2", "--set", "engine=fsdp"), "engine: fsdp has one layout for a world"),
-        (("rl", "MODEL", "--cards", "16"), "--cards 16: a run starts engines on one host, which has 8 x NVIDIA H100"),
-        (("sft", "MODEL", "present.yaml"), "present.yaml: would be overwritten"),
-        (("sft", "MODEL", "--cards", "2", "--length", "512"), "512 is above the model's context of 256 tokens"),
-    ],
-)
-def test_refusal_is_one_line_and_writes_nothing(
-    megascend, small_model: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    (tmp_path / "present.yaml").write_text("kept\n")
-    chosen = [str(small_model) if argument == "MODEL" else argument for argument in arguments]
-    completed = megascend("init", *chosen, cwd=tmp_path)
-    assert completed.returncode == 2
-    assert message in completed.stderr
-    # A short name is reported before the error.
-    assert len(completed.stderr.strip().splitlines()) == 1 + (" sets parallel.tensor\n" in completed.stderr)
-    assert [path.name for path in tmp_path.iterdir()] == ["present.yaml"]
-    assert (tmp_path / "present.yaml").read_text() == "kept\n"

@@ -123,10 +123,3 @@ def test_signal_during_start_ends_launcher_and_ranks(tmp_path: Path) -> None:
         assert launcher.wait(timeout=60) == 143
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert alive == []
-
-
-def test_nproc_under_torchrun_is_refused(megascend, tmp_path) -> None:
-    (tmp_path / "run.yaml").write_text("model: m\noutput: o\ndata: {path: d}\n")
-    completed = megascend("train", tmp_path / "run.yaml", "--nproc", "2", RANK="0", WORLD_SIZE="2")
-    assert completed.returncode == 2
-    assert "--nproc 2 under torchrun" in completed.stderr

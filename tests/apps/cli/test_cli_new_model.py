@@ -114,29 +114,6 @@ def test_seed_determines_the_weights(tmp_path: Path) -> None:
     assert first != other
 
 
-def test_non_empty_directory_is_refused(megascend, tmp_path: Path) -> None:
-    (tmp_path / "note").write_text("mine")
-    completed = megascend("new-model", tmp_path)
-    assert completed.returncode == 2
-    assert "not an empty directory" in completed.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["note"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ({"arch": "gpt2"}, "gpt2"),
-        ({"hidden": 100, "heads": 8}, "--hidden 100"),
-        ({"heads": 4, "kv_heads": 3}, "--kv-heads 3"),
-        ({"arch": "qwen3_moe", "experts": 2, "experts_per_token": 4}, "--experts 2"),
-        ({"vocab": 100}, "--vocab 100"),
-    ],
-)
-def test_impossible_sizes_raise_config_error(wrong: dict, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        ModelSize(**wrong)
-
-
 def test_vocabulary_is_padded_for_tensor_parallelism() -> None:
     assert hf_settings(ModelSize())["vocab_size"] == 320
     assert hf_settings(ModelSize(vocab=300))["vocab_size"] == 300

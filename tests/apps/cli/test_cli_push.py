@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megascend.apps.train.push import find_export, model_card, with_base_model
+from megascend.apps.train.exports import find_export
+from megascend.apps.train.push import model_card, with_base_model
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, ConfigError
 from support.forked_programs import COMMAND, environment, run_forked

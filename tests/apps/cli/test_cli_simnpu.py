@@ -65,12 +65,6 @@ def test_unsimulated_operator_error_is_one_line() -> None:
     assert line.startswith("NotSimulatedError: torch_npu.npu_fold_proteins: this operator is not simulated")
 
 
-def test_usage_is_shown_without_a_command() -> None:
-    completed = launch()
-    assert completed.returncode == 2
-    assert "COMMAND" in completed.stderr
-
-
 def test_unsupported_torch_is_refused_before_its_import(tmp_path: Path) -> None:
     """Check the versions first: torch autoloads the device, and its own message would be about the device."""
     (tmp_path / "torch").mkdir()

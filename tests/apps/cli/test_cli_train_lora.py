@@ -145,7 +145,7 @@ def test_export_merges_the_adapter_as_peft_does(megascend, single: Path, folder:
 
 
 def test_export_warns_about_another_base_model(tmp_path: Path) -> None:
-    from megascend.apps.cli.export import other_base
+    from megascend.apps.train.exports import other_base
 
     base, moved, other = tmp_path / "a" / "base", tmp_path / "b" / "base", tmp_path / "other"
     for path in (base, moved, other):

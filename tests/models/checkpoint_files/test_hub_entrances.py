@@ -18,7 +18,7 @@ import io, json, sys, traceback
 from pathlib import Path
 import megascend
 from megascend.apps.train.layout_plan import model_checkpoint
-from megascend.apps.cli.generate import inference_settings
+from megascend.apps.train.exports import inference_settings
 from megascend.apps.cli.main import app
 from megascend.config import RunConfig
 from megascend.config.rl import RlConfig

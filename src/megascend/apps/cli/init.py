@@ -7,17 +7,12 @@ from typing import Annotated
 
 import typer
 
-from megascend.apps.cli.train import Overrides
+from megascend.apps.cli import options
 
 
 def init_command(
     task: Annotated[str, typer.Argument(help="sft, dpo, reward, classification, pretrain or rl.")],
-    model: Annotated[
-        Path,
-        typer.Argument(
-            help="Checkpoint directory, Hub name, or the config.json of a model whose weights are elsewhere."
-        ),
-    ],
+    model: Annotated[Path, options.ModelOrConfig],
     out: Annotated[Path, typer.Argument(help="Run file to write.")] = Path("run.yaml"),
     data: Annotated[
         Path | None,
@@ -34,8 +29,8 @@ def init_command(
     batch: Annotated[
         int | None, typer.Option(min=2, help="Samples of a step; default: 8, with --cards at least two for each.")
     ] = None,
-    lora: Annotated[int | None, typer.Option(min=1, help="Train an adapter of this rank, not the model.")] = None,
-    overrides: Overrides = None,
+    lora: options.LoraRank = None,
+    overrides: options.Overrides = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="Also write a JSON Schema, which the run file names for editors.")
     ] = False,
@@ -46,7 +41,6 @@ def init_command(
     """
     import json
 
-    from megascend.apps.cli.messages import show_messages
     from megascend.apps.plan.hardware import load
     from megascend.apps.train.run_template import TASKS, RunFileRequest, run_files
     from megascend.config.commented import json_schema
@@ -54,7 +48,6 @@ def init_command(
     from megascend.errors import ConfigError
     from megascend.runtime.io.paths import make_directory
 
-    show_messages()
     check_file_name(out)
     hardware = None if cards is None else load(device)
     request = RunFileRequest(model, data, output, length, batch, lora, overrides or (), cards or 0, hardware)

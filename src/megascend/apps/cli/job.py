@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megascend.apps.cli.train import Overrides
+from megascend.apps.cli import options
 
 
 def job_command(
@@ -34,24 +34,20 @@ def job_command(
         str | None,
         typer.Option(help="Container image of kubernetes and skypilot; default: megascend:cuda, npu or cpu."),
     ] = None,
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
 ) -> None:
     """Write a commented job file that starts CONFIG on a cluster, resumes it, and has it save before its time is over.
 
     The layout is checked for the number of cards, with the model where it is on this machine. Nothing is overwritten or started.
     """
-    from megascend.apps.cli.messages import show_messages
     from megascend.apps.plan.hardware import load
     from megascend.apps.train.job_file import KINDS, ClusterRequest, check_kind, job_file
-    from megascend.config import RunConfig, check_file_name, parsed, read_settings
-    from megascend.config.rl import RlConfig
+    from megascend.config import check_file_name
     from megascend.errors import ConfigError
 
-    show_messages()
     check_kind(kind)
     check_file_name(out or Path())
-    settings_kind = RlConfig if "rollout" in read_settings(config) else RunConfig
-    settings = parsed(settings_kind, read_settings(config, overrides, settings_kind), config)
+    settings = options.read_any_run_file(config, overrides)
     if settings.platform == "cpu":
         hardware = None
     else:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend import errors
+from megascend.apps.cli.messages import show_messages
 from megascend.errors import ConfigError, MegascendError, PlatformError, WorkerError
 from megascend.runtime.stop_signals import STOPPING, SignalRecorder
 from megascend.surroundings import announce
@@ -53,6 +54,11 @@ def start_ranks(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
         return function(*args)
     announce(f"starting {nproc} processes")
     return launch(function, *args, nproc=nproc)
+
+
+def on_ranks(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
+    """Call ``function(*args)`` as a rank that torchrun has started, or start the ranks; return rank 0's result."""
+    return function(*args) if under_torchrun() else start_ranks(function, *args, nproc=nproc)
 
 
 def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
@@ -127,6 +133,7 @@ def start_failure(error: OSError, nproc: int, semaphores: Path = Path("/dev/shm"
 def run_worker(function: Callable[..., Any], args: tuple[Any, ...], launcher_pid: int) -> Any:
     """Call ``function(*args)`` in a worker; end the process if the launcher, which reads the result, has ended."""
     atexit.register(gc.freeze)  # as in the command's own process
+    show_messages()
     try:
         result = function(*args)
     except KeyboardInterrupt:

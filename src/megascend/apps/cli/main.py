@@ -16,21 +16,26 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from megascend.apps.cli import (
-    doctor,
-    export,
-    generate,
-    init,
-    job,
-    new_model,
-    plan,
-    prepare,
-    rollouts,
-    run,
-    serve,
-    train,
-)
-from megascend.apps.cli.messages import several_ranks
+from megascend.apps.cli.chat import chat_command
+from megascend.apps.cli.doctor import doctor_command
+from megascend.apps.cli.eval import eval_command
+from megascend.apps.cli.export import export_command
+from megascend.apps.cli.generate import generate_command
+from megascend.apps.cli.init import init_command
+from megascend.apps.cli.job import job_command
+from megascend.apps.cli.launch import EXIT_INTERRUPTED
+from megascend.apps.cli.messages import report, several_ranks, show_messages
+from megascend.apps.cli.new_model import new_model_command
+from megascend.apps.cli.plan import plan_command
+from megascend.apps.cli.prepare import prepare_command
+from megascend.apps.cli.push import push_command
+from megascend.apps.cli.rl import rl_command
+from megascend.apps.cli.rollouts import rollouts_command
+from megascend.apps.cli.run import run_command
+from megascend.apps.cli.serve import serve_command
+from megascend.apps.cli.show_config import show_config_command
+from megascend.apps.cli.simnpu import simnpu_command
+from megascend.apps.cli.train import train_command
 from megascend.errors import MegascendError
 from megascend.surroundings import set_user_variables
 from simnpu.errors import SimnpuError
@@ -58,25 +63,23 @@ class ReportingGroup(TyperGroup):
             # Recognised by their attribute: depending on its version, typer raises click's classes or those of its own copy.
             if not hasattr(error, "format_message"):
                 raise
-            typer.secho(describe_usage_error(error), fg=typer.colors.RED, err=True)
+            report(describe_usage_error(error))
             sys.exit(EXIT_ERROR)
         sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: typer.Context) -> Any:
+        show_messages()
         try:
             return super().invoke(ctx)
         except (MegascendError, SimnpuError) as error:
             if ctx.params.get("debug"):
                 raise
-            report_error(error)
+            rank = f" (rank {os.environ.get('RANK')})" if several_ranks(os.environ) else ""
+            report(f"{type(error).__name__}{rank}: {error}")
             raise typer.Exit(EXIT_ERROR) from None
-
-
-def report_error(error: MegascendError | SimnpuError) -> None:
-    """Write one line for ``error`` to stderr, red on a terminal, naming the rank when there are several."""
-    rank = os.environ.get("RANK") if several_ranks(os.environ) else None
-    rank_note = f" (rank {rank})" if rank is not None else ""
-    typer.secho(f"{type(error).__name__}{rank_note}: {error}", fg=typer.colors.RED, err=True)
+        except KeyboardInterrupt:
+            report("interrupted")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def describe_usage_error(error: Any) -> str:
@@ -126,24 +129,29 @@ def options(
     """Options that every command shares."""
 
 
-app.command("init")(init.init_command)
-app.command("train")(train.train_command)
-app.command("prepare")(prepare.prepare_command)
-app.command("rl")(train.rl_command)
-app.command("generate")(generate.generate_command)
-app.command("chat")(generate.chat_command)
-app.command("eval")(generate.eval_command)
-app.command("rollouts")(rollouts.rollouts_command)
-app.command("serve")(serve.serve_command)
-app.command("plan")(plan.plan_command)
-app.command("run", context_settings=run.CONTEXT_SETTINGS)(run.run_command)
-app.command("job")(job.job_command)
-app.command("doctor")(doctor.doctor_command)
-app.command("show-config")(train.show_config_command)
-app.command("new-model")(new_model.new_model_command)
-app.command("export")(export.export_command)
-app.command("push")(export.push_command)
-app.command("simnpu", context_settings=run.CONTEXT_SETTINGS)(run.simnpu_command)
+COMMANDS = {
+    "init": init_command,
+    "train": train_command,
+    "prepare": prepare_command,
+    "rl": rl_command,
+    "generate": generate_command,
+    "chat": chat_command,
+    "eval": eval_command,
+    "rollouts": rollouts_command,
+    "serve": serve_command,
+    "plan": plan_command,
+    "run": run_command,
+    "job": job_command,
+    "doctor": doctor_command,
+    "show-config": show_config_command,
+    "new-model": new_model_command,
+    "export": export_command,
+    "push": push_command,
+    "simnpu": simnpu_command,
+}
+for name, function in COMMANDS.items():
+    # Of these, options after the program's name are the program's.
+    app.command(name, context_settings={"allow_interspersed_args": name not in ("run", "simnpu")})(function)
 
 
 def main() -> None:

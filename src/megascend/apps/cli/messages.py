@@ -1,4 +1,4 @@
-"""Log handler of the commands: megascend's messages on stderr, prefixed with the rank if there are several."""
+"""Messages of the commands on stderr: errors, warnings, and megascend's log with the rank in front if there are several."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+import typer
 
 from megascend.surroundings import PHASES
 
@@ -30,6 +32,11 @@ def show_messages() -> None:
     logger.addHandler(handler)
     # A package that configures the root logger would otherwise have each message printed again.
     logger.propagate = False
+
+
+def report(text: str) -> None:
+    """Write an error to stderr, red on a terminal."""
+    typer.secho(text, fg=typer.colors.RED, err=True)
 
 
 def close_stdin() -> None:

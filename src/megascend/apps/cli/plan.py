@@ -7,23 +7,18 @@ from typing import Annotated
 
 import typer
 
-from megascend.apps.cli.train import Overrides
+from megascend.apps.cli import options
 from megascend.errors import ConfigError
 
 
 def plan_command(
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Checkpoint directory, Hub name, or the config.json of a model whose weights are elsewhere."
-        ),
-    ] = None,
+    model: Annotated[Path | None, options.ModelOrConfig] = None,
     cards: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 8,
     device: Annotated[str, typer.Option(help="Kind of device: h100, h200, b200, gb200, gb300, ascend-910b.")] = "h100",
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Samples of a step, over all devices.")] = 256,
-    lora: Annotated[int | None, typer.Option(min=1, help="Train an adapter of this rank, not the model.")] = None,
-    overrides: Overrides = None,
+    lora: options.LoraRank = None,
+    overrides: options.Overrides = None,
     rl: Annotated[
         bool, typer.Option("--rl", help="Divide the devices between inference engines and the trainer.")
     ] = False,
@@ -57,8 +52,7 @@ def plan_command(
         return
     if model is None:
         raise ConfigError("plan needs MODEL, a checkpoint directory or a config.json (or --calibrate FILE)")
-    if write is not None and write.exists():
-        raise ConfigError(f"--write {write}: the file exists")
+    options.require_no_file("--write", write)
     if rl and (as_json or explain or write):
         raise ConfigError("--rl prints a table: it cannot be combined with --json, --explain or --write")
     import json

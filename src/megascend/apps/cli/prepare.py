@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megascend.apps.cli.train import Overrides
+from megascend.apps.cli import options
 
 if TYPE_CHECKING:
     from megascend.config import Parallel
 
 
 def prepare_command(
-    config: Annotated[Path, typer.Argument(help="YAML run file of `megascend train`.")],
-    overrides: Overrides = None,
+    config: options.RunFile,
+    overrides: options.Overrides = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", metavar="DIR", help="Also write the samples to DIR, for `data.prepared` elsewhere."),
@@ -26,7 +26,6 @@ def prepare_command(
 
     Needs the model's directory and data, but neither its weights in memory nor a device.
     """
-    from megascend.apps.cli.messages import show_messages
     from megascend.apps.data.prepare import prepare_samples, write_prepared
     from megascend.apps.data.preview import SampleStatistics
     from megascend.apps.train.preflight import check_data, check_run
@@ -34,11 +33,9 @@ def prepare_command(
     from megascend.config import load_config
     from megascend.config.plugins import import_plugins
     from megascend.errors import ConfigError
-    from megascend.models.checkpoint_files.hub import with_snapshots
     from megascend.runtime.io.atomic import require_vacant
 
-    show_messages()
-    settings = with_snapshots(load_config(config, overrides))
+    settings = options.read_run_file(load_config, config, overrides)
     for name in ("streaming", "prepared"):
         if getattr(settings.data, name):
             raise ConfigError(f"data.{name} is set, and there is nothing to prepare for such a run: leave it out")

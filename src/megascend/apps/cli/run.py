@@ -1,4 +1,4 @@
-"""``megascend run`` and ``megascend simnpu``: run any program on Megatron-Core, or on a simulated Ascend device."""
+"""``megascend run``: run any program on Megatron-Core, made ready for a platform."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Annotated
 import typer
 
 import megascend
+from megascend.apps.cli import options
 
-CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # options after the command's name belong to the command
-PLATFORMS = ("auto", "cpu", "cuda", "npu")
 SITE = Path(megascend.__file__).parent / "runtime" / "bootstrap" / "run_site"
 PLATFORM_VARIABLE = "MEGASCEND_RUN_PLATFORM"
 
 
 def run_command(
     command: Annotated[list[str], typer.Argument(help="The program and its arguments.", metavar="-- COMMAND...")],
-    platform: Annotated[str, typer.Option(help=f"One of {', '.join(PLATFORMS)}.")] = "auto",
+    platform: options.Platform = "auto",
     simulated: Annotated[
-        bool, typer.Option("--simulated", help="Platform npu on a simulated device, on this machine.")
+        bool, typer.Option("--simulated", help="options.Platform npu on a simulated device, on this machine.")
     ] = False,
 ) -> None:
     """Run COMMAND with Megatron-Core made ready for a platform: megascend run --platform cpu -- torchrun pretrain_gpt.py
@@ -32,8 +31,6 @@ def run_command(
     """
     from megascend.errors import ConfigError
 
-    if platform not in PLATFORMS:
-        raise ConfigError(f"--platform: unknown platform {platform!r}; known: {', '.join(PLATFORMS)}")
     if simulated and platform not in ("auto", "npu"):
         raise ConfigError(f"--simulated is platform npu on a simulated device, and --platform says {platform}")
     if (option := isolating_option(command)) is not None:
@@ -75,21 +72,3 @@ def isolating_option(command: Sequence[str]) -> str | None:
         if set(argument[1:]) & set("IES") and argument[1] not in "WX":
             return argument
     return None
-
-
-def simnpu_command(
-    command: Annotated[list[str], typer.Argument(help="The program and its arguments.", metavar="-- COMMAND...")],
-) -> None:
-    """Run COMMAND with a simulated Ascend device: megascend simnpu -- torchrun --nproc_per_node 8 train.py
-
-    The device is CPU memory, hccl runs over Gloo, and torch_npu's operators check their arguments as the kernels do.
-    Speed and memory use say nothing about hardware. Ends with COMMAND's exit code. `python -m simnpu` does the same and
-    has options.
-    """
-    from megascend.runtime.bootstrap.versions import installed_versions, require_package
-    from simnpu.launcher import launch
-
-    require_package(
-        "torch", installed_versions()
-    )  # named here: torch autoloads the device, and its error would not say so
-    launch(command)

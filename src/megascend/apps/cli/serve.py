@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megascend.apps.cli.train import Overrides
+from megascend.apps.cli import options
 
 DEMO = "demo"
 
@@ -77,7 +77,7 @@ def serve_command(
     demo: Annotated[
         bool, typer.Option("--demo", help="Make a small random model and serve it; shows a client program to try.")
     ] = False,
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
 ) -> None:
     """Serve a Hugging Face checkpoint to programs written for the Tinker API, which train LoRA adapters on it.
 
@@ -87,23 +87,17 @@ def serve_command(
     """
     from contextlib import ExitStack
 
-    from megascend.apps.cli.launch import EXIT_INTERRUPTED, start_ranks, under_torchrun
-    from megascend.apps.cli.messages import show_messages
+    from megascend.apps.cli.launch import start_ranks, under_torchrun
     from megascend.apps.serve.server import check_address, check_packages, keys_of
     from megascend.apps.train.preflight import check_service
     from megascend.config.serve import load_serve_config
     from megascend.errors import ConfigError
-    from megascend.models.checkpoint_files.hub import with_snapshots
 
-    arguments: dict[str, Any] = {
-        "model": model, "name": name, "host": host, "port": port, "storage": storage, "precision": precision, "engine": engine,
-        "durable": durable,
-    }  # fmt: skip
-    values = {key: value for key, value in arguments.items() if value is not None} | ({"vllm": vllm} if vllm else {})
-    parallel = {"tensor": tensor, "pipeline": pipeline, "context": context}
     # Only options that were given: defaults belong to the configuration file.
-    values["parallel"] = {key: value for key, value in parallel.items() if value is not None}
-    show_messages()
+    values = given(
+        model=model, name=name, host=host, port=port, storage=storage, precision=precision, engine=engine, durable=durable,
+        vllm=vllm or None, parallel=given(tensor=tensor, pipeline=pipeline, context=context),
+    )  # fmt: skip
     if demo and (config is not None or model is not None or under_torchrun()):
         raise ConfigError("--demo makes its own model on this host: leave out the file, --model and torchrun")
     with ExitStack() as stack:
@@ -111,7 +105,7 @@ def serve_command(
         if demo:
             directory = stack.enter_context(demo_directory(storage))
             values, client = demo_settings(directory, values), str(directory / "demo_client.py")
-        settings = with_snapshots(load_serve_config(config, values, overrides))
+        settings = options.read_run_file(load_serve_config, config, values, overrides)
         # Once, in the parent, before it starts the ranks.
         if not under_torchrun():
             check_service(settings, nproc or 1)
@@ -119,16 +113,16 @@ def serve_command(
         check_packages()
         # Before the ranks start: with several, all must know the same keys, and one generated key is printed once.
         keys, generated_key = keys_of(settings, dict(os.environ))
-        if under_torchrun(nproc):
-            serve_process(settings.model_dump_json(), keys, generated_key)
-            return
-        try:
-            start_ranks(serve_process, settings.model_dump_json(), keys, generated_key, client, nproc=nproc or 1)
-        except KeyboardInterrupt:
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+        arguments = (settings.model_dump_json(), keys, generated_key, client)
+        serve_process(*arguments) if under_torchrun(nproc) else start_ranks(serve_process, *arguments, nproc=nproc or 1)
 
 
-def serve_process(settings: str, keys: dict[str, str], generated_key: str | None, client: str | None = None) -> None:
+def given(**values: Any) -> dict[str, Any]:
+    """Return the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def serve_process(settings: str, keys: dict[str, str], generated_key: str | None, client: str | None) -> None:
     """Serve as one rank, in order to the end: arguments as those of :func:`~megascend.apps.serve.server.serve_rank`."""
     from megascend.apps.serve.server import serve_rank
     from megascend.runtime.io.lasting_output import LastingOutput

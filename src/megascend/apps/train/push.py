@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from megascend.apps.train.event_log import EVENTS, read_lines
+from megascend.apps.train.exports import ADAPTER_CONFIG
 from megascend.apps.train.run_directory import METRICS
 from megascend.config import Push
 from megascend.config.documents import load_json, load_yaml
-from megascend.errors import CheckpointError, ConfigError, HubError
+from megascend.errors import HubError
 from megascend.models.checkpoint_files import hub
 from megascend.runtime.io.atomic import replacing
 
 logger = logging.getLogger(__name__)
 
-CARD, ADAPTER_CONFIG = "README.md", "adapter_config.json"
+CARD = "README.md"
 CARD_SETTINGS = (
     *("optimizer.kind", "optimizer.lr", "optimizer.weight_decay", "schedule.kind", "schedule.warmup_steps"),
     *("data.global_batch_size", "rollout.prompts_per_step", "rollout.group_size", "batching.max_length"),
@@ -47,31 +48,6 @@ def push(directory: Path, settings: Push) -> str:
             f"{directory} is complete, but was not uploaded: {error}. To repeat it: megascend push "
             f"{shlex.quote(str(directory))} {settings.repository}{public}"
         ) from error
-
-
-def find_export(path: Path) -> Path:
-    """Return the exported model or adapter at ``path``: the directory itself, or that of a run.
-
-    Raises:
-        CheckpointError: there is none.
-        ConfigError: a run directory has both.
-    """
-    if (path / "config.json").is_file() or (path / ADAPTER_CONFIG).is_file():
-        return path
-    present = [
-        path / folder
-        for folder, file in (("hf", "config.json"), ("adapter", ADAPTER_CONFIG))
-        if (path / folder / file).is_file()
-    ]
-    if not present:
-        problem = "holds no exported model or adapter" if path.exists() else "does not exist"
-        raise CheckpointError(
-            f"{path} {problem}; expected config.json or {ADAPTER_CONFIG} in it, or the directory of a finished run with "
-            "export: true"
-        )
-    if len(present) > 1:
-        raise ConfigError(f"{path} holds both a model and an adapter: name one, {present[0]} or {present[1]}")
-    return present[0]
 
 
 def with_base_model(directory: Path, folder: Path) -> Path:

@@ -104,6 +104,51 @@ OPTIONS = {
     "export: below a file": command(
         "export model data.jsonl/new", says="data.jsonl/new cannot be written | is not a directory"
     ),
+    "plan: no model": command("plan", says="plan needs MODEL, a checkpoint directory or a config.json"),
+    "plan: nothing there": command("plan nowhere", says="nowhere: no model is there"),
+    "plan: device": command("plan model --device h101", says="--device h101: no device of this name is described"),
+    "plan: length": command("plan model --length 512", says="512 is above the model's context of 256 tokens"),
+    "plan: calibration": command("plan model --calibration none.json", says="--calibration none.json: cannot be read"),
+    "plan: fsdp": command("plan model --set engine=fsdp", says="engine: fsdp has one layout for a world"),
+    "plan: a layout": command("plan model --set parallel.tensor=2", says="--set parallel.tensor: a plan chooses this setting"),
+    "plan: precision": command("plan model --set precision=fp32", says="precision: fp32: devices are described for bf16 only"),
+    "plan: rl as JSON": command("plan model --rl --json", says="--rl prints a table: it cannot be combined with --json"),
+    "plan: a setting": command("plan model --set lora.rnak=4", says="lora.rnak: unknown setting"),
+    "plan: targets": command(
+        "plan model --lora 4 --set lora.targets=[wheels]", says="lora.targets: 'wheels' is not a linear layer"
+    ),
+    "plan: a file there": command("plan model --write data.jsonl", says="--write data.jsonl exists; choose another file"),
+    "init: task": command(
+        "init sfr model", says="unknown task 'sfr'; known: sft, dpo, reward, classification, pretrain, rl"
+    ),
+    "init: nothing there": command("init sft nowhere", says="nowhere: no model is there"),
+    "init: device": command(
+        "init sft model --device h101 --cards 2", says="--device h101: no device of this name is described"
+    ),
+    "init: a setting": command("init sft model --set lora.rnak=4", says="lora.rnak: unknown setting"),
+    "init: a setting of others": command(
+        "init sft model --set learning_rate=4", says="learning_rate: unknown setting (value 4), called optimizer.lr here"
+    ),
+    "init: a layout": command(
+        "init sft model --cards 2 --set parallel.tensor=2", says="--set parallel.tensor: a plan chooses this setting"
+    ),
+    "init: fsdp": command("init sft model --cards 2 --set engine=fsdp", says="engine: fsdp has one layout for a world"),
+    "init: two hosts of rl": command(
+        "init rl model --cards 16", says="--cards 16: a run starts engines on one host, which has 8 x NVIDIA H100"
+    ),
+    "init: a file there": command("init sft model run.yaml", says="run.yaml | data.jsonl | would be overwritten"),
+    "init: length": command(
+        "init sft model new.yaml --data d --cards 2 --length 512", says="512 is above the model's context of 256 tokens"
+    ),
+    "show-config: nothing": command("show-config", says="show-config takes one of CONFIG, --defaults COMMAND and --schema"),
+    "show-config: two things": command("show-config run.yaml --schema train", says="show-config takes one of CONFIG"),
+    "show-config: settings of no file": command(
+        "show-config --defaults train --set lr=1", says="--set and --nproc need CONFIG: --defaults reads no file"
+    ),
+    "show-config: schema": command("show-config --schema trian", says="'trian' is not one of 'train', 'rl', 'serve'"),
+    "run: platform": command("run --platform tpu -- true", says="'tpu' is not one of 'auto', 'cpu', 'cuda', 'npu'"),
+    "chat: platform": command("chat model --platform tpu", says="'tpu' is not one of 'auto', 'cpu', 'cuda', 'npu'"),
+    "generate: a file there": command("generate model data.jsonl -o run.yaml", says="--output run.yaml exists"),
     "doctor: nothing there": command("doctor --run nowhere", says="--run nowhere | not a directory"),
     "doctor: no run": command("doctor --run model", says="--run model | no run has written | events.jsonl"),
     "doctor: nothing to verify": command("doctor --verify", says="--verify | --run DIR"),
