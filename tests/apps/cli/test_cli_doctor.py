@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
+from rich.text import Text
 
 import simnpu
 from megascend.apps.cli import checks
@@ -186,7 +186,7 @@ def test_more_threads_than_cores_warns() -> None:
 def test_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "node", lambda: "node7")
     results = [Check("disk", "ok", "9 GiB"), Check("torch", "fail", "none", "install it", {"wanted": ">=2.6"})]
-    assert [typer.unstyle(line) for line in check_lines(results)] == [
+    assert [Text.from_ansi(line).plain for line in check_lines(results)] == [
         "node7 (Linux): no GPU or NPU; no complete stack (torch none)",
         "",
         "ok    disk   9 GiB",
