@@ -20,10 +20,10 @@ from megascend.apps.rl.records import (
     push_figures,
     reference_figures,
 )
+from megascend.apps.train.learner import Run, RunContext, Training, model_line, too_many_skips
+from megascend.apps.train.loop import run
 from megascend.apps.train.preflight import RunPlan
 from megascend.apps.train.resume import with_template_date
-from megascend.apps.train.run import run
-from megascend.apps.train.training import Run, RunContext, Training, model_line, too_many_skips
 from megascend.config.rl import BASE, TRAINER, RlConfig
 from megascend.errors import DataError, EngineError
 from megascend.runtime.distributed.launch import Launch

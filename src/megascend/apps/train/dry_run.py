@@ -13,15 +13,15 @@ from megascend.apps.plan.search import MEMORY_SHARE
 from megascend.apps.rl.servers import placements, share_beside_trainer
 from megascend.apps.rl.trial import EpisodeTrial, ask_engines, describe_teacher
 from megascend.apps.train.layout_plan import Suggestion, suggestion
+from megascend.apps.train.learner import RunContext, Training
+from megascend.apps.train.loop import check_adapter_path, plan_with_plugins
 from megascend.apps.train.objectives import LearningObjective
 from megascend.apps.train.preflight import AnyConfig, RunPlan, disk_warning
-from megascend.apps.train.run import check_adapter_path, plan_with_plugins
 from megascend.apps.train.run_backend import ADAPTER, backend_settings, bootstrap
 from megascend.apps.train.run_samples import RunSamples, StreamedSamples
 from megascend.apps.train.teacher_model import teacher_sizes
 from megascend.apps.train.token_budget import AUTO, largest_fitting, largest_useful
 from megascend.apps.train.train import SupervisedTraining
-from megascend.apps.train.training import RunContext, Training
 from megascend.config import RunConfig
 from megascend.config.rl import LOCAL, RlConfig
 from megascend.models.checkpoint_files.files import read_config

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from megascend.apps.train.learner import Run, RunContext, Training, model_line, too_many_skips
+from megascend.apps.train.loop import run
 from megascend.apps.train.preflight import RunPlan
 from megascend.apps.train.resume import saved_manifests, with_template_date
-from megascend.apps.train.run import run
 from megascend.apps.train.run_log import EMPTY, MetricsRecord, RunLog, rounded
-from megascend.apps.train.training import Run, RunContext, Training, model_line, too_many_skips
 from megascend.config import RunConfig
 from megascend.config.data import PREFERENCE_LOSSES, Validation
 from megascend.errors import EvaluationError

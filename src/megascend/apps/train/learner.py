@@ -61,7 +61,7 @@ class Run(Generic[AnyConfig]):
 
 
 class Training(ABC, Generic[AnyConfig]):
-    """One kind of run. :func:`megascend.apps.train.run.run` calls these methods in the order below, on every rank.
+    """One kind of run. :func:`megascend.apps.train.loop.run` calls these methods in the order below, on every rank.
 
     Attributes:
         progress_keys: keys of the dict that :meth:`progress` returns; a checkpoint without them is from another kind of run.

@@ -15,6 +15,7 @@ import psutil
 from megascend.apps.tracking.trackers import Trackers
 from megascend.apps.train.checkpoint_policy import CheckpointPolicy
 from megascend.apps.train.event_log import EventLog
+from megascend.apps.train.learner import Run, RunContext, RunResult, Training
 from megascend.apps.train.plot import plot_metrics
 from megascend.apps.train.prefetch import SelfCheckPrefetch, compiling_kernels
 from megascend.apps.train.preflight import AnyConfig, RunPlan, check_run, disk_warning
@@ -25,7 +26,6 @@ from megascend.apps.train.run_backend import ADAPTER, bootstrap, make_backend
 from megascend.apps.train.run_directory import lock_output
 from megascend.apps.train.run_inputs import INPUTS, RunInputs
 from megascend.apps.train.run_log import RunLog
-from megascend.apps.train.training import Run, RunContext, RunResult, Training
 from megascend.config import TrainerConfig
 from megascend.config.plugins import import_plugins
 from megascend.errors import CheckpointError, MissingDependencyError, NonFiniteError, redacted

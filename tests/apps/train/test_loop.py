@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
+from megascend.apps.train.loop import StartPhases
 from megascend.apps.train.profile import StepProfiler
-from megascend.apps.train.run import StartPhases
 from megascend.apps.train.train import SupervisedTraining, train
 from megascend.config import RunConfig
 from megascend.testing import run_distributed
