@@ -22,7 +22,7 @@ from packaging.version import Version
 from pydantic import BaseModel
 
 from megascend.apps.rl.records import RlRecord
-from megascend.apps.train.train import StepRecord
+from megascend.apps.train.records import StepRecord
 from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.commented import description, type_text
 from megascend.config.rl import RlConfig

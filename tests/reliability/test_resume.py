@@ -85,7 +85,11 @@ def config(models, layout: str, output) -> RunConfig:
 def outcome(result, output):
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     weights = {file.name: file.read_bytes() for file in sorted((output / "hf").glob("*.safetensors"))}
-    return result.loss, [(row["step"], row["loss"], row["grad_norm"], row["lr"], row["epoch"]) for row in rows], weights
+    return (
+        result.totals.loss,
+        [(row["step"], row["loss"], row["grad_norm"], row["lr"], row["epoch"]) for row in rows],
+        weights,
+    )
 
 
 @pytest.fixture(scope="module")

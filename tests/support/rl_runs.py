@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from megascend.apps.rl.learner import Totals
 from megascend.apps.rl.rollout.engines.local import LocalEngine
-from megascend.apps.rl.train import RlResult, train_rl
+from megascend.apps.rl.train import train_rl
+from megascend.apps.train.learner import RunResult
 from megascend.config.rl import RlConfig
 from megascend.testing import run_distributed
 from weightwire.engine import Completion, Sampling
@@ -101,7 +103,7 @@ def settings(folder: Path, output: str, **changes: Any) -> RlConfig:
 
 def run(
     config: RlConfig, kind: Callable[..., LocalEngine] = LocalEngine, engines: int = 1, resume: str | None = None
-) -> RlResult:
+) -> RunResult[Totals]:
     return train_rl(
         config,
         resume=resume,

@@ -21,11 +21,13 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megascend.apps.rl.learner import Totals
 from megascend.apps.rl.rollout.controller.controller import Controller
 from megascend.apps.rl.rollout.controller.server import ControllerServer
 from megascend.apps.rl.rollout.engines.local import LocalEngine
 from megascend.apps.rl.rollout.group import Trajectory, TrajectoryGroup
-from megascend.apps.rl.train import RlResult, train_rl
+from megascend.apps.rl.train import train_rl
+from megascend.apps.train.learner import RunResult
 from megascend.config import RunConfig as TrainConfig
 from megascend.config.rl import COUNTERPARTS, RlConfig
 from megascend.errors import ConfigError, DataError, EngineError, EngineLostError, EngineTimeoutError
@@ -231,14 +233,14 @@ def test_sigterm_while_engines_are_awaited_saves_and_resumes(folder: Path, monke
             os.kill(os.getpid(), signal.SIGTERM)
             raise EngineLostError(f"{self.name} refused the connection")
 
-    def stop_and_resume(config: RlConfig, resume: str | None = None) -> tuple[int, RlResult]:
+    def stop_and_resume(config: RlConfig, resume: str | None = None) -> tuple[int, RunResult[Totals]]:
         stopped = in_a_fork(lambda: run(config, AbsentEngine, resume=resume))[0]
         assert stopped.stopped == "SIGTERM"
         return stopped.steps, in_a_fork(lambda: run(config, RecordedEngine, resume="auto"))[0]
 
     steps, resumed = stop_and_resume(config)
     assert (steps, resumed.steps, resumed.stopped) == (0, 2, None)
-    assert math.isfinite(resumed.reward_before)
+    assert math.isfinite(resumed.totals.reward_before)
     steps, resumed = stop_and_resume(branch, resume=str(config.output))
     assert (steps, resumed.steps) == (2, 4)
     assert [row["step"] for row in rows(branch)] == [3, 4]
@@ -268,7 +270,10 @@ def test_sigterm_during_an_evaluation_saves_and_the_resumed_run_repeats_it(folde
     resumed = in_a_fork(lambda: run(config, RecordedEngine, resume="auto"))[0]
     complete = in_a_fork(lambda: run(reference, RecordedEngine))[0]
     assert (resumed.steps, resumed.stopped) == (4, None)
-    assert (resumed.reward_before, resumed.reward_after) == (complete.reward_before, complete.reward_after)
+    assert (resumed.totals.reward_before, resumed.totals.reward_after) == (
+        complete.totals.reward_before,
+        complete.totals.reward_after,
+    )
     for key in ("step", "loss", "eval_reward"):
         assert [row[key] for row in rows(config)] == [row[key] for row in rows(reference)]
     assert [row["eval_reward"] is None for row in rows(config)] == [True, False, True, False]
@@ -378,7 +383,7 @@ def test_run_that_fails_before_its_first_step_keeps_the_earlier_run(
     def unreachable(config: RlConfig) -> list[LocalEngine]:
         raise EngineError("127.0.0.1:9 refused the connection")
 
-    def overwriting(kind: type[LocalEngine], **changed: Any) -> RlResult:
+    def overwriting(kind: type[LocalEngine], **changed: Any) -> RunResult[Totals]:
         return train_rl(
             settings(folder, "earlier", **(changes | changed)),
             overwrite=True,

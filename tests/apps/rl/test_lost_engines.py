@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from megascend.apps.rl.learner import Totals
 from megascend.apps.rl.rollout.controller.controller import Controller
 from megascend.apps.rl.rollout.controller.server import ControllerServer
 from megascend.apps.rl.rollout.engines.local import LocalEngine
-from megascend.apps.rl.train import RlResult, train_rl
+from megascend.apps.rl.train import train_rl
+from megascend.apps.train.learner import RunResult
 from megascend.config.rl import RlConfig
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError, WeightSyncError
 from megascend.testing import run_distributed
@@ -96,7 +98,7 @@ def kill(engine: LocalEngine) -> None:
     os.kill(host.process.pid, signal.SIGKILL)
 
 
-def run(config: RlConfig, *engines: MortalEngine) -> RlResult:
+def run(config: RlConfig, *engines: MortalEngine) -> RunResult[Totals]:
     return train_rl(config, engines=lambda config: engines)
 
 
@@ -403,7 +405,7 @@ def test_all_ranks_go_on_without_an_engine(folder: Path) -> None:
         sync={"mode": "delta", "timeout_s": 20},
     )
 
-    def on_rank() -> RlResult:
+    def on_rank() -> RunResult[Totals]:
         # Two at once; the third sees the run through.
         deaths = (("commit", 3, "before"), ("verify", 3, "after"), ("", 0, ""))
         return train_rl(

@@ -10,8 +10,8 @@ import torch
 from megascend.apps.rl.records import PANELS as RL_PANELS
 from megascend.apps.rl.records import RlRecord
 from megascend.apps.train.plot import PANELS
+from megascend.apps.train.records import StepRecord
 from megascend.apps.train.run_log import MetricsRecord
-from megascend.apps.train.train import StepRecord
 from megascend.training.batch.loss import LossInputs
 from megascend.training.batch.losses import BUILT_IN, LOSS_METRICS
 from megascend.training.batch.metrics import declared_metrics

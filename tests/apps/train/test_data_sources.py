@@ -13,7 +13,8 @@ import pytest
 
 from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.apps.data import streaming
-from megascend.apps.train.train import SupervisedTraining, train
+from megascend.apps.train.supervised import SupervisedLearner
+from megascend.apps.train.train import train
 from megascend.config import RunConfig
 from megascend.errors import DataError, DistributedTestError
 from megascend.testing import run_distributed
@@ -122,14 +123,14 @@ def test_streamed_run_resumes_bitwise_equal_after_sigkill_on_two_ranks(folder: P
     killed = settings(folder, tmp_path / "killed", data=data, checkpoint={"every": 2, "asynchronous": False})
 
     def killed_in_step_5() -> None:
-        after_step = SupervisedTraining.after_step
+        after_step = SupervisedLearner.after_step
 
-        def kill(self: SupervisedTraining, number: int) -> None:
+        def kill(self: SupervisedLearner, number: int) -> None:
             after_step(self, number)
             if number == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        SupervisedTraining.after_step = kill
+        SupervisedLearner.after_step = kill
         train(killed)
 
     with pytest.raises(DistributedTestError, match="SIGKILL"):

@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
-from megascend.apps.train.loop import StartPhases
 from megascend.apps.train.profile import StepProfiler
-from megascend.apps.train.train import SupervisedTraining, train
+from megascend.apps.train.start_phases import StartPhases
+from megascend.apps.train.supervised import SupervisedLearner
+from megascend.apps.train.train import train
 from megascend.config import RunConfig
 from megascend.testing import run_distributed
 
@@ -82,15 +83,15 @@ def rows(config: RunConfig) -> list[tuple[float, float, float]]:
 
 def fail_in(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: bool = False) -> None:
     """Make a callback of the run raise at step ``number``, before or after its work."""
-    callback: Callable[..., Any] = getattr(SupervisedTraining, name)
+    callback: Callable[..., Any] = getattr(SupervisedLearner, name)
 
-    def failing(recipe: SupervisedTraining, step: int, *rest: Any) -> Any:
-        result = callback(recipe, step, *rest) if after or step != number else None
+    def failing(learner: SupervisedLearner, step: int, *rest: Any) -> Any:
+        result = callback(learner, step, *rest) if after or step != number else None
         if step == number:
             raise OSError("the disk of the data is gone")
         return result
 
-    monkeypatch.setattr(SupervisedTraining, name, failing)
+    monkeypatch.setattr(SupervisedLearner, name, failing)
 
 
 def train_until_error(config: RunConfig, ranks: int = 1) -> list[str]:

@@ -6,17 +6,16 @@ import importlib.metadata
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
-from megascend.apps.rl.train import ReinforcementLearning
+from megascend.apps.rl.learner import input_names as rl_input_names
 from megascend.apps.train.resume import differences
-from megascend.apps.train.run_inputs import RunInputs, fingerprint
-from megascend.apps.train.train import SupervisedTraining
+from megascend.apps.train.run_inputs import InputNames, RunInputs, fingerprint
+from megascend.apps.train.supervised import input_names
 from megascend.config import Lora, RunConfig
 from megascend.config.rl import RlConfig
 from megascend.errors import CheckpointError, ConfigError
@@ -94,7 +93,7 @@ class OneRank:
 
 
 def inputs(weights: dict[str, Path] | None = None, code: dict[str, str] | None = None, **packages: str) -> RunInputs:
-    return RunInputs(cast("Any", OneRank()), weights or {}, code or {}, packages)
+    return RunInputs(cast("Any", OneRank()), InputNames(weights or {}, code or {}, packages))
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +117,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["reference and teacher", "base model", "adapter", "distillation", "preferences", "model alone"],
 )
 def test_other_models_of_a_run_are_compared(config: Any, settings: dict[str, str]) -> None:
-    training: Any = ReinforcementLearning() if isinstance(config, RlConfig) else SupervisedTraining()
-    if isinstance(config, RunConfig):
-        training.objective = SimpleNamespace(has_reference=config.dpo is not None)
-    assert training.weights(config) == {name: Path(path) for name, path in settings.items()}
+    if isinstance(config, RlConfig):
+        names = rl_input_names(config)
+    else:
+        names = input_names(config, has_reference=config.dpo is not None)
+    assert names.weights == {name: Path(path) for name, path in settings.items()}
 
 
 def test_other_weights_are_refused_wherever_they_differ_at_an_end(checkpoint: Path, tmp_path: Path) -> None:
@@ -171,13 +171,13 @@ def test_other_code_is_warned_of(
 
 
 def test_code_of_a_run_is_that_of_rewards_environments_and_plugins() -> None:
-    training = ReinforcementLearning()
     config = RlConfig(**RL | {"plugins": ("a.plugin",)})
-    assert training.code(config) == {"plugins: a.plugin": "a.plugin", "rollout.environment": "game.py:Game"}
+    assert rl_input_names(config).code == {"plugins: a.plugin": "a.plugin", "rollout.environment": "game.py:Game"}
     rollout = {"prompts": "prompts.jsonl", "reward": "rewards.py:reward"}
-    assert training.code(RlConfig(**RL | {"rollout": rollout})) == {"rollout.reward": "rewards.py:reward"}
+    assert rl_input_names(RlConfig(**RL | {"rollout": rollout})).code == {"rollout.reward": "rewards.py:reward"}
     packaged = RlConfig(**RL | {"rollout": {"environment": {"name": "verifiers:gsm8k"}}})
     packages = {"rollout.environment": "gsm8k", "rollout.environment: verifiers": "verifiers"}
-    assert (training.code(packaged), training.packages(packaged)) == ({}, packages)
+    names = rl_input_names(packaged)
+    assert (names.code, names.packages) == ({}, packages)
     # A taskset that verifiers brings itself has no version of its own.
     assert inputs(environment="no package of this name").state_dict()["code"] == {"environment": "without a version"}

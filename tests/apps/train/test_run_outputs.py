@@ -15,10 +15,10 @@ from megascend.apps.tracking.trackers import Trackers
 from megascend.apps.train import plot
 from megascend.apps.train.plot import plot_metrics
 from megascend.apps.train.preflight import check_lora, check_packages
+from megascend.apps.train.records import StepRecord, TrainCounts, end_line
 from megascend.apps.train.resume import check_start
 from megascend.apps.train.run_directory import RUN_FILES, clear_output
 from megascend.apps.train.run_log import BarDisplay, PlainDisplay, RunLog, StepClock, clock
-from megascend.apps.train.train import StepRecord, TrainCounts, end_line
 from megascend.config import Data, Lora, RunConfig
 from megascend.errors import ConfigError, MissingDependencyError
 from megascend.models.checkpoint_files.info import inspect_checkpoint

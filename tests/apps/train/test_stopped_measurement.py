@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
+from megascend.apps.train.learner import RunResult
 from megascend.apps.train.objectives import TokenObjective
-from megascend.apps.train.train import TrainResult, train
+from megascend.apps.train.records import TrainCounts
+from megascend.apps.train.train import train
 from megascend.config import RunConfig
 from megascend.testing import run_distributed
 from support.task_files import write_task
@@ -59,11 +61,11 @@ def settings(folder: Path, output: Path) -> RunConfig:
     return RunConfig(**values)
 
 
-def train_on_two_ranks(config: RunConfig, resume: str | None = None, signal_at: int = 0) -> TrainResult:
+def train_on_two_ranks(config: RunConfig, resume: str | None = None, signal_at: int = 0) -> RunResult[TrainCounts]:
     """Train; at the ``signal_at``-th batch that is measured, SIGTERM reaches rank 1 only."""
     scored = []
 
-    def on_rank() -> tuple[TrainResult, int]:
+    def on_rank() -> tuple[RunResult[TrainCounts], int]:
         losses = TokenObjective.losses
 
         def counting(objective: TokenObjective, *arguments: Any) -> Any:
@@ -89,7 +91,7 @@ def lines(config: RunConfig) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(folder: Path) -> tuple[RunConfig, TrainResult]:
+def uninterrupted(folder: Path) -> tuple[RunConfig, RunResult[TrainCounts]]:
     config = settings(folder, folder / "uninterrupted")
     return config, train_on_two_ranks(config)
 
@@ -100,7 +102,7 @@ def uninterrupted(folder: Path) -> tuple[RunConfig, TrainResult]:
     ids=["loss at the start", "loss after step 2", "tasks after step 2", "last loss", "last tasks"],
 )
 def test_signal_stops_a_measurement_which_the_resumed_run_repeats(
-    folder: Path, tmp_path: Path, uninterrupted: tuple[RunConfig, TrainResult], signal_at: int, steps: int
+    folder: Path, tmp_path: Path, uninterrupted: tuple[RunConfig, RunResult[TrainCounts]], signal_at: int, steps: int
 ) -> None:
     config = settings(folder, tmp_path / "run")
     stopped = train_on_two_ranks(config, signal_at=signal_at)
@@ -114,7 +116,7 @@ def test_signal_stops_a_measurement_which_the_resumed_run_repeats(
     assert lines(config) == lines(reference)
     assert [row["validation_loss"] is not None for row in lines(config)] == [False, True, False, True]
     assert all("tasks/small/perplexity" in row for row in lines(config)[1::2])
-    assert resumed.validation_loss == complete.validation_loss
+    assert resumed.totals.validation_loss == complete.totals.validation_loss
     assert resumed.export is not None
     assert complete.export is not None
     weights = [(export / "model.safetensors").read_bytes() for export in (resumed.export, complete.export)]

@@ -11,17 +11,19 @@ from megascend.apps.data.preview import SamplePiece, SampleStatistics, SourceSta
 from megascend.apps.plan.hardware import matching
 from megascend.apps.plan.search import MEMORY_SHARE
 from megascend.apps.rl.servers import placements, share_beside_trainer
+from megascend.apps.rl.train import ReinforcementLearning
 from megascend.apps.rl.trial import EpisodeTrial, ask_engines, describe_teacher
 from megascend.apps.train.layout_plan import Suggestion, suggestion
-from megascend.apps.train.learner import RunContext, Training
-from megascend.apps.train.loop import check_adapter_path, plan_with_plugins
+from megascend.apps.train.learner import RunContext, RunData, RunKind
+from megascend.apps.train.loop import plan_with_plugins
 from megascend.apps.train.objectives import LearningObjective
 from megascend.apps.train.preflight import AnyConfig, RunPlan, disk_warning
+from megascend.apps.train.results import check_adapter_path
 from megascend.apps.train.run_backend import ADAPTER, backend_settings, bootstrap
 from megascend.apps.train.run_samples import RunSamples, StreamedSamples
 from megascend.apps.train.teacher_model import teacher_sizes
 from megascend.apps.train.token_budget import AUTO, largest_fitting, largest_useful
-from megascend.apps.train.train import SupervisedTraining
+from megascend.apps.train.train import SupervisedRun
 from megascend.config import RunConfig
 from megascend.config.rl import LOCAL, RlConfig
 from megascend.models.checkpoint_files.files import read_config
@@ -124,33 +126,30 @@ class RlDryRun:
     processes: dict[str, int]
 
 
-def prepare(
-    training: Training[AnyConfig], plan: RunPlan[AnyConfig], overwrite: bool, resume: str | Path | None
-) -> tuple[RunContext[AnyConfig], AnyConfig]:
-    """Begin a run as its first rank would, up to the point where ranks communicate and the model is built.
-
-    Prepares this process for the run's engine; ``training`` has its data afterwards. Writes nothing but the samples in the cache
-    folder, where the run finds them.
+def start(
+    kind: RunKind[AnyConfig], plan: RunPlan[AnyConfig], overwrite: bool, resume: str | Path | None
+) -> RunContext[AnyConfig]:
+    """Begin a run as its first rank would, and prepare this process for the run's engine.
 
     Args:
         plan: result of :func:`megascend.apps.train.preflight.preflight`.
         resume: checkpoint that the run would resume from; it has the date for the chat template.
-
-    Returns:
-        The context, and the completed settings.
     """
+    config, launch = plan.config, Launch.from_environment()
+    plan = plan_with_plugins(kind, config, launch, plan.world_size, overwrite, plan)
+    return RunContext(plan, launch, bootstrap(config), resume)
+
+
+def check_model(context: RunContext[AnyConfig], data: RunData[AnyConfig], overwrite: bool) -> None:
+    """Check what can be checked up to the point where ranks communicate and the model is built. Writes nothing."""
     from megascend.backends import check_backend
     from megascend.training.lora.registry import check_targets
     from megascend.training.lora.target_modules import matches
 
-    config, launch = plan.config, Launch.from_environment()
-    plan = plan_with_plugins(training, config, launch, plan.world_size, overwrite, plan)
-    runtime = bootstrap(config)
-    context = RunContext(plan, launch, runtime, resume)
-    config = training.prepare(context)
+    plan, config = context.plan, data.config
     # The constructor's checks, without process groups and weights.
-    settings = backend_settings(training.model_config(config))
-    targets = check_backend(config.engine, runtime, plan.topology, plan.info, config.model, **settings)
+    settings = backend_settings(data.model_config)
+    targets = check_backend(config.engine, context.runtime, plan.topology, plan.info, config.model, **settings)
     # An external engine does not name its layers: it checks targets itself when the run starts.
     if config.lora is not None and targets:
         check_targets(ADAPTER, config.lora, [name for name in targets if matches(name, config.lora.targets)])
@@ -162,21 +161,20 @@ def prepare(
         )
     elif config.lora is not None and config.export:
         check_adapter_path(config.output / "adapter", overwrite)
-    return context, config
 
 
 def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | Path | None = None) -> RlDryRun:
-    """Check what can be known of a run of ``rl`` in one process; see :func:`prepare`.
+    """Check what can be known of a run of ``rl`` in one process. Writes nothing.
 
     One episode runs with a canned response, and engines are asked for their versions; nothing about them changes.
     """
-    from megascend.apps.rl.train import ReinforcementLearning
-
-    training = ReinforcementLearning()
-    context, config = prepare(training, plan, overwrite, resume)
-    plan, runtime = context.plan, context.runtime
+    kind = ReinforcementLearning()
+    context = start(kind, plan, overwrite, resume)
+    data = kind.read(context)
+    check_model(context, data, overwrite)
+    plan, runtime, config, prompts = context.plan, context.runtime, data.config, data.prompts
     info, topology, budget = plan.info, plan.topology, config.batching.budget
-    lengths = sorted(training.prompts.lengths)
+    lengths = sorted(prompts.lengths)
     hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
     teacher, rollout = teacher_sizes(config, info), config.rollout
 
@@ -194,10 +192,10 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
         platform=runtime.platform.name,
         topology=topology,
         info=info,
-        prompts=len(training.prompts.train),
-        held_out=len(training.prompts.held_out),
+        prompts=len(prompts.train),
+        held_out=len(prompts.held_out),
         prompt_lengths=(lengths[0], lengths[len(lengths) // 2], lengths[-1]),
-        trial=training.try_episode(config),
+        trial=data.try_episode(),
         engines=ask_engines(config),
         teacher=describe_teacher(config),
         free_disk=free_bytes(config.output),
@@ -238,12 +236,17 @@ def with_recomputation(config: AnyConfig) -> AnyConfig:
 
 
 def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Path | None = None) -> DryRun:
-    """Check what can be known of a run of ``train`` in one process; see :func:`prepare`."""
-    training = SupervisedTraining()
-    context, config = prepare(training, plan, overwrite, resume)
-    plan, runtime = context.plan, context.runtime
+    """Check what can be known of a run of ``train`` in one process.
+
+    Writes nothing but the samples in the cache folder, where the run finds them.
+    """
+    kind = SupervisedRun()
+    context = start(kind, plan, overwrite, resume)
+    data = kind.read(context)
+    check_model(context, data, overwrite)
+    plan, runtime, config = context.plan, context.runtime, data.config
     info, topology, layout = plan.info, plan.topology, plan.layout
-    samples, objective = training.samples, training.objective
+    samples, objective = data.samples, data.objective
     mixture = samples.mixture(config, samples.batches(config, objective))
     if isinstance(samples, StreamedSamples):
         samples = samples.first_batch()

@@ -1,26 +1,51 @@
-"""Interface of a kind of run (:class:`Training`), and its arguments: the run before and after the model is built."""
+"""What differs between kinds of run, as :mod:`megascend.apps.train.loop` uses it.
+
+A :class:`RunKind` reads a :class:`RunData` before the model is built, and that makes a :class:`Learner` of the built model.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from megascend.apps.train.plot import PANELS, Panel
 from megascend.apps.train.preflight import AnyConfig, RunPlan
+from megascend.apps.train.run_inputs import InputNames
 from megascend.config import TrainerConfig
 from megascend.errors import NonFiniteError
 from megascend.models.checkpoint_files.files import read_config
 from megascend.runtime.distributed.launch import Launch
+from megascend.runtime.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from megascend.apps.train.event_log import EventLog
     from megascend.apps.train.run_log import MetricsRecord, RunLog
     from megascend.backend import Backend
     from megascend.runtime.bootstrap import Runtime
+
+
+TotalsT = TypeVar("TotalsT")
+
+
+@dataclass(frozen=True)
+class RunResult(Generic[TotalsT]):
+    """Result of a run, the same on every rank but for times in ``totals``.
+
+    Attributes:
+        steps: optimizer steps done, skipped ones included.
+        export: directory of the exported model, or of the adapter if one was trained, or None.
+        stopped: the signal that stopped the run before its last step (``"SIGTERM"``), or None. A checkpoint was saved.
+        totals: figures over all steps, those before a resume included.
+    """
+
+    steps: int
+    export: Path | None
+    stopped: str | None
+    totals: TotalsT
 
 
 @dataclass(frozen=True)
@@ -43,9 +68,9 @@ class Run(Generic[AnyConfig]):
     """A run whose model is built.
 
     Attributes:
-        config: the settings as :meth:`Training.prepare` completed them.
+        config: the settings as :class:`RunData` completed them.
         adapter: name of the adapter that is trained; None: the model itself.
-        stack: closes what callbacks open, before the backend.
+        stack: closes what a learner opens, before the backend.
     """
 
     config: AnyConfig
@@ -53,31 +78,21 @@ class Run(Generic[AnyConfig]):
     event_log: EventLog
     adapter: str | None
     stack: ExitStack
+    signals: StopSignals
 
     @property
     def main_rank(self) -> bool:
         """True on the rank that writes and prints."""
         return self.backend.rank == 0
 
+    @property
+    def stop(self) -> bool:
+        """True once this rank has received a stop signal."""
+        return self.signals.received is not None
 
-class Training(ABC, Generic[AnyConfig]):
-    """One kind of run. :func:`megascend.apps.train.loop.run` calls these methods in the order below, on every rank.
 
-    Attributes:
-        progress_keys: keys of the dict that :meth:`progress` returns; a checkpoint without them is from another kind of run.
-        shared_errors: errors that a step raises on every rank, so that all of them can save the last step.
-        panels: panels of the run's plot.
-        chat_template: template to export in place of the model's; None: the model's.
-        ends: tokens that the model learns to end with, for generation_config.json of exports.
-        measurement_stopped: a signal has stopped what is measured after the last step (or before the first one).
-    """
-
-    progress_keys: ClassVar[tuple[str, ...]]
-    shared_errors: ClassVar[tuple[type[Exception], ...]] = ()
-    panels: ClassVar[Sequence[Panel]] = PANELS
-    chat_template: str | None = None
-    ends: Collection[int] = ()
-    measurement_stopped: bool = False
+class RunKind(ABC, Generic[AnyConfig]):
+    """A kind of run, before its data are read."""
 
     def check(self, config: AnyConfig, launch: Launch) -> None:
         """Check settings that :func:`megascend.apps.train.preflight.check_run` does not know. Called before torch is imported."""
@@ -86,39 +101,88 @@ class Training(ABC, Generic[AnyConfig]):
         """Start other processes that take long to start, before this one uses a device. The stack ends them with the run."""
 
     @abstractmethod
-    def prepare(self, context: RunContext[AnyConfig]) -> AnyConfig:
-        """Read the data, check everything that can be checked without the model, and return the completed settings. Local."""
+    def read(self, context: RunContext[AnyConfig]) -> RunData[AnyConfig]:
+        """Read the data, and check everything that can be checked without the model. Local."""
 
-    def model_config(self, config: AnyConfig) -> AnyConfig:
-        """Return the settings with which the model is built."""
-        return config
 
-    def after_build(self, run: Run[AnyConfig]) -> None:
-        """Run checks and computations that need the model, before a checkpoint is loaded into it. Collective."""
+class RunData(ABC, Generic[AnyConfig]):
+    """What a run learns from, read and checked before its model is built.
+
+    Attributes:
+        progress_keys: keys of the dict that :meth:`Learner.state` returns; a checkpoint without them is from another kind of run.
+        config: the settings, completed from the data.
+        chat_template: template to export in place of the model's; None: the model's.
+        ends: tokens that the model learns to end with, for generation_config.json of exports.
+    """
+
+    progress_keys: ClassVar[tuple[str, ...]]
+    config: AnyConfig
+    chat_template: str | None
+    ends: Collection[int]
+
+    @property
+    def model_config(self) -> AnyConfig:
+        """The settings with which the model is built."""
+        return self.config
+
+    @property
+    @abstractmethod
+    def inputs(self) -> InputNames:
+        """What a resumed run reads again besides settings, data and checkpoint."""
+
+    def evaluate_initial_model(self, run: Run[AnyConfig]) -> Any:
+        """Run checks and computations that need the model before a checkpoint is loaded into it. Collective.
+
+        Returns:
+            What :meth:`learner` needs of it.
+        """
+        return None
 
     @abstractmethod
-    def begin(self, run: Run[AnyConfig], progress: dict[str, Any] | None, stop: Callable[[], bool]) -> None:
-        """Resume from ``progress`` of a checkpoint, or begin at step 1; print a summary of the run. Collective.
+    def learner(self, run: Run[AnyConfig], initial: Any, progress: dict[str, Any] | None, log: RunLog) -> Learner:
+        """Make the learner, which prints a summary of the run. Collective.
 
         Args:
-            stop: returns True once this rank has received a signal. It ends measurements, and waits for other processes;
-                :meth:`next_batch` then returns None.
+            initial: result of :meth:`evaluate_initial_model`.
+            progress: :meth:`Learner.state` of the checkpoint that has been loaded; None: the run begins.
         """
 
-    @abstractmethod
-    def start_loop(self, log: RunLog) -> None:
-        """Prepare for the loop, whose records go to ``log``. Collective."""
+
+class Learner(ABC):
+    """Learns from batches. Every method but :meth:`state` is collective.
+
+    Attributes:
+        totals: figures over all steps, those before a resume included.
+        shared_errors: errors that a step raises on every rank, so that all of them can save the last step.
+        panels: panels of the run's plot.
+        stopped: a signal, on any rank, has stopped the learner while it measured or waited.
+        skipped_in_a_row: steps with non-finite gradients up to the last one.
+    """
+
+    shared_errors: ClassVar[tuple[type[Exception], ...]] = ()
+    panels: ClassVar[Sequence[Panel]] = PANELS
+    totals: Any
+    stopped = False
+    skipped_in_a_row = 0
 
     @abstractmethod
-    def next_batch(self, number: int, stop: Callable[[], bool]) -> Any | None:
-        """Return the batch of step ``number``; None if a signal stops any rank while they wait for it. Collective."""
+    def start(self) -> None:
+        """Measure what is due before the first step of this process."""
+
+    @abstractmethod
+    def next_batch(self, number: int) -> Any | None:
+        """Return the batch of step ``number``; None if a signal stops the run before it."""
 
     @abstractmethod
     def step(self, number: int, batch: Any) -> MetricsRecord:
-        """Train on a batch. Collective."""
+        """Train on a batch, and evaluate if that is due after it."""
 
-    def after_step(self, number: int) -> None:
-        """Run checks and evaluations that are due after a logged step. Collective."""
+    def after_step(self, number: int) -> None:  # noqa: B027
+        """Run what is due after a logged step."""
+
+    def save_batch(self, number: int) -> Path | None:
+        """Write the batch of a step with non-finite gradients, for debugging; None if it is not written."""
+        return None
 
     @property
     def finished(self) -> bool:
@@ -131,43 +195,16 @@ class Training(ABC, Generic[AnyConfig]):
         return None
 
     @abstractmethod
-    def progress(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the state to save with the model, as of the last optimizer step, even if a later batch has been drawn."""
 
-    def weights(self, config: AnyConfig) -> dict[str, Path]:
-        """Return the checkpoint directories that a resumed run reads again, by setting; they must be unchanged."""
-        return {} if config.lora is None else {"model": config.model}
-
-    def code(self, config: AnyConfig) -> dict[str, str]:
-        """Return the names of functions and modules that determine what is learned, by setting."""
-        return {f"plugins: {name}": name for name in config.plugins}
-
-    def packages(self, config: AnyConfig) -> dict[str, str]:
-        """Return the names of installed packages that determine what is learned, by setting."""
-        return {}
-
     @abstractmethod
-    def title(self, run: Run[AnyConfig]) -> str:
+    def title(self) -> str:
         """Return the title of the plot."""
 
     @abstractmethod
     def result(self) -> tuple[dict[str, Any], str]:
         """Return the values of the event ``finished``, and the summary line to print."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Result of a run, the same on every rank.
-
-    Attributes:
-        steps: optimizer steps done, skipped ones included.
-        export: directory of the exported model, or of the adapter if one was trained, or None.
-        stopped: the signal that stopped the run before its last step (``"SIGTERM"``), or None. A checkpoint was saved.
-    """
-
-    steps: int
-    export: Path | None
-    stopped: str | None
 
 
 def model_line(config: TrainerConfig, backend: Backend) -> str:

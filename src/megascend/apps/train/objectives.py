@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -29,18 +30,17 @@ if TYPE_CHECKING:
 
 
 class LearningObjective(ABC):
-    """Learning objective: turns samples into batches, and batches into a loss.
-
-    Attributes:
-        before_batch: called on every rank before each batch that :meth:`measure` scores; may raise, on all of them.
-    """
+    """Learning objective: turns samples into batches, and batches into a loss."""
 
     trial_loss: ClassVar[Loss] = BUILT_IN["cross_entropy"]
     """Loss of a trial step: it takes as much memory as the objective's, and accepts any samples."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
-        self.before_batch: Callable[[], None] = lambda: None
+
+    def with_models(self, backend: Backend) -> LearningObjective:
+        """Return the objective with the other models that it reads. Before a checkpoint is loaded. Collective."""
+        return self
 
     @property
     def loss(self) -> Loss:
@@ -81,8 +81,19 @@ class LearningObjective(ABC):
         return samples, self.trial_loss
 
     @abstractmethod
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch_size: int) -> Measurement:
-        """Sum the loss over all of ``samples``, without learning; ``batch_size`` units at a time. Collective."""
+    def measure(
+        self,
+        backend: Backend,
+        samples: SampleSubset,
+        adapter: str | None,
+        batch_size: int,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> Measurement:
+        """Sum the loss over all of ``samples``, without learning; ``batch_size`` units at a time. Collective.
+
+        Args:
+            before_batch: called on every rank before each batch; may raise, on all of them.
+        """
 
 
 def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjective:
@@ -95,7 +106,7 @@ def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjectiv
                 f"distillation.teacher: {settings.teacher}, and {config.data.title} holds a teacher's distributions ('top_ids') "
                 "too: remove teacher, or set data.columns: {token_ids: token_ids}"
             )
-        return TeacherObjective(settings)
+        return UnreadTeacherObjective(settings, settings.teacher)
     if config.classification is not None:
         return ClassificationObjective(config.classification.problem_type)
     setting, loss = run_loss(config, samples)
@@ -206,11 +217,18 @@ class TokenObjective(LearningObjective):
     def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
         return [samples[unit] for unit in units]
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch_size: int) -> Measurement:
+    def measure(
+        self,
+        backend: Backend,
+        samples: SampleSubset,
+        adapter: str | None,
+        batch_size: int,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> Measurement:
         """Return the weighted sum of :meth:`losses` and the sum of weights, or the number of samples."""
         total = weight = 0.0
         for start in range(0, len(samples), batch_size):
-            self.before_batch()
+            before_batch()
             shard = backend.shard(samples[start : start + batch_size])
             for sample, losses in zip(shard, self.losses(backend, shard, adapter), strict=True):
                 if self._loss.per == "sample":
@@ -238,35 +256,38 @@ class TokenObjective(LearningObjective):
         ]
 
 
+class UnreadTeacherObjective(TokenObjective):
+    """Objective of a run with a teacher on its ranks, until the teacher is read."""
+
+    def __init__(self, settings: Distillation, teacher: Path) -> None:
+        super().__init__(BUILT_IN[settings.loss])
+        self._settings, self._directory = settings, teacher
+
+    def with_models(self, backend: Backend) -> TeacherObjective:
+        return TeacherObjective(self._settings, TeacherModel(backend, self._directory, "distillation.teacher"))
+
+
 class TeacherObjective(TokenObjective):
     """Divergence from a teacher on the trainer's ranks over the whole vocabulary, token by token.
 
-    The teacher is built by the first :meth:`prepare`, and computes each batch before the step.
+    The teacher computes each batch before the step.
     """
 
-    def __init__(self, settings: Distillation) -> None:
-        super().__init__(BUILT_IN["cross_entropy"])  # replaced by the teacher's, which is built later
-        self._settings = settings
-        self._teacher: TeacherModel | None = None
+    def __init__(self, settings: Distillation, teacher: TeacherModel) -> None:
+        super().__init__(BUILT_IN[settings.loss])
+        self._settings, self._teacher = settings, teacher
 
     @property
     def loss(self) -> Loss:
-        assert self._teacher is not None, "prepare() comes first"
+        """The divergence, with the rows of the teacher's output layer, which its first pass copies."""
         return self._teacher.loss(self._settings.loss, self._settings.beta)
 
-    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch_size: int) -> None:
-        """Load the teacher. To be called before a checkpoint is loaded."""
-        if self._teacher is None and self._settings.teacher is not None:
-            self._teacher = TeacherModel(backend, self._settings.teacher, "distillation.teacher")
-
     def complete(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> Sequence[Sample]:
-        assert self._teacher is not None
         outputs = self._teacher.outputs(samples)
         return [replace(sample, teacher_states=output.states) for sample, output in zip(samples, outputs, strict=True)]
 
     def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], Loss]:
-        # First: the loss has the rows of the teacher's output layer, which the first pass copies.
-        samples = self.complete(backend, samples, None)
+        samples = self.complete(backend, samples, None)  # before the loss, which needs a pass of the teacher
         return samples, self.loss
 
     def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
@@ -319,11 +340,18 @@ class PreferenceObjective(LearningObjective):
             sample.pair = index // 2
         return batch
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch_size: int) -> Measurement:
+    def measure(
+        self,
+        backend: Backend,
+        samples: SampleSubset,
+        adapter: str | None,
+        batch_size: int,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> Measurement:
         """Return the sums of the loss and its metrics over the pairs, and their number."""
         sums = MetricSums()
         for start in range(0, self.units(samples), batch_size):
-            self.before_batch()
+            before_batch()
             units = range(start, min(start + batch_size, self.units(samples)))
             # Pairs stay together and in order.
             shard = backend.shard(self._members(samples, units))
@@ -374,11 +402,18 @@ class ClassificationObjective(TokenObjective):
         super().__init__(BUILT_IN[problem_type])
         self._problem_type: ProblemType = problem_type
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch_size: int) -> Measurement:
+    def measure(
+        self,
+        backend: Backend,
+        samples: SampleSubset,
+        adapter: str | None,
+        batch_size: int,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> Measurement:
         """Return the sums of the loss and its metrics over the samples, their number, and the outcomes of each label."""
         sums = MetricSums()
         for start in range(0, len(samples), batch_size):
-            self.before_batch()
+            before_batch()
             shard = backend.shard(samples[start : start + batch_size])
             for sample, values in zip(shard, backend.values(shard, adapter), strict=True):
                 sums.add(*loss_values(self._loss, [sample], [values]))
@@ -440,12 +475,19 @@ class LabelledObjective(PreferenceObjective):
         self._mismatched = batch[1::2]
         return batch[::2]
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch_size: int) -> Measurement:
+    def measure(
+        self,
+        backend: Backend,
+        samples: SampleSubset,
+        adapter: str | None,
+        batch_size: int,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> Measurement:
         """Return the sum of the loss over the samples, with the reference point of all of them, and their number."""
         labelled: list[tuple[Sample, torch.Tensor, torch.Tensor | None]] = []
         ratios: list[float] = []
         for start in range(0, self.units(samples), batch_size):
-            self.before_batch()
+            before_batch()
             members = self._members(samples, range(start, min(start + batch_size, self.units(samples))))
             for sample in members:
                 self._add_reference(samples, sample)

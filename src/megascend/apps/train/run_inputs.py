@@ -6,11 +6,13 @@ import importlib.metadata
 import importlib.util
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from megascend.config import TrainerConfig
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.files import tensor_headers
 
@@ -24,35 +26,46 @@ INPUTS = "inputs"
 """Key of the fingerprints in the progress that a checkpoint stores."""
 
 
+@dataclass(frozen=True)
+class InputNames:
+    """What a run reads besides its settings, data and checkpoint, by setting.
+
+    Attributes:
+        weights: checkpoint directories that a resumed run reads again; they must be unchanged.
+        code: names of functions or modules (``path/to/file.py:name``, ``package.module:name``, ``package.module``) that determine
+            what is learned.
+        packages: installed packages that determine it.
+    """
+
+    weights: dict[str, Path]
+    code: dict[str, str]
+    packages: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def common(cls, config: TrainerConfig) -> InputNames:
+        """Return those that every kind of run has: plug-ins, and below an adapter the model, which no checkpoint contains."""
+        weights = {} if config.lora is None else {"model": config.model}
+        return cls(weights, {f"plugins: {name}": name for name in config.plugins})
+
+
 class RunInputs:
     """Fingerprints of a run's inputs. Collective.
-
-    Args:
-        weights: checkpoint directories, by setting.
-        code: names of functions or modules (``path/to/file.py:name``, ``package.module:name``, ``package.module``), by setting.
-        packages: installed packages, by setting.
 
     Raises:
         CheckpointError: on every rank: weights cannot be read.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        weights: Mapping[str, Path],
-        code: Mapping[str, str],
-        packages: Mapping[str, str],
-    ) -> None:
-        self._backend, self._weights = backend, dict(weights)
+    def __init__(self, backend: Backend, names: InputNames) -> None:
+        self._backend, self._weights = backend, names.weights
         # On rank 0, whose files decide: other hosts may have copies.
         self._code = backend.from_rank_0(
             lambda: {
-                **{setting: source_digest(name) for setting, name in code.items()},
-                **{setting: package_version(name) for setting, name in packages.items()},
+                **{setting: source_digest(name) for setting, name in names.code.items()},
+                **{setting: package_version(name) for setting, name in names.packages.items()},
             }
         )
         self._fingerprints = backend.from_rank_0(
-            lambda: {setting: fingerprint(directory) for setting, directory in weights.items()}
+            lambda: {setting: fingerprint(directory) for setting, directory in names.weights.items()}
         )
 
     def state_dict(self) -> dict[str, Any]:

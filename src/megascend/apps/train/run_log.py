@@ -125,14 +125,17 @@ class RunLog:
         self._earlier_bytes: list[int] = []  # of each row of steps before this process
 
     def __enter__(self) -> RunLog:
+        # Also for a run that is resumed at its last step and takes none: its plot shows these rows.
+        if self._enabled and self._steps_done:
+            earlier = list(complete_rows(self._output / METRICS, self._steps_done))
+            self.rows, self._earlier_bytes = [row for row, _ in earlier], [size for _, size in earlier]
+        return self
+
+    def start(self) -> None:
+        """Start the clock and the progress display, before the first step."""
         if self._enabled:
-            # Also for a run that is resumed at its last step and takes none: its plot shows these rows.
-            if self._steps_done:
-                earlier = list(complete_rows(self._output / METRICS, self._steps_done))
-                self.rows, self._earlier_bytes = [row for row, _ in earlier], [size for _, size in earlier]
             self._clock.start()
             self._display.start()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -350,7 +350,7 @@ def test_model_learns_from_a_package_without_a_prompt_file(tmp_path: Path) -> No
     metrics = rows(config)
     # Engine and trainer agree on what the engine sampled, with weights of the same version.
     assert metrics[0]["mismatch_max"] < 1e-5
-    assert result.reward_after > result.reward_before + 0.3
+    assert result.totals.reward_after > result.totals.reward_before + 0.3
     lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text().splitlines()]
     assert all(line["rewards"] == {"letters": line["reward"]} for line in lines)
     learned = [line for line in lines if line["outcome"] != "evaluated"]
