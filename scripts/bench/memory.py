@@ -42,7 +42,7 @@ def worker(name: str, platform: str, folder: Path) -> None:
     runtime = megascend.bootstrap(platform, engine=case.engine)
     if case.engine == "megatron":
         runtime.load_megatron()
-    import megascend.apps.train.run
+    import megascend.apps.train.loop
     import megascend.backends  # ranks find them imported
 
     model = folder / case.model
