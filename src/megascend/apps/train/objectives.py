@@ -6,8 +6,8 @@ Collective where a backend is used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -27,6 +27,26 @@ from megascend.training.batch.sample import Sample
 if TYPE_CHECKING:
     from megascend.apps.data.store import SampleSubset
     from megascend.backend import Backend
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How held-out samples are scored.
+
+    Attributes:
+        batch_size: units (samples or pairs) of a batch.
+        before_batch: called on every rank before each batch; may raise, on all of them.
+    """
+
+    adapter: str | None
+    batch_size: int
+    before_batch: Callable[[], None] = lambda: None
+
+    def batches(self, units: int) -> Iterator[range]:
+        """Yield the units of each batch."""
+        for start in range(0, units, self.batch_size):
+            self.before_batch()
+            yield range(start, min(start + self.batch_size, units))
 
 
 class LearningObjective(ABC):
@@ -81,19 +101,8 @@ class LearningObjective(ABC):
         return samples, self.trial_loss
 
     @abstractmethod
-    def measure(
-        self,
-        backend: Backend,
-        samples: SampleSubset,
-        adapter: str | None,
-        batch_size: int,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> Measurement:
-        """Sum the loss over all of ``samples``, without learning; ``batch_size`` units at a time. Collective.
-
-        Args:
-            before_batch: called on every rank before each batch; may raise, on all of them.
-        """
+    def measure(self, backend: Backend, samples: SampleSubset, scoring: Scoring) -> Measurement:
+        """Sum the loss over all of ``samples``, without learning. Collective."""
 
 
 def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjective:
@@ -217,20 +226,12 @@ class TokenObjective(LearningObjective):
     def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
         return [samples[unit] for unit in units]
 
-    def measure(
-        self,
-        backend: Backend,
-        samples: SampleSubset,
-        adapter: str | None,
-        batch_size: int,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> Measurement:
+    def measure(self, backend: Backend, samples: SampleSubset, scoring: Scoring) -> Measurement:
         """Return the weighted sum of :meth:`losses` and the sum of weights, or the number of samples."""
         total = weight = 0.0
-        for start in range(0, len(samples), batch_size):
-            before_batch()
-            shard = backend.shard(samples[start : start + batch_size])
-            for sample, losses in zip(shard, self.losses(backend, shard, adapter), strict=True):
+        for batch in scoring.batches(len(samples)):
+            shard = backend.shard(samples[batch.start : batch.stop])
+            for sample, losses in zip(shard, self.losses(backend, shard, scoring.adapter), strict=True):
                 if self._loss.per == "sample":
                     total, weight = total + float(losses.sum()), weight + 1
                     continue
@@ -340,22 +341,13 @@ class PreferenceObjective(LearningObjective):
             sample.pair = index // 2
         return batch
 
-    def measure(
-        self,
-        backend: Backend,
-        samples: SampleSubset,
-        adapter: str | None,
-        batch_size: int,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> Measurement:
+    def measure(self, backend: Backend, samples: SampleSubset, scoring: Scoring) -> Measurement:
         """Return the sums of the loss and its metrics over the pairs, and their number."""
         sums = MetricSums()
-        for start in range(0, self.units(samples), batch_size):
-            before_batch()
-            units = range(start, min(start + batch_size, self.units(samples)))
+        for units in scoring.batches(self.units(samples)):
             # Pairs stay together and in order.
             shard = backend.shard(self._members(samples, units))
-            scores, entropies = self._scores(backend, shard, adapter)
+            scores, entropies = self._scores(backend, shard, scoring.adapter)
             for sample in shard:
                 self._add_reference(samples, sample)
             for first in range(0, len(shard), 2):
@@ -402,20 +394,12 @@ class ClassificationObjective(TokenObjective):
         super().__init__(BUILT_IN[problem_type])
         self._problem_type: ProblemType = problem_type
 
-    def measure(
-        self,
-        backend: Backend,
-        samples: SampleSubset,
-        adapter: str | None,
-        batch_size: int,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> Measurement:
+    def measure(self, backend: Backend, samples: SampleSubset, scoring: Scoring) -> Measurement:
         """Return the sums of the loss and its metrics over the samples, their number, and the outcomes of each label."""
         sums = MetricSums()
-        for start in range(0, len(samples), batch_size):
-            before_batch()
-            shard = backend.shard(samples[start : start + batch_size])
-            for sample, values in zip(shard, backend.values(shard, adapter), strict=True):
+        for batch in scoring.batches(len(samples)):
+            shard = backend.shard(samples[batch.start : batch.stop])
+            for sample, values in zip(shard, backend.values(shard, scoring.adapter), strict=True):
                 sums.add(*loss_values(self._loss, [sample], [values]))
                 if self._problem_type != "regression":
                     sums.add_outcomes(label_outcomes(self._problem_type, values[-1].view(-1), sample))
@@ -475,27 +459,19 @@ class LabelledObjective(PreferenceObjective):
         self._mismatched = batch[1::2]
         return batch[::2]
 
-    def measure(
-        self,
-        backend: Backend,
-        samples: SampleSubset,
-        adapter: str | None,
-        batch_size: int,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> Measurement:
+    def measure(self, backend: Backend, samples: SampleSubset, scoring: Scoring) -> Measurement:
         """Return the sum of the loss over the samples, with the reference point of all of them, and their number."""
         labelled: list[tuple[Sample, torch.Tensor, torch.Tensor | None]] = []
         ratios: list[float] = []
-        for start in range(0, self.units(samples), batch_size):
-            before_batch()
-            members = self._members(samples, range(start, min(start + batch_size, self.units(samples))))
+        for units in scoring.batches(self.units(samples)):
+            members = self._members(samples, units)
             for sample in members:
                 self._add_reference(samples, sample)
                 sample.pair = None
             if self._has_kl:
-                ratios += self._log_ratios(backend, members[1::2], adapter)
+                ratios += self._log_ratios(backend, members[1::2], scoring.adapter)
             shard = backend.shard(members[::2])
-            scores = backend.forward(shard, entropy=self._loss.entropy, adapter=adapter)
+            scores = backend.forward(shard, entropy=self._loss.entropy, adapter=scoring.adapter)
             entropies = scores.entropy or [None] * len(shard)
             labelled += zip(shard, scores.logprobs, entropies, strict=True)
         loss = self._with_kl(self._divergence(backend, ratios)) if self._has_kl else self._loss

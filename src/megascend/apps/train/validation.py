@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megascend.apps.data.chat import ChatTemplate
 from megascend.apps.data.prepare import json_digest
 from megascend.apps.train.learner import Run
+from megascend.apps.train.objectives import LearningObjective, Scoring
 from megascend.apps.train.records import TrainCounts
 from megascend.apps.train.run_log import RunLog, rounded
 from megascend.apps.train.task_scorer import TaskScorer
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megascend.apps.train.harness import TaskSuite
-    from megascend.apps.train.objectives import LearningObjective
     from megascend.apps.train.run_samples import RunSamples
     from megascend.apps.train.task_scorer import TaskScores
 
@@ -119,12 +119,10 @@ class Validator:
 
     def _held_out_figures(self) -> tuple[float, dict[str, float]]:
         """Measure the loss on the held-out samples; also return their metrics, and the loss of each source."""
-        run, size = self._run, self._run.config.data.global_batch_size
+        run = self._run
+        scoring = Scoring(run.adapter, run.config.data.global_batch_size, self._check_stop)
         parts = self._samples.held_out_parts(run.config)
-        measured = {
-            name: self._objective.measure(run.backend, part, run.adapter, size, self._check_stop)
-            for name, part in parts.items()
-        }
+        measured = {name: self._objective.measure(run.backend, part, scoring) for name, part in parts.items()}
         total = functools.reduce(operator.add, measured.values())
         figures = {f"validation_{name}": value for name, value in total.metrics.items()}
         if len(measured) > 1:
