@@ -122,17 +122,17 @@ def test_killed_run_resumes_bit_for_bit(models, uninterrupted, tmp_path, layout,
 
 
 def test_modules_are_frozen_for_garbage_collection_during_the_run(models, tmp_path, monkeypatch):
-    from megascend.apps.train import run
+    from megascend.apps.train import loop
     from megascend.apps.train.train import train
 
-    frozen, make_backend = [], run.make_backend
+    frozen, make_backend = [], loop.make_backend
 
     def note_and_make(config):
         frozen.append(gc.get_freeze_count())
         return make_backend(config)
 
     def work():
-        monkeypatch.setattr(run, "make_backend", note_and_make)
+        monkeypatch.setattr(loop, "make_backend", note_and_make)
         train(config(models, "single", tmp_path / "run"))
         return frozen[0], gc.get_freeze_count()
 
