@@ -1,22 +1,25 @@
-"""JSON calls for the contract of an engine: the client that sends them, and the parser for a server.
+"""The contract of an engine as JSON calls: the client that sends them, and the parser for a server.
 
-A client subclasses :class:`RemoteEngine` and implements its transport; a server passes each request to :func:`read_call`, which
-treats it as untrusted. A call is the name of a method; arguments and result are JSON objects.
+A call is the name of a method of :class:`weightwire.engine.InferenceEngine`, whose signature has its parameters and defaults;
+arguments and result are JSON objects. :data:`CALLS` declares everything else, once for every client and server. A client
+subclasses :class:`RemoteEngine` and implements its transport; a server passes each request to :func:`read_call`, which treats it
+as untrusted.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs, response_fields
 from weightwire.errors import WireError
-from weightwire.fp8 import BlockFormat, formats_from_json, formats_to_json
+from weightwire.fp8 import formats_from_json, formats_to_json
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
-from weightwire.plan import Region, needs_from_json, needs_to_json
+from weightwire.plan import needs_from_json, needs_to_json
 from weightwire.transports.choice import Location
 
 # Limits of one call: requests are untrusted.
@@ -27,133 +30,11 @@ MAX_TOP_LOGPROBS = 1024
 MAX_SECONDS = 1e6
 AUDIENCE = "inference engine"
 """What requests to an engine's server are signed for."""
-_REQUIRED = object()
+_REQUIRED = inspect.Parameter.empty
 """Default of arguments that have none: None is a valid default."""
-
-
-class RemoteEngine(InferenceEngine):
-    """Client of an engine in another process or on another machine.
-
-    Attributes:
-        answer_s: deadline of a request for responses or log-probabilities, including time in the engine's queue.
-        control_s: deadline of calls that return at once.
-        commit_s: deadline of a commit and of loading an adapter: longer than the server's own, so that its error arrives.
-        unreadable: class of the error raised for a malformed answer.
-    """
-
-    answer_s: float = 600.0
-    control_s: float = 60.0
-    commit_s: float = 660.0
-    unreadable: type[Exception] = WireError
-
-    @abstractmethod
-    async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
-        """Send a call to the engine and return its result, or raise its error."""
-
-    async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
-    ) -> list[Completion]:
-        arguments = {"prompt": list(prompt), "n": n, "adapter": adapter, **asdict(sampling)}
-        # The parser expects a list, and a transport that does not encode JSON would hand it the tuple.
-        arguments["stop_token_ids"] = list(sampling.stop_token_ids)
-        # Unknown to servers of an earlier version.
-        if not sampling.routed_experts:
-            del arguments["routed_experts"]
-        if not sampling.truncates:
-            del arguments["top_p"], arguments["top_k"]
-        answer = await self.ask("generate", arguments, self.answer_s)
-        try:
-            return [Completion(**response_fields(fields)) for fields in answer["completions"]]
-        except (KeyError, TypeError, WireError) as error:
-            raise self.unreadable(f"{self.name}: generate: the answer cannot be read ({error!r})") from error
-
-    async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
-        arguments = {"tokens": list(tokens), "adapter": adapter}
-        return self._field(await self.ask("logprobs", arguments, self.answer_s), "logprobs")
-
-    async def top_logprobs(self, tokens: Sequence[int], count: int, adapter: str | None = None) -> TopLogprobs:
-        arguments = {"tokens": list(tokens), "count": count, "adapter": adapter}
-        answer = self._field(await self.ask("top_logprobs", arguments, self.answer_s), "top_logprobs")
-        try:
-            return TopLogprobs.from_json(answer)
-        except WireError as error:
-            raise self.unreadable(f"{self.name}: top_logprobs: {error}") from error
-
-    async def receivers(self) -> int:
-        return self._field(await self.ask("receivers", {}, self.control_s), "receivers")
-
-    async def locations(self) -> list[Location | None]:
-        locations = self._field(await self.ask("locations", {}, self.control_s), "locations")
-        return [None if data is None else Location.from_json(data) for data in locations]
-
-    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
-        arguments = {"tensors": [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]}
-        answer = self._field(await self.ask("needs", arguments, self.commit_s), "needs")
-        return None if answer is None else [needs_from_json(rows, tensors) for rows in answer]
-
-    async def quantised(self) -> Mapping[str, BlockFormat]:
-        return formats_from_json(self._field(await self.ask("quantised", {}, self.control_s), "quantised"))
-
-    async def begin_update(self, offer: Offer) -> None:
-        await self.ask("begin_update", {"offer": offer.to_json()}, self.control_s)
-
-    async def verify(self, seal: Seal, timeout_s: float) -> None:
-        # Longer than the engine's own deadline, so that the engine's error arrives instead of a timeout of this call.
-        await self.ask("verify", {"seal": seal.to_json(), "timeout_s": timeout_s}, timeout_s + self.control_s)
-
-    async def commit(self, update: str) -> Mapping[str, float] | None:
-        answer = await self.ask("commit", {"update": update}, self.commit_s)
-        # Engines that measure nothing, and those of an earlier version, answer without a result.
-        seconds = answer.get("commit") if isinstance(answer, dict) else None
-        if seconds is not None and not (
-            isinstance(seconds, dict) and all(type(value) in (int, float) for value in seconds.values())
-        ):
-            raise self.unreadable(f"{self.name}: commit: the answer cannot be read ({seconds!r:.80})")
-        return seconds
-
-    async def drop(self, update: str) -> None:
-        await self.ask("drop", {"update": update}, self.control_s)
-
-    async def version(self, target: str = "model") -> int:
-        return self._field(await self.ask("version", {"target": target}, self.control_s), "version")
-
-    async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
-        arguments = {"name": name, "directory": str(directory), "version": version}
-        await self.ask("load_adapter", arguments, self.commit_s)
-
-    async def pause(self, lease_s: float) -> None:
-        await self.ask("pause", {"lease_s": lease_s}, self.control_s)
-
-    async def sleep(self, lease_s: float) -> None:
-        await self.ask("sleep", {"lease_s": lease_s}, self.commit_s)
-
-    async def resume(self) -> None:
-        # As long as a commit: an engine that has slept copies its weights back.
-        await self.ask("resume", {}, self.commit_s)
-
-    def _field(self, answer: Any, name: str) -> Any:
-        try:
-            return answer[name]
-        except (KeyError, TypeError) as error:
-            raise self.unreadable(f"{self.name}: {name}: the answer cannot be read ({error!r})") from error
-
-
+Method = TypeVar("Method", bound=Callable[..., Any])
 EngineCall = Callable[[InferenceEngine], Awaitable[dict[str, Any]]]
 """Calls one method of an engine and returns its result as JSON."""
-
-
-def read_call(call: str, arguments: Mapping[str, Any]) -> EngineCall:
-    """Parse an untrusted call; return a function that runs it on an engine.
-
-    Raises:
-        WireError: the call is unknown, or an argument is missing, unknown or out of bounds.
-    """
-    if call not in CALLS:
-        raise WireError(f"unknown call {call!r:.80}; known: {', '.join(CALLS)}")
-    fields = Arguments(call, arguments)
-    run = CALLS[call](fields)
-    fields.check_empty()
-    return run
 
 
 class Arguments:
@@ -215,11 +96,8 @@ class Arguments:
             raise WireError(f"{self._call}: unknown fields {', '.join(sorted(map(str, self._values)))[:200]}")
 
 
-def _generate(arguments: Arguments) -> EngineCall:
-    prompt = arguments.tokens("prompt", 1, MAX_TOKENS)
-    n = arguments.integer("n", 1, MAX_RESPONSES, 1)
-    adapter = arguments.text("adapter", None)
-    sampling = Sampling(
+def _read_sampling(arguments: Arguments) -> Sampling:
+    return Sampling(
         max_tokens=arguments.integer("max_tokens", 1, 2**24),
         temperature=arguments.number("temperature", 100.0, 1.0),
         stop_token_ids=tuple(arguments.tokens("stop_token_ids", 0, MAX_STOP_TOKENS, ())),
@@ -229,11 +107,52 @@ def _generate(arguments: Arguments) -> EngineCall:
         top_k=arguments.integer("top_k", 0, 2**31 - 1, 0),
     )
 
-    async def run(engine: InferenceEngine) -> dict[str, Any]:
-        completions = await engine.generate(prompt, sampling, n, adapter)
-        return {"completions": [_completion_json(completion) for completion in completions]}
 
-    return run
+def _read_specs(arguments: Arguments) -> tuple[TensorSpec, ...]:
+    # Parsed as part of a manifest, whose constructor checks names, dtypes, shapes and bounds.
+    rows = {"tensors": arguments.take("tensors")}
+    return Manifest.from_json({**Manifest(0, (TensorSpec("any", "uint8", ()),)).to_json(), **rows}).tensors
+
+
+PARAMETERS: dict[str, Callable[[Arguments, Any], Any]] = {
+    "prompt": lambda fields, _: fields.tokens("prompt", 1, MAX_TOKENS),
+    "tokens": lambda fields, _: fields.tokens("tokens", 1, MAX_TOKENS),
+    "sampling": lambda fields, _: _read_sampling(fields),
+    "n": lambda fields, default: fields.integer("n", 1, MAX_RESPONSES, default),
+    "count": lambda fields, _: fields.integer("count", 1, MAX_TOP_LOGPROBS),
+    "adapter": lambda fields, default: fields.text("adapter", default),
+    "tensors": lambda fields, _: _read_specs(fields),
+    "offer": lambda fields, _: Offer.from_json(fields.take("offer")),
+    "seal": lambda fields, _: Seal.from_json(fields.take("seal")),
+    "timeout_s": lambda fields, _: fields.number("timeout_s", MAX_SECONDS),
+    "lease_s": lambda fields, _: fields.number("lease_s", MAX_SECONDS),
+    "update": lambda fields, _: fields.text("update"),
+    "target": lambda fields, default: fields.text("target", default),
+    "name": lambda fields, _: fields.text("name"),
+    "directory": lambda fields, _: fields.text("directory"),
+    "version": lambda fields, default: fields.integer("version", 0, 2**62, default),
+}
+"""Readers of untrusted arguments, by the name of the contract's parameter, which is also that of the field."""
+
+
+def _write_argument(name: str, value: Any) -> dict[str, Any]:
+    """Return the fields of an argument: one of its name, and of a Sampling all of its own."""
+    match name, value:
+        case "sampling", Sampling():
+            fields = {**asdict(value), "stop_token_ids": list(value.stop_token_ids)}
+            # Only sent if used: these are unknown to servers of an earlier version.
+            unused = set() if value.routed_experts else {"routed_experts"}
+            unused |= set() if value.truncates else {"top_p", "top_k"}
+            return {field: content for field, content in fields.items() if field not in unused}
+        case (("offer" | "seal"), _):
+            return {name: value.to_json()}
+        case "tensors", _:
+            return {name: [[spec.name, spec.dtype, list(spec.shape)] for spec in value]}
+        case (("prompt" | "tokens"), _):
+            return {name: list(value)}
+        case "directory", _:
+            return {name: str(value)}
+    return {name: value}
 
 
 def _completion_json(completion: Completion) -> dict[str, Any]:
@@ -245,76 +164,161 @@ def _completion_json(completion: Completion) -> dict[str, Any]:
     return fields if experts is None else {**fields, "routed_experts": experts.to_json()}
 
 
-def _locations(arguments: Arguments) -> EngineCall:
-    async def run(engine: InferenceEngine) -> dict[str, Any]:
-        locations = await engine.locations()
-        return {"locations": [None if location is None else location.to_json() for location in locations]}
-
-    return run
+def _read_seconds(seconds: Any) -> dict[str, float] | None:
+    if seconds is not None and not all(type(value) in (int, float) for value in seconds.values()):
+        raise WireError(f"{seconds!r:.80} are not seconds by name")
+    return seconds
 
 
-def _needs(arguments: Arguments) -> EngineCall:
-    # Parsed as part of a manifest, whose constructor checks names, dtypes, shapes and bounds.
-    rows = arguments.take("tensors")
-    tensors = Manifest.from_json({**Manifest(0, (TensorSpec("any", "uint8", ()),)).to_json(), "tensors": rows}).tensors
-
-    async def run(engine: InferenceEngine) -> dict[str, Any]:
-        needs = await engine.needs(tensors)
-        return {"needs": None if needs is None else [needs_to_json(pieces) for pieces in needs]}
-
-    return run
+def _unchanged(result: Any) -> Any:
+    return result
 
 
-def _quantised(arguments: Arguments) -> EngineCall:
-    async def run(engine: InferenceEngine) -> dict[str, Any]:
-        return {"quantised": formats_to_json(await engine.quantised())}
+@dataclass(frozen=True)
+class Call:
+    """What clients and servers have to know of a call.
 
-    return run
+    Attributes:
+        deadline: the client's, an attribute of :class:`RemoteEngine`; ``timeout_s`` of the arguments is added.
+        reads: it changes nothing: it needs no owner, and each attempt is executed.
+        repeatable: it may be sent again when the connection breaks: it has no effect, or the same one as once.
+        field: field of the result in the answer; default: the name of the call. Empty without a result.
+        optional: the field may be missing: the engine has nothing to say.
+        write: turns the result into JSON.
+        read: rebuilds the result from untrusted JSON; gets the call's arguments if it takes two.
+    """
 
+    deadline: str = "control_s"
+    reads: bool = False
+    repeatable: bool = True
+    field: str | None = None
+    optional: bool = False
+    write: Callable[[Any], Any] = _unchanged
+    read: Callable[[Any, Mapping[str, Any]], Any] = lambda result, arguments: result
 
-def _top_logprobs(arguments: Arguments) -> EngineCall:
-    tokens, count = arguments.tokens("tokens", 1, MAX_TOKENS), arguments.integer("count", 1, MAX_TOP_LOGPROBS)
-    adapter = arguments.text("adapter", None)
-
-    async def run(engine: InferenceEngine) -> dict[str, Any]:
-        return {"top_logprobs": asdict(await engine.top_logprobs(tokens, count, adapter))}
-
-    return run
-
-
-def _plain_call(name: str, take: Callable[[Arguments], tuple[Any, ...]]) -> Callable[[Arguments], EngineCall]:
-    """Return the parser of a call whose result, if any, is a field named like the call."""
-
-    def read(arguments: Arguments) -> EngineCall:
-        values = take(arguments)
-
-        async def run(engine: InferenceEngine) -> dict[str, Any]:
-            result = await getattr(engine, name)(*values)
-            return {} if result is None else {name: result}
-
-        return run
-
-    return read
+    @property
+    def samples(self) -> bool:
+        """Check whether the engine computes an answer, for nothing once its caller is gone."""
+        return self.deadline == "answer_s"
 
 
-CALLS: dict[str, Callable[[Arguments], EngineCall]] = {
-    "generate": _generate,
-    "logprobs": _plain_call("logprobs", lambda a: (a.tokens("tokens", 1, MAX_TOKENS), a.text("adapter", None))),
-    "top_logprobs": _top_logprobs,
-    "receivers": _plain_call("receivers", lambda a: ()),
-    "locations": _locations,
-    "needs": _needs,
-    "quantised": _quantised,
-    "begin_update": _plain_call("begin_update", lambda a: (Offer.from_json(a.take("offer")),)),
-    "verify": _plain_call("verify", lambda a: (Seal.from_json(a.take("seal")), a.number("timeout_s", MAX_SECONDS))),
-    "commit": _plain_call("commit", lambda a: (a.text("update"),)),
-    "drop": _plain_call("drop", lambda a: (a.text("update"),)),
-    "version": _plain_call("version", lambda a: (a.text("target", "model"),)),
-    "load_adapter": _plain_call(
-        "load_adapter", lambda a: (a.text("name"), a.text("directory"), a.integer("version", 0, 2**62, None))
+CALLS = {
+    "generate": Call(
+        "answer_s",
+        reads=True,
+        repeatable=False,  # responses may have been sampled
+        field="completions",
+        write=lambda completions: [_completion_json(completion) for completion in completions],
+        read=lambda rows, _: [Completion(**response_fields(fields)) for fields in rows],
     ),
-    "pause": _plain_call("pause", lambda a: (a.number("lease_s", MAX_SECONDS),)),
-    "sleep": _plain_call("sleep", lambda a: (a.number("lease_s", MAX_SECONDS),)),
-    "resume": _plain_call("resume", lambda a: ()),
+    "logprobs": Call("answer_s", reads=True),
+    "top_logprobs": Call("answer_s", reads=True, write=asdict, read=lambda fields, _: TopLogprobs.from_json(fields)),
+    "receivers": Call(reads=True),
+    "locations": Call(
+        reads=True,
+        write=lambda places: [None if place is None else place.to_json() for place in places],
+        read=lambda rows, _: [None if fields is None else Location.from_json(fields) for fields in rows],
+    ),
+    "needs": Call(
+        "commit_s",
+        write=lambda needs: None if needs is None else [needs_to_json(pieces) for pieces in needs],
+        read=lambda rows, sent: None if rows is None else [needs_from_json(row, sent["tensors"]) for row in rows],
+    ),
+    "quantised": Call(reads=True, write=formats_to_json, read=lambda fields, _: formats_from_json(fields)),
+    "begin_update": Call(field=""),
+    # Longer than the engine's own deadline, so that the engine's error arrives instead of a timeout of this call.
+    "verify": Call(field=""),
+    "commit": Call("commit_s", optional=True, read=lambda seconds, _: _read_seconds(seconds)),
+    "drop": Call(field=""),
+    "version": Call(reads=True),
+    "load_adapter": Call("commit_s", repeatable=False, field=""),  # its version may have been incremented
+    "pause": Call(field=""),
+    "sleep": Call("commit_s", field=""),
+    # As long as a commit: an engine that has slept copies its weights back.
+    "resume": Call("commit_s", field=""),
 }
-"""Parsers of the arguments of each remote method, by name."""
+"""All calls, by the method's name."""
+_SIGNATURES = {name: inspect.signature(getattr(InferenceEngine, name)) for name in CALLS}
+
+
+def _remote(contract: Method) -> Method:
+    """Return the method of a client for a method of the contract: it sends the call, and reads the answer."""
+    name = contract.__name__
+    call, signature = CALLS[name], _SIGNATURES[name]
+    field = name if call.field is None else call.field
+
+    async def send(self: RemoteEngine, *values: Any, **named: Any) -> Any:
+        bound = signature.bind(self, *values, **named)
+        bound.apply_defaults()
+        sent = {parameter: value for parameter, value in bound.arguments.items() if parameter != "self"}
+        fields: dict[str, Any] = {}
+        for parameter, value in sent.items():
+            fields |= _write_argument(parameter, value)
+        answer = await self.ask(name, fields, getattr(self, call.deadline) + sent.get("timeout_s", 0.0))
+        if not field:
+            return None
+        try:
+            return call.read(answer.get(field) if call.optional else answer[field], sent)
+        except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
+            raise self.unreadable(f"{self.name}: {name}: the answer cannot be read ({error!r:.200})") from error
+
+    send.__name__, send.__doc__ = name, contract.__doc__
+    return send  # type: ignore[return-value]
+
+
+class RemoteEngine(InferenceEngine):
+    """Client of an engine in another process or on another machine.
+
+    Attributes:
+        answer_s: deadline of a request for responses or log-probabilities, including time in the engine's queue.
+        control_s: deadline of calls that return at once.
+        commit_s: deadline of a commit and of loading an adapter: longer than the server's own, so that its error arrives.
+        unreadable: class of the error raised for a malformed answer.
+    """
+
+    answer_s: float = 600.0
+    control_s: float = 60.0
+    commit_s: float = 660.0
+    unreadable: type[Exception] = WireError
+
+    @abstractmethod
+    async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+        """Send a call to the engine and return its result, or raise its error."""
+
+    generate = _remote(InferenceEngine.generate)
+    logprobs = _remote(InferenceEngine.logprobs)
+    top_logprobs = _remote(InferenceEngine.top_logprobs)
+    receivers = _remote(InferenceEngine.receivers)
+    locations = _remote(InferenceEngine.locations)
+    needs = _remote(InferenceEngine.needs)
+    quantised = _remote(InferenceEngine.quantised)
+    begin_update = _remote(InferenceEngine.begin_update)
+    verify = _remote(InferenceEngine.verify)
+    commit = _remote(InferenceEngine.commit)
+    drop = _remote(InferenceEngine.drop)
+    version = _remote(InferenceEngine.version)
+    load_adapter = _remote(InferenceEngine.load_adapter)
+    pause = _remote(InferenceEngine.pause)
+    sleep = _remote(InferenceEngine.sleep)
+    resume = _remote(InferenceEngine.resume)
+
+
+def read_call(name: str, arguments: Mapping[str, Any]) -> EngineCall:
+    """Parse an untrusted call; return a function that runs it on an engine.
+
+    Raises:
+        WireError: the call is unknown, or an argument is missing, unknown or out of bounds.
+    """
+    if name not in CALLS:
+        raise WireError(f"unknown call {name!r:.80}; known: {', '.join(CALLS)}")
+    fields, call = Arguments(name, arguments), CALLS[name]
+    parameters = list(_SIGNATURES[name].parameters.values())[1:]  # without self
+    values = [PARAMETERS[parameter.name](fields, parameter.default) for parameter in parameters]
+    fields.check_empty()
+    field = name if call.field is None else call.field
+
+    async def run(engine: InferenceEngine) -> dict[str, Any]:
+        result = await getattr(engine, name)(*values)
+        return {field: call.write(result)} if field else {}
+
+    return run

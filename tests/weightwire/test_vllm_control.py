@@ -46,21 +46,27 @@ class Updates:
 
     def __init__(self, number: int) -> None:
         self.number, self.weights, self.faults = number, {"w": torch.zeros(1000)}, set()
-        self.receiver, self.reload_reason = Receiver(f"worker {number}"), "a double"
+        self.receiver = Receiver(f"worker {number}")
 
-    def begin(self, offer: Offer) -> None:
+    def location(self) -> dict[str, Any]:
+        return self.receiver.location().to_json()
+
+    def forget(self, target: str) -> None:
+        self.receiver.forget(target)
+
+    def begin(self, offer: dict[str, Any]) -> None:
         if "refuse" in self.faults:
             raise ManifestError("not for this worker")
-        self.receiver.open(offer, self.number)
+        self.receiver.open(Offer.from_json(offer), self.number)
 
-    def arrived(self) -> bool:
+    def verify(self, seal: dict[str, Any]) -> dict[str, bool]:
         update = self.receiver.status()["update"]
-        return update is None or update["state"] != RECEIVING
+        arrived = update is None or update["state"] != RECEIVING
+        if arrived:
+            self.receiver.verify(Seal.from_json(seal), TIMEOUT_S)
+        return {"verified": arrived}
 
-    def verify(self, seal: Seal, timeout_s: float) -> None:
-        self.receiver.verify(seal, timeout_s)
-
-    def commit(self, update: str) -> str:
+    def commit(self, update: str) -> dict[str, Any]:
         before = self.weights
 
         def load(tensors: Any) -> None:
@@ -75,7 +81,7 @@ class Updates:
             self.weights = before
 
         self.receiver.commit(update, load, restore)
-        return "reload"
+        return {"way": "reload", "seconds": 0.0, "reload_reason": "a double"}
 
     def revert(self, update: str, reason: str) -> None:
         if self.receiver.status()["update"]["state"] == "committed":
@@ -157,10 +163,11 @@ class Engine:
         self.calls.append(f"version {version}")
 
     async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
-        self.messages.append(method)
-        if method == "weightwire_commit":
+        assert method == "weightwire"
+        self.messages.append(args[0])
+        if args[0] == "commit":
             assert self.paused
-        return [getattr(worker, method)(*args) for worker in self.workers]
+        return [worker.weightwire(*args) for worker in self.workers]
 
     @property
     def values(self) -> list[float]:
@@ -191,10 +198,16 @@ def offer_of(value: float, version: int, owner: str = "a#1", workers: int = 2) -
 
 async def push(control: Control, value: float, version: int, owner: str = "a#1", workers: int = 2) -> None:
     offer, weights = offer_of(value, version, owner, workers)
-    await control.begin(owner, offer)
+    await owned(control, owner, "begin_update", offer)
     seal = await asyncio.to_thread(send, offer, weights)
-    await control.verify(owner, seal, TIMEOUT_S)
-    await control.commit(owner, offer.update)
+    await owned(control, owner, "verify", seal, TIMEOUT_S)
+    await owned(control, owner, "commit", offer.update)
+
+
+async def owned(control: Control, owner: str, call: str, *arguments: Any) -> None:
+    """Make a call that changes the engine, as its owner."""
+    async with control.owned(owner) as engine:
+        await getattr(engine, call)(*arguments)
 
 
 def send(offer: Offer, weights: dict[str, torch.Tensor]) -> Seal:
@@ -211,11 +224,11 @@ def test_a_commit_is_between_pause_and_resume_on_all_workers(control, engine):
         await control.claim("a#1", 60)
         await push(control, 3.0, 1)
         assert engine.calls == ["pause keep", "version 1", "resume"]
-        assert (engine.values, control.version()) == ([3.0, 3.0], 1)
+        assert (engine.values, control.active_version()) == ([3.0, 3.0], 1)
         with pytest.raises(VersionError, match="version 1 of model is offered, and version 1 is already active"):
             await push(control, 4.0, 1)
         await push(control, 4.0, 2)
-        assert (engine.values, control.version()) == ([4.0, 4.0], 2)
+        assert (engine.values, control.active_version()) == ([4.0, 4.0], 2)
 
     run(act())
 
@@ -233,8 +246,8 @@ def test_only_the_commit_and_the_stamp_are_within_the_pause(workers):
             await push(control, float(version), version, workers=workers)
             await asyncio.sleep(0)
             begin, end = engine.messages.index("pause"), engine.messages.index("resume")
-            assert sorted(engine.messages[begin + 1 : end]) == ["stamp", "weightwire_commit"]
-            assert engine.messages[end + 1 :] == ["weightwire_settle"]
+            assert sorted(engine.messages[begin + 1 : end]) == ["commit", "stamp"]
+            assert engine.messages[end + 1 :] == ["settle"]
             assert engine.values == [float(version)] * workers
 
     run(act())
@@ -247,11 +260,16 @@ def test_commit_whose_version_cannot_be_stamped_is_undone(control, engine):
         engine.failing_stamp = "2"
         with pytest.raises(RuntimeError, match="no stamp"):
             await push(control, 4.0, 2)
-        assert (engine.values, control.version(), engine.paused, control.not_serving) == ([3.0, 3.0], 1, False, None)
+        assert (engine.values, control.active_version(), engine.paused, control.not_serving) == (
+            [3.0, 3.0],
+            1,
+            False,
+            None,
+        )
         assert engine.calls[-2:] == ["version 1", "resume"]
         engine.failing_stamp = ""
         await push(control, 5.0, 2)
-        assert (engine.values, control.version()) == ([5.0, 5.0], 2)
+        assert (engine.values, control.active_version()) == ([5.0, 5.0], 2)
 
     run(act())
 
@@ -274,9 +292,9 @@ def test_commit_that_is_cancelled_is_undone(control, engine):
         pushing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pushing
-        assert (engine.values, control.version(), engine.paused) == ([3.0, 3.0], 1, False)
+        assert (engine.values, control.active_version(), engine.paused) == ([3.0, 3.0], 1, False)
         await push(control, 5.0, 3)
-        assert (engine.values, control.version()) == ([5.0, 5.0], 3)
+        assert (engine.values, control.active_version()) == ([5.0, 5.0], 3)
 
     run(act())
 
@@ -286,10 +304,10 @@ def test_workers_that_cannot_release_the_old_weights_have_the_new_ones(control, 
         await control.claim("a#1", 60)
         engine.workers[1].updates.faults = {"settle"}
         await push(control, 3.0, 1)
-        assert (engine.values, control.version()) == ([3.0, 3.0], 1)
+        assert (engine.values, control.active_version()) == ([3.0, 3.0], 1)
         engine.workers[1].updates.faults = set()
         await push(control, 4.0, 2)
-        assert (engine.values, control.version()) == ([4.0, 4.0], 2)
+        assert (engine.values, control.active_version()) == ([4.0, 4.0], 2)
 
     run(act())
 
@@ -301,16 +319,16 @@ def test_update_that_its_owner_has_left_open_is_dropped_after_its_lease(engine):
     async def act():
         await control.claim("a#1", 3600)
         left, _ = offer_of(1.0, 1)
-        await control.begin("a#1", left)
+        await owned(control, "a#1", "begin_update", left)
         clock["now"] = 59.0
         offer, _ = offer_of(2.0, 2)
         with pytest.raises(UpdateError, match="is under way"):
-            await control.begin("a#1", offer)
+            await owned(control, "a#1", "begin_update", offer)
         clock["now"] = 61.0
         await push(control, 3.0, 3)
-        assert (engine.values, control.version()) == ([3.0, 3.0], 3)
+        assert (engine.values, control.active_version()) == ([3.0, 3.0], 3)
         with pytest.raises(UpdateError, match=f"{left.update} is not under way"):
-            await control.commit("a#1", left.update)
+            await owned(control, "a#1", "commit", left.update)
 
     run(act())
 
@@ -324,10 +342,15 @@ def test_failed_worker_reverts_all_workers(control, engine, failing):
         with pytest.raises(CommitError, match=rf"worker {failing}: .*a shape") as caught:
             await push(control, 4.0, 2)
         assert not isinstance(caught.value, NotServingError)
-        assert (engine.values, control.version(), engine.paused, control.not_serving) == ([3.0, 3.0], 1, False, None)
+        assert (engine.values, control.active_version(), engine.paused, control.not_serving) == (
+            [3.0, 3.0],
+            1,
+            False,
+            None,
+        )
         engine.workers[failing].updates.faults = set()
         await push(control, 5.0, 2)
-        assert (engine.values, control.version()) == ([5.0, 5.0], 2)
+        assert (engine.values, control.active_version()) == ([5.0, 5.0], 2)
 
     run(act())
 
@@ -354,11 +377,11 @@ def test_offer_refused_by_one_worker_is_dropped_by_all(control, engine):
         engine.workers[1].updates.faults = {"refuse"}
         offer, _ = offer_of(1.0, 1)
         with pytest.raises(ManifestError, match="worker 1: not for this worker"):
-            await control.begin("a#1", offer)
+            await owned(control, "a#1", "begin_update", offer)
         states = [worker.updates.receiver.status()["update"] for worker in engine.workers]
         assert (states[0]["state"], states[1]) == ("dropped", None)
         with pytest.raises(UpdateError, match="was dropped"):
-            await control.commit("a#1", offer.update)
+            await owned(control, "a#1", "commit", offer.update)
         engine.workers[1].updates.faults = set()
         await push(control, 5.0, 1)
 
@@ -369,15 +392,15 @@ def test_digest_error_of_a_worker_ends_the_update(control, engine):
     async def act():
         await control.claim("a#1", 60)
         offer, weights = offer_of(1.0, 1)
-        await control.begin("a#1", offer)
+        await owned(control, "a#1", "begin_update", offer)
         seal = await asyncio.to_thread(send, offer, weights)
         other = Seal(seal.update, seal.version, seal.manifest, (*seal.digests[:-1], "0" * 16))
         with pytest.raises(
             DigestError, match=r"worker [01]: .*has not arrived as it was sent"
         ):  # the first worker to detect it
-            await control.verify("a#1", other, TIMEOUT_S)
+            await owned(control, "a#1", "verify", other, TIMEOUT_S)
         with pytest.raises(UpdateError, match="was dropped"):
-            await control.commit("a#1", offer.update)
+            await owned(control, "a#1", "commit", offer.update)
         assert engine.calls == []
         await push(control, 5.0, 1)
 
@@ -391,21 +414,21 @@ def test_only_the_owner_updates_the_engine(control, engine):
             await control.claim("b#1", 60)
         await push(control, 1.0, 7)
         offer, _ = offer_of(2.0, 8)
-        await control.begin("a#1", offer)
+        await owned(control, "a#1", "begin_update", offer)
         await control.claim("a#2", 60)  # a restarted trainer: its update is dropped and its versions restart
         with pytest.raises(OwnerError, match="its owner is a#2"):
-            await control.commit("a#1", offer.update)
+            await owned(control, "a#1", "commit", offer.update)
         await push(control, 3.0, 1, owner="a#2")
         await control.claim("b#1", 0.05, take_over=True)
         await asyncio.sleep(0.1)
         with pytest.raises(OwnerError, match="nobody has claimed it, or the claim has lapsed"):
-            await control.resume("b#1")
+            await owned(control, "b#1", "resume")
         await control.claim("c#1", 60)
         control.release("c#1")
         await control.claim("d#1", 60)
         foreign, _ = offer_of(2.0, 8, owner="e#1")
-        with pytest.raises(OwnerError, match="d#1 offers an update of e#1"):
-            await control.begin("d#1", foreign)
+        with pytest.raises(OwnerError, match="e#1 does not own the engine: its owner is d#1"):
+            await owned(control, "d#1", "begin_update", foreign)
 
     run(act())
 
@@ -418,19 +441,19 @@ async def lapsed(engine):
 def test_a_pause_lapses_and_a_commit_within_it_leaves_it(control, engine):
     async def act():
         await control.claim("a#1", 60)
-        await control.pause("a#1", 0.05)
-        await control.pause("a#1", 3600)  # renewed
+        await owned(control, "a#1", "pause", 0.05)
+        await owned(control, "a#1", "pause", 3600)  # renewed
         await asyncio.sleep(0.2)
         await push(control, 1.0, 1)
         assert engine.paused
-        await control.pause("a#1", 0.05)
+        await owned(control, "a#1", "pause", 0.05)
         await asyncio.wait_for(lapsed(engine), 60)
-        await control.pause("a#1", 60)
-        await control.resume("a#1")
+        await owned(control, "a#1", "pause", 60)
+        await owned(control, "a#1", "resume")
         assert not engine.paused
         for lease_s in (0, -1, float("nan"), 1e9):
             with pytest.raises(WireError, match="a lease of"):
-                await control.pause("a#1", lease_s)
+                await owned(control, "a#1", "pause", lease_s)
 
     run(act())
 
@@ -440,13 +463,13 @@ def test_engine_sleeps_and_wakes_up_for_an_update(control, engine):
         await control.claim("a#1", 60)
         await push(control, 1.0, 1)
         engine.calls.clear()
-        await control.sleep("a#1", 60)
-        await control.sleep("a#1", 60)  # renewed
+        await owned(control, "a#1", "sleep", 60)
+        await owned(control, "a#1", "sleep", 60)  # renewed
         assert (engine.paused, engine.asleep, (await control.info())["asleep"]) == (True, True, True)
         assert [worker.updates.receiver.keeps_memory for worker in engine.workers] == [False, False]
         with pytest.raises(UpdateError, match="asleep"):
             await push(control, 2.0, 2)
-        await control.resume("a#1")
+        await owned(control, "a#1", "resume")
         assert engine.calls == ["pause keep", "sleep 1 keep", "wake up", "resume"]
         await push(control, 2.0, 2)
         assert engine.values == [2.0, 2.0]
@@ -460,13 +483,13 @@ def test_sleep_ends_with_its_lease_or_with_another_owner(control, engine, monkey
     async def act():
         await control.claim("a#1", 60)
         engine.no_memory = True
-        await control.sleep("a#1", 0.05)
+        await owned(control, "a#1", "sleep", 0.05)
         await asyncio.sleep(0.3)
         assert engine.asleep  # the trainer holds the memory
         engine.no_memory = False
         await asyncio.wait_for(lapsed(engine), 60)
         assert not engine.asleep
-        await control.sleep("a#1", 60)
+        await owned(control, "a#1", "sleep", 60)
         await control.claim("b#1", 60, take_over=True)
         assert (engine.paused, engine.asleep) == (False, False)
 
@@ -477,13 +500,13 @@ def test_sleep_is_refused_during_an_update_and_without_the_mode(control, engine)
     async def act():
         await control.claim("a#1", 60)
         offer, _ = offer_of(1.0, 1)
-        await control.begin("a#1", offer)
+        await owned(control, "a#1", "begin_update", offer)
         with pytest.raises(UpdateError, match="is under way: the engine cannot sleep"):
-            await control.sleep("a#1", 60)
-        await control.drop("a#1", offer.update)
+            await owned(control, "a#1", "sleep", 60)
+        await owned(control, "a#1", "drop", offer.update)
         engine.vllm_config.model_config.enable_sleep_mode = False
         with pytest.raises(WireError, match="--enable-sleep-mode"):
-            await control.sleep("a#1", 60)
+            await owned(control, "a#1", "sleep", 60)
         assert not engine.paused
 
     run(act())
@@ -493,7 +516,7 @@ def test_lost_sender_ends_verify(control):
     async def act():
         await control.claim("a#1", 60)
         offer, _ = offer_of(1.0, 1)
-        await control.begin("a#1", offer)
+        await owned(control, "a#1", "begin_update", offer)
 
         def leave() -> None:
             group = join(offer.host, offer.port, offer.update, 0, TIMEOUT_S)
@@ -505,7 +528,7 @@ def test_lost_sender_ends_verify(control):
         await asyncio.to_thread(leave)
         seal = Seal(offer.update, 1, offer.manifest.identity, ("0" * 16,) * 4)
         with pytest.raises(PeerLostError, match="had enough"):
-            await control.verify("a#1", seal, TIMEOUT_S)
+            await owned(control, "a#1", "verify", seal, TIMEOUT_S)
 
     run(act())
 
@@ -574,7 +597,7 @@ async def locations_of(control: Control, engine: Engine) -> tuple[list[Location]
     call = engine.collective_rpc
 
     async def counted(method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
-        calls.append(method)
+        calls.append(args[0])
         return await call(method, timeout, args)
 
     engine.collective_rpc = counted
@@ -585,4 +608,4 @@ async def locations_of(control: Control, engine: Engine) -> tuple[list[Location]
 def test_info_reports_worker_locations_and_queries_them_once(control: Control, engine: Engine) -> None:
     locations, calls = asyncio.run(locations_of(control, engine))
     assert locations == [Location.of(torch.device("cpu"))] * 2
-    assert calls == ["weightwire_location"]
+    assert calls == ["location"]

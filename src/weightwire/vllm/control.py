@@ -6,9 +6,10 @@ Every operation ends without its caller: a pause has a lease, and a commit resum
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,12 +44,16 @@ WAKE_RETRY_S = 10.0
 POLL_S = 0.02
 
 
-class Control:
-    """Owner, pauses and updates of one vLLM engine.
+class Control(InferenceEngine):
+    """One vLLM engine in its server: owner, pauses and updates.
+
+    Calls that change it are made within :meth:`owned`, by its owner and one after the other.
 
     Args:
         engine: vLLM's engine client (``AsyncLLM``).
     """
+
+    name = "vLLM"
 
     def __init__(self, engine: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
@@ -69,7 +74,7 @@ class Control:
         self._lapse: asyncio.Task[None] | None = None
         # Pause, update and claim change the same engine; each waits for the one before.
         self._changing = asyncio.Lock()
-        self._locations: list[dict[str, Any]] | None = None
+        self._locations: list[Location] | None = None
         self._quantised: Mapping[str, BlockFormat] | None = None
         self.adapters: dict[str, LoadedAdapter] = {}
         self._adapters_loaded = 0
@@ -77,9 +82,12 @@ class Control:
         self.not_serving: str | None = None
         """Reason why the engine must not answer; None if it may."""
 
-    def version(self, target: str = "model") -> int:
+    def active_version(self, target: str = "model") -> int:
         """Return the active version; 0 before the first update."""
         return self._versions.get(target, 0)
+
+    async def version(self, target: str = "model") -> int:
+        return self.active_version(target)
 
     def adapter(self, name: str | None) -> LoadedAdapter | None:
         """Return the active version of an adapter; None for None."""
@@ -89,7 +97,7 @@ class Control:
             raise WireError(f"unknown adapter {name!r:.80}; loaded: {', '.join(sorted(self.adapters)) or 'none'}")
         return self.adapters[name]
 
-    async def serving(self, work: Callable[[Any], Awaitable[T]]) -> T:
+    async def _serving(self, work: Callable[[Any], Awaitable[T]]) -> T:
         """Run ``work`` with vLLM's engine client, and return its result."""
         if self.not_serving is None:
             # Looked at again afterwards: a commit may have failed meanwhile, and this answer may be of mixed weights.
@@ -98,27 +106,42 @@ class Control:
                 return result
         raise NotServingError(self.not_serving)
 
-    async def locations(self) -> list[dict[str, Any]]:
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
+    ) -> list[Completion]:
+        loaded = self.adapter(adapter)
+        return await self._serving(
+            lambda engine: generation.generate(engine, prompt, sampling, n, loaded, self.active_version)
+        )
+
+    async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
+        loaded = self.adapter(adapter)
+        return await self._serving(lambda engine: generation.logprobs(engine, tokens, loaded))
+
+    async def top_logprobs(self, tokens: Sequence[int], count: int, adapter: str | None = None) -> TopLogprobs:
+        loaded = self.adapter(adapter)
+        return await self._serving(lambda engine: generation.top_logprobs(engine, tokens, count, loaded))
+
+    async def receivers(self) -> int:
+        return len(await self.locations())
+
+    async def locations(self) -> list[Location | None]:
         """Return the workers' staging memory; cached, since a call blocks the workers' computation."""
         if self._locations is None:
-            self._locations = await self._workers("weightwire_location")
-        return self._locations
+            self._locations = [Location.from_json(answer) for answer in await self._workers("location")]
+        return [*self._locations]
 
-    async def needs(self, owner: str, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]]:
+    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]]:
         """Return the slices of a model's tensors that each worker loads. It blocks the workers' computation, for seconds at most.
 
         Raises:
             UpdateError: an update is open.
             PlanError: the model's loaders cannot be observed.
         """
-        async with self._changing:
-            self._require(owner)
-            await self._drop_abandoned()
-            if self._update is not None:
-                raise UpdateError(f"{_description(self._update)} is under way: commit it or drop it before")
-            rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]
-            answers = await self._workers("weightwire_needs", rows, timeout_s=COMMIT_S)
-            return [needs_from_json(answer["needs"], tensors) for answer in answers]
+        await self._require_none_open("commit it or drop it before")
+        rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]
+        answers = await self._workers("needs", rows, timeout_s=COMMIT_S)
+        return [needs_from_json(answer["needs"], tensors) for answer in answers]
 
     async def quantised(self) -> Mapping[str, BlockFormat]:
         """Return the weights of the engine's checkpoint that are in fp8 blocks, by name.
@@ -138,7 +161,7 @@ class Control:
         return {
             "versions": dict(self._versions),
             "device": str(self._engine.vllm_config.device_config.device_type),
-            "locations": locations,
+            "locations": [location and location.to_json() for location in locations],
             "receivers": contract.worker_count(self._engine.vllm_config),
             "owner": None if owner is None else {"name": owner.owner, "lapses_in_s": owner.left_s(now)},
             "updating": None if update is None else {"update": update.update, "version": update.manifest.version},
@@ -174,11 +197,22 @@ class Control:
                 await self._settled()
                 await self._drop(f"{name} has taken the engine over")
                 if self._asleep:
-                    await self._resume()  # the owner that needed the memory is gone
+                    await self.resume()  # the owner that needed the memory is gone
                 # The new owner counts its versions from anywhere, so the workers forget the last ones.
                 for target in self._versions:
-                    await self._workers("weightwire_forget", target)
+                    await self._workers("forget", target)
                 self._newest = {}
+
+    @contextlib.asynccontextmanager
+    async def owned(self, name: str) -> AsyncIterator[Control]:
+        """Return the engine for one call that changes it, of its owner, after the call before it.
+
+        Raises:
+            OwnerError: ``name`` does not own it.
+        """
+        async with self._changing:
+            self._require(name)
+            yield self
 
     def _require(self, name: str) -> None:
         """Check that ``name`` is the owner, and renew its lease."""
@@ -203,7 +237,7 @@ class Control:
 
     # --- the update ---
 
-    async def begin(self, owner: str, offer: Offer) -> None:
+    async def begin_update(self, offer: Offer) -> None:
         """Start to receive an update on a thread of each worker. Repeating the same offer is a no-op.
 
         Raises:
@@ -212,29 +246,28 @@ class Control:
             VersionError: the offered version is not newer than the owner's last one.
             WireError: a worker cannot take it; the update is then dropped on all workers.
         """
-        async with self._changing:
-            self._require(owner)
-            if offer.owner != owner:
-                raise OwnerError(f"{owner} offers an update of {offer.owner}")
-            # The same offer again: its answer was lost.
-            if self._update is not None and self._update.update == offer.update:
-                return
-            await self._drop_abandoned()
-            if self._update is not None:
-                raise UpdateError(
-                    f"{_description(self._update)} is under way: commit it or drop it before the next one"
-                )
-            if self._asleep:
-                raise UpdateError("the engine is asleep, and has no memory for an update: resume it first")
-            self._require_newer(offer)
-            await self._settled()
-            # Before the workers begin: if one of them refuses, the others' parts are dropped.
-            self._update, self._touched = offer, self._clock()
-            try:
-                await self._workers("weightwire_begin", offer.to_json())
-            except BaseException as error:
-                await self._drop(str(error))
-                raise
+        self._require(offer.owner)
+        # The same offer again: its answer was lost.
+        if self._update is not None and self._update.update == offer.update:
+            return
+        await self._require_none_open("commit it or drop it before the next one")
+        if self._asleep:
+            raise UpdateError("the engine is asleep, and has no memory for an update: resume it first")
+        self._require_newer(offer)
+        await self._settled()
+        # Before the workers begin: if one of them refuses, the others' parts are dropped.
+        self._update, self._touched = offer, self._clock()
+        async with self._dropping():
+            await self._workers("begin", offer.to_json())
+
+    @contextlib.asynccontextmanager
+    async def _dropping(self) -> AsyncIterator[None]:
+        """Drop the open update after an error within the context; a no-op once it is active."""
+        try:
+            yield
+        except BaseException as error:
+            await self._drop(str(error))
+            raise
 
     def _require_newer(self, offer: Offer) -> None:
         target, version = offer.manifest.target, offer.manifest.version
@@ -242,28 +275,19 @@ class Control:
         if newest is not None and version <= newest:
             raise VersionError(f"version {version} of {target} is offered, and version {newest} is already active")
 
-    async def verify(self, owner: str, seal: Seal, timeout_s: float) -> None:
+    async def verify(self, seal: Seal, timeout_s: float) -> None:
         """Wait until all workers have received and verified the update. An update that fails is dropped."""
-        async with self._changing:
-            self._require(owner)
-            self._require_update(seal.update)
-            deadline = self._clock() + min(timeout_s, LONGEST_LEASE_S)
-            try:
-                while not await self._verified(seal.to_json()):
-                    self._require(owner)  # another owner may have taken over
-                    if self._clock() > deadline:
-                        raise DeadlineError(f"{seal.update} has not arrived at all workers within {timeout_s:g} s")
-                    await asyncio.sleep(POLL_S)
-                self._touched = self._clock()
-            except BaseException as error:
-                await self._drop(str(error))
-                raise
+        offer, deadline = self._require_update(seal.update), self._clock() + min(timeout_s, LONGEST_LEASE_S)
+        async with self._dropping():
+            # Polls, since a waiting call would block the workers' computation.
+            while not all(answer["verified"] for answer in await self._workers("verify", seal.to_json())):
+                self._require(offer.owner)  # another owner may have taken over
+                if self._clock() > deadline:
+                    raise DeadlineError(f"{seal.update} has not arrived at all workers within {timeout_s:g} s")
+                await asyncio.sleep(POLL_S)
+            self._touched = self._clock()
 
-    async def _verified(self, seal: dict[str, Any]) -> bool:
-        """Check whether all workers have verified. Polls, since a waiting call would block the workers' computation."""
-        return all(answer["verified"] for answer in await self._workers("weightwire_verify", seal))
-
-    async def commit(self, owner: str, update: str) -> dict[str, float]:
+    async def commit(self, update: str) -> dict[str, float]:
         """Activate verified weights in all workers, between two steps of the engine. A no-op after success.
 
         Returns:
@@ -275,22 +299,17 @@ class Control:
             NotServingError: it failed, and the old weights could not be restored. The engine answers no request until a commit
                 succeeds.
         """
-        async with self._changing:
-            self._require(owner)
-            # The answer to the first commit was lost.
-            if self._ended == (update, None):
-                return {}
-            offer = self._require_update(update)
-            try:
-                if offer.manifest.adapter is None:
-                    return await self._commit_model(offer)
-                await self._commit_adapter(offer)
-                self._record(offer)
-                self._settle(offer)
-                return {}
-            except BaseException as error:
-                await self._drop(str(error))  # a no-op if the new version is active
-                raise
+        # The answer to the first commit was lost.
+        if self._ended == (update, None):
+            return {}
+        offer = self._require_update(update)
+        async with self._dropping():
+            if offer.manifest.adapter is None:
+                return await self._commit_model(offer)
+            await self._commit_adapter(offer)
+            self._record(offer)
+            self._settle(offer)
+            return {}
 
     async def _commit_model(self, offer: Offer) -> dict[str, float]:
         version, before = offer.manifest.version, self._versions["model"]
@@ -302,7 +321,7 @@ class Control:
             try:
                 # Both at once: the first new token needs the new number, and none is sampled before both have succeeded.
                 answers, _ = await _gather_pair(
-                    self._workers("weightwire_commit", offer.update, timeout_s=COMMIT_S),
+                    self._workers("commit", offer.update, timeout_s=COMMIT_S),
                     contract.stamp(self._engine, version),
                 )
             except BaseException as error:  # a cancellation, too: the workers may have committed
@@ -327,7 +346,7 @@ class Control:
 
     def _settle(self, offer: Offer) -> None:
         """Start to make the workers release the old weights; the caller's answer does not wait for a step of the engine."""
-        self._settling = asyncio.get_running_loop().create_task(self._workers("weightwire_settle", offer.update))
+        self._settling = asyncio.get_running_loop().create_task(self._workers("settle", offer.update))
 
     async def _settled(self) -> None:
         """Wait until the workers have released the old weights of the last update."""
@@ -341,7 +360,7 @@ class Control:
     async def _revert(self, offer: Offer, cause: BaseException, version: int) -> None:
         """Restore the old weights on all workers, including those whose commit succeeded, and their version."""
         try:
-            await self._workers("weightwire_revert", offer.update, str(cause), timeout_s=COMMIT_S)
+            await self._workers("revert", offer.update, str(cause), timeout_s=COMMIT_S)
             await contract.stamp(self._engine, version)
         except Exception as error:
             self.not_serving = f"a commit failed ({cause}), and the weights from before could not be restored ({error})"
@@ -352,24 +371,23 @@ class Control:
     async def _commit_adapter(self, offer: Offer) -> None:
         """Activate an adapter for new requests; running ones end with the version that they began with."""
         assert offer.manifest.adapter is not None
-        paths = await self._workers("weightwire_write_adapter", offer.update, timeout_s=COMMIT_S)
+        paths = await self._workers("write_adapter", offer.update, timeout_s=COMMIT_S)
         try:
             await self._activate_adapter(offer.manifest.adapter.name, offer.manifest.version, str(paths[0]["path"]))
         except BaseException as error:  # a cancellation, too: the workers would refuse the version as active
-            await asyncio.shield(self._workers("weightwire_revert", offer.update, str(error)))
+            await asyncio.shield(self._workers("revert", offer.update, str(error)))
             raise
 
-    async def load_adapter(self, owner: str, name: str, path: str, version: int | None) -> None:
+    async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
         """Load or replace an adapter from a directory that the engine can read."""
-        async with self._changing:
-            self._require(owner)
-            if not name or not name.isprintable() or len(name) > 128:
-                raise WireError(f"{name!r:.80} is not the name of an adapter")
-            if not (Path(path) / "adapter_config.json").is_file():
-                raise WireError(f"no adapter at {path!r:.200}: no adapter_config.json that the engine can read")
-            target = f"adapter {name}"
-            await self._activate_adapter(name, self.version(target) + 1 if version is None else version, path)
-            self._versions[target] = self._newest[target] = self.adapters[name].version
+        if not name or not name.isprintable() or len(name) > 128:
+            raise WireError(f"{name!r:.80} is not the name of an adapter")
+        if not (Path(directory) / "adapter_config.json").is_file():
+            raise WireError(f"no adapter at {directory!r:.200}: no adapter_config.json that the engine can read")
+        target = f"adapter {name}"
+        number = self.active_version(target) + 1 if version is None else version
+        await self._activate_adapter(name, number, directory)
+        self._versions[target] = self._newest[target] = self.adapters[name].version
 
     async def _activate_adapter(self, name: str, version: int, path: str) -> None:
         self._adapters_loaded += 1
@@ -381,23 +399,27 @@ class Control:
             raise CommitError(f"adapter {name}, version {version}: {error}; the old version stays active") from error
         self.adapters[name] = adapter
 
-    async def drop(self, owner: str, update: str) -> None:
+    async def drop(self, update: str) -> None:
         """Drop an update; a no-op unless it is open."""
-        async with self._changing:
-            self._require(owner)
-            if self._update is not None and self._update.update == update:
-                await self._drop(f"{owner} dropped it")
+        if self._update is not None and self._update.update == update:
+            await self._drop(f"{self._update.owner} dropped it")
 
     async def _drop(self, reason: str) -> None:
         if self._update is not None:
             offer, self._update = self._update, None
             self._ended = offer.update, UpdateError(f"{_description(offer)} was dropped: {reason}")
-            await self._workers("weightwire_drop", offer.update)
+            await self._workers("drop", offer.update)
 
     async def _drop_abandoned(self) -> None:
         """Drop an update that its owner has not continued for its lease; the workers have done so by themselves."""
         if self._update is not None and self._clock() >= self._touched + self._update.lease_s:
             await self._drop(f"nobody continued it for {self._update.lease_s:g} s")
+
+    async def _require_none_open(self, remedy: str) -> None:
+        """Raise UpdateError if an update is open that its owner still continues."""
+        await self._drop_abandoned()
+        if self._update is not None:
+            raise UpdateError(f"{_description(self._update)} is under way: {remedy}")
 
     def _require_update(self, update: str) -> Offer:
         if self._update is not None and self._update.update == update:
@@ -410,9 +432,9 @@ class Control:
         raise UpdateError(f"{update:.120} is not under way: {current}")
 
     async def _workers(self, method: str, *arguments: Any, timeout_s: float = RPC_S) -> list[dict[str, Any]]:
-        """Call all workers; each returns a mapping, which is an error if it has the field ``error``."""
+        """Call a method of all workers' updates; each returns a mapping, which is an error if it has the field ``error``."""
         # Errors come as data: of a worker's exception vLLM passes on only a text, and only the first worker's.
-        answers = await self._engine.collective_rpc(method, timeout=timeout_s, args=arguments)
+        answers = await self._engine.collective_rpc("weightwire", timeout=timeout_s, args=(method, *arguments))
         for number, answer in enumerate(answers):
             if "error" in answer:
                 raise from_json(answer, f"worker {number}")
@@ -420,35 +442,8 @@ class Control:
 
     # --- pauses ---
 
-    async def pause(self, owner: str, lease_s: float) -> None:
+    async def pause(self, lease_s: float) -> None:
         """Stop sampling, for ``lease_s`` seconds at most; another call renews the pause."""
-        async with self._changing:
-            self._require(owner)
-            await self._pause(lease_s)
-
-    async def sleep(self, owner: str, lease_s: float) -> None:
-        """Pause, and free the device memory of weights, KV cache and staging, for ``lease_s`` seconds at most.
-
-        Raises:
-            UpdateError: an update is open.
-            WireError: the server was started without ``--enable-sleep-mode``.
-        """
-        async with self._changing:
-            self._require(owner)
-            await self._drop_abandoned()
-            if self._update is not None:
-                raise UpdateError(f"{_description(self._update)} is under way: the engine cannot sleep")
-            if not getattr(self._engine.vllm_config.model_config, "enable_sleep_mode", False):
-                raise WireError("this vLLM cannot free its memory: start it with --enable-sleep-mode")
-            await self._settled()
-            await self._pause(lease_s)
-            if not self._asleep:
-                # Before the call: if it fails halfway, the engine has to be woken up all the same.
-                self._asleep = True
-                await self._workers("weightwire_release")
-                await contract.sleep(self._engine)
-
-    async def _pause(self, lease_s: float) -> None:
         self._paused_until = self._clock() + _lease(lease_s)
         if not self._asleep:
             await contract.clear_inputs(self._engine)
@@ -457,13 +452,26 @@ class Control:
             self._lapse.cancel()  # it may sleep until the end of a longer pause
         self._lapse = asyncio.get_running_loop().create_task(self._resume_when_lapsed())
 
-    async def resume(self, owner: str) -> None:
-        """End a pause or a sleep; a no-op if the engine is neither paused nor asleep."""
-        async with self._changing:
-            self._require(owner)
-            await self._resume()
+    async def sleep(self, lease_s: float) -> None:
+        """Pause, and free the device memory of weights, KV cache and staging, for ``lease_s`` seconds at most.
 
-    async def _resume(self) -> None:
+        Raises:
+            UpdateError: an update is open.
+            WireError: the server was started without ``--enable-sleep-mode``.
+        """
+        await self._require_none_open("the engine cannot sleep")
+        if not getattr(self._engine.vllm_config.model_config, "enable_sleep_mode", False):
+            raise WireError("this vLLM cannot free its memory: start it with --enable-sleep-mode")
+        await self._settled()
+        await self.pause(lease_s)
+        if not self._asleep:
+            # Before the call: if it fails halfway, the engine has to be woken up all the same.
+            self._asleep = True
+            await self._workers("release")
+            await contract.sleep(self._engine)
+
+    async def resume(self) -> None:
+        """End a pause or a sleep; a no-op if the engine is neither paused nor asleep."""
         if self._paused_until is not None:
             if self._asleep:
                 # It may fail while another process holds the memory: the pause then stays, and its end is tried again.
@@ -483,73 +491,10 @@ class Control:
                 if self._paused_until is not None and self._paused_until <= self._clock():
                     log.warning("a pause was not renewed in time: resuming")
                     try:
-                        await self._resume()
+                        await self.resume()
                     except Exception:
                         log.exception("the engine does not wake up; trying again in %g s", WAKE_RETRY_S)
                         self._paused_until = self._clock() + WAKE_RETRY_S
-
-
-class OwnedEngine(InferenceEngine):
-    """The engine as seen by one caller, who must own it to change it."""
-
-    def __init__(self, control: Control, owner: str) -> None:
-        self.name = "vLLM"
-        self._control, self._owner = control, owner
-
-    async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
-    ) -> list[Completion]:
-        loaded, version = self._control.adapter(adapter), self._control.version
-        return await self._control.serving(
-            lambda engine: generation.generate(engine, prompt, sampling, n, loaded, version)
-        )
-
-    async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
-        loaded = self._control.adapter(adapter)
-        return await self._control.serving(lambda engine: generation.logprobs(engine, tokens, loaded))
-
-    async def top_logprobs(self, tokens: Sequence[int], count: int, adapter: str | None = None) -> TopLogprobs:
-        loaded = self._control.adapter(adapter)
-        return await self._control.serving(lambda engine: generation.top_logprobs(engine, tokens, count, loaded))
-
-    async def receivers(self) -> int:
-        return len(await self._control.locations())
-
-    async def locations(self) -> list[Location | None]:
-        return [Location.from_json(data) for data in await self._control.locations()]
-
-    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
-        return await self._control.needs(self._owner, tensors)
-
-    async def quantised(self) -> Mapping[str, BlockFormat]:
-        return await self._control.quantised()
-
-    async def begin_update(self, offer: Offer) -> None:
-        await self._control.begin(self._owner, offer)
-
-    async def verify(self, seal: Seal, timeout_s: float) -> None:
-        await self._control.verify(self._owner, seal, timeout_s)
-
-    async def commit(self, update: str) -> dict[str, float]:
-        return await self._control.commit(self._owner, update)
-
-    async def drop(self, update: str) -> None:
-        await self._control.drop(self._owner, update)
-
-    async def version(self, target: str = "model") -> int:
-        return self._control.version(target)
-
-    async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
-        await self._control.load_adapter(self._owner, name, directory, version)
-
-    async def pause(self, lease_s: float) -> None:
-        await self._control.pause(self._owner, lease_s)
-
-    async def sleep(self, lease_s: float) -> None:
-        await self._control.sleep(self._owner, lease_s)
-
-    async def resume(self) -> None:
-        await self._control.resume(self._owner)
 
 
 async def _gather_pair(first: Awaitable[T], second: Awaitable[Any]) -> tuple[T, Any]:

@@ -16,7 +16,6 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from weightwire.errors import UpdateError
-from weightwire.offer import Offer, Seal
 from weightwire.vllm.updates import WorkerUpdates
 
 
@@ -68,12 +67,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  #
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Run one phase of an update."""
         if update_info.phase == "receive":
-            offer = Offer.from_json(update_info.offer)
-            self.updates.begin(offer)
-            self._update = offer.update
+            self._update = self.updates.begin(update_info.offer)["update"]
         elif update_info.phase == "verify":
             try:
-                self.updates.verify(Seal.from_json(update_info.seal), update_info.timeout_s)
+                self.updates.verify(update_info.seal, update_info.timeout_s)
             # vLLM ends its session on an error and calls nothing more: staging memory would stay allocated.
             except BaseException:
                 self._drop()

@@ -18,7 +18,7 @@ from weightwire.auth import Verifier, sign_answer
 from weightwire.errors import AuthError, InstanceError, NotServingError, WireError, to_json
 from weightwire.keys import Key, load_key
 from weightwire.remote_engine import AUDIENCE, CALLS, Arguments, read_call
-from weightwire.vllm.control import LONGEST_LEASE_S, Control, OwnedEngine
+from weightwire.vllm.control import LONGEST_LEASE_S, Control
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +46,6 @@ STATUS = {
 
 OWN_ROUTES = ("info", "claim", "release")
 """Routes in addition to the calls of the contract."""
-OWNERLESS = {"info", "generate", "logprobs", "top_logprobs", "receivers", "locations", "quantised", "version"}
-"""Read-only calls, which need no owner."""
-CANCELLED = {"generate", "logprobs", "top_logprobs", "info"}
-"""Calls that are cancelled when their caller disconnects; others are completed."""
 
 
 class Guard:
@@ -102,12 +98,12 @@ class Guard:
             await self._refuse(NotServingError(control.not_serving), scope, send)
             return
         # Taken at both ends: an update may become active while the answer is computed.
-        before = control.version()
+        before = control.active_version()
 
         async def with_versions(message: Message) -> None:
             # A streamed answer's headers precede its body: its last version is the one of that moment.
             if message["type"] == "http.response.start":
-                versions = ((b"x-weight-version-first", before), (b"x-weight-version-last", control.version()))
+                versions = ((b"x-weight-version-first", before), (b"x-weight-version-last", control.active_version()))
                 added = [(name, str(value).encode()) for name, value in versions]
                 message["headers"] = [*message.get("headers", []), *added]
             await send(message)
@@ -137,7 +133,7 @@ class Guard:
             if name not in (*OWN_ROUTES, *CALLS) or scope["method"] != "POST":
                 raise WireError(f"there is no POST {PREFIX}{name[:80]}; known: {', '.join((*OWN_ROUTES, *CALLS))}")
             work = asyncio.ensure_future(self._call(name, self._control_of(scope), scope["app"].state, fields))
-            if name in CANCELLED:
+            if name == "info" or (name in CALLS and CALLS[name].samples):
                 answer = await unless_gone(work, receive)
             else:  # completes without its caller, whose connection may break
                 answer = await asyncio.shield(work)
@@ -152,30 +148,28 @@ class Guard:
 
     async def _call(self, name: str, control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
         """Answer a route."""
-        arguments = Arguments(name, fields)
-        owner: str = arguments.text("owner", None) or ""
-        if not owner and name not in OWNERLESS:
-            raise WireError(f"{name}: owner is missing")
-        if name in CALLS:
-            fields.pop("owner", None)
-            if (claim := fields.pop("claim", None)) is not None:
-                await self._claim(control, owner, Arguments(f"{name}: claim", _mapping(claim)))
-            answer = await read_call(name, fields)(OwnedEngine(control, owner))
-            # vLLM's own routes find an adapter by its name only in this table.
-            if name in ("commit", "load_adapter"):
-                _show_adapters(control, state)
-            return answer
         if name == "info":
             return await control.info()
+        caller = Arguments(name, {key: fields.pop(key) for key in ("owner", "claim") if key in fields})
+        run = read_call(name, fields) if name in CALLS else None
+        if run is not None and CALLS[name].reads:
+            return await run(control)
+        owner = caller.text("owner")
         if name == "release":
             control.release(owner)
             return {}
-        await self._claim(control, owner, arguments)
-        return {}
-
-    async def _claim(self, control: Control, owner: str, arguments: Arguments) -> None:
-        lease_s = arguments.number("lease_s", LONGEST_LEASE_S)
-        await control.claim(owner, lease_s, arguments.flag("take_over", False))
+        claim = fields if run is None else caller.take("claim", None)
+        if claim is not None:
+            lease = Arguments(f"{name}: claim", _mapping(claim))
+            await control.claim(owner, lease.number("lease_s", LONGEST_LEASE_S), lease.flag("take_over", False))
+        if run is None:
+            return {}
+        async with control.owned(owner):
+            answer = await run(control)
+        # vLLM's own routes find an adapter by its name only in this table.
+        if name in ("commit", "load_adapter"):
+            _show_adapters(control, state)
+        return answer
 
     async def _refuse(
         self, error: WireError, scope: Scope, send: Send, nonce: str = "", status: int | None = None

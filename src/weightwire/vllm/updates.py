@@ -1,4 +1,7 @@
-"""Updates in one vLLM worker: received into staging memory, activated between two steps of the engine."""
+"""Updates in one vLLM worker: received into staging memory, activated between two steps of the engine.
+
+The server calls the methods of :class:`WorkerUpdates` with plain data (:mod:`weightwire.vllm.worker`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ from weightwire.background import BackgroundThread
 from weightwire.errors import NotServingError, UpdateError, WireError
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
-from weightwire.plan import Region, Share
+from weightwire.plan import Region, Share, needs_to_json
 from weightwire.receiver import Receiver
 from weightwire.reception import COMMITTED, RECEIVING
 from weightwire.vllm import contract
@@ -33,6 +37,8 @@ from weightwire.vllm.needs import worker_needs
 
 log = logging.getLogger(__name__)
 
+AT_ONCE_S = 5.0
+"""Deadline for an update that has arrived already, in seconds."""
 KEPT_ADAPTERS = 8
 """Versions of each adapter whose files are kept: running requests of an older version may load them again."""
 
@@ -54,7 +60,7 @@ class WorkerUpdates:
         device = os.environ.get(contract.STAGING) or next(model().parameters()).device
         name = f"worker {self._number} of {config.model}"
         check = ExpectedTensors(config.model, config.hf_config).check
-        self.receiver = Receiver(name, device=device, check=check, needs=self.needs)
+        self.receiver = Receiver(name, device=device, check=check, needs=self._regions)
         self._needs: tuple[Sequence[TensorSpec], tuple[Region, ...]] | None = None
         self._offer: Offer | None = None
         self._copy: _Copy | None = None
@@ -66,11 +72,20 @@ class WorkerUpdates:
         """Reason why the next update is not copied into the parameters in use; empty if unknown, or if it is."""
         self._adapters: dict[str, list[Path]] = {}
 
-    def begin(self, offer: Offer) -> None:
-        """Start to receive an update on a thread.
+    def location(self) -> dict[str, Any]:
+        """Describe the staging memory."""
+        return self.receiver.location().to_json()
+
+    def forget(self, target: str) -> None:
+        """Forget the active version, so that a new owner may begin with any."""
+        self.receiver.forget(target)
+
+    def begin(self, fields: Any) -> dict[str, str]:
+        """Start to receive an offered ``update`` on a thread, and return its name.
 
         Unless it will be exchanged with the active weights, a second thread copies these, for undoing the commit.
         """
+        offer = Offer.from_json(fields)
         if offer.manifest.adapter is None:
             check_reloadable(self._model(), self._vllm_config)
         # The memory of a dropped update is freed; views of it would keep it beside that of this one.
@@ -80,12 +95,13 @@ class WorkerUpdates:
         self.receiver.open(offer, self._number)
         self._offer = offer
         if offer.manifest.adapter is not None:
-            return
+            return {"update": offer.update}
         if (exchange := self._exchange(offer)) is not None:
             with contextlib.suppress(UpdateError):  # it may have failed already: verify() reports why
                 exchange.bind(self.receiver.staging(offer.update))  # here, not in the commit's pause
         elif self._copy is None:
             self._copy, self._spare = _Copy(self._model(), self._spare), None
+        return {"update": offer.update}
 
     def _exchange(self, offer: Offer) -> Exchange | None:
         """Return the exchange by which an open update can be committed; None if it has to be reloaded."""
@@ -100,37 +116,53 @@ class WorkerUpdates:
         self.reload_reason = ""
         return exchange
 
-    def needs(self, tensors: Sequence[TensorSpec]) -> tuple[Region, ...]:
-        """Return the slices of a model's tensors that this worker loads. No update may be open: its copy reads the model."""
+    def needs(self, tensors: list[Any]) -> dict[str, Any]:
+        """Describe the slices of a model's tensors that this worker loads. No update may be open: its copy reads the model."""
+        specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
+        return {"needs": needs_to_json(self._regions(specs))}
+
+    def _regions(self, tensors: Sequence[TensorSpec]) -> tuple[Region, ...]:
         if self._needs is None or self._needs[0] != tensors:
             self._needs = tensors, worker_needs(self._model(), self._vllm_config, tensors)
         return self._needs[1]
 
-    def arrived(self) -> bool:
-        """Check whether :meth:`verify` would return without waiting."""
+    def verify(self, seal: Any, timeout_s: float | None = None) -> dict[str, bool]:
+        """Compare the received update with the seal; drop it if they differ.
+
+        Args:
+            timeout_s: seconds to wait for the update; None: return ``{"verified": False}`` if it has not arrived.
+        """
+        if timeout_s is None and not self._arrived():
+            return {"verified": False}
+        try:
+            self.receiver.verify(Seal.from_json(seal), AT_ONCE_S if timeout_s is None else timeout_s)
+        except WireError:
+            self._copy = None
+            raise
+        return {"verified": True}
+
+    def _arrived(self) -> bool:
         update = self.receiver.status()["update"]
         receiving = update is not None and update["state"] == RECEIVING
         # The copy has to be complete as well: the commit needs it, and would block the worker's computation.
         return not receiving and (self._copy is None or not self._copy.is_alive())
 
-    def verify(self, seal: Seal, timeout_s: float) -> None:
-        """Compare the received update with the seal; drop it if they differ."""
-        try:
-            self.receiver.verify(seal, timeout_s)
-        except WireError:
-            self._copy = None
-            raise
-
-    def commit(self, update: str) -> str:
+    def commit(self, update: str) -> dict[str, Any]:
         """Activate a verified update. The worker must not compute meanwhile.
 
         Returns:
-            ``exchange`` if the weights were copied into the parameters in use, ``reload`` if vLLM's reload has loaded them.
+            ``way``: ``exchange`` if the weights were copied into the parameters in use, ``reload`` if vLLM's reload has loaded
+            them; ``seconds`` it took; ``reload_reason``: why later updates are reloaded.
 
         Raises:
             CommitError: it failed; the old weights are active.
             NotServingError: it failed, and the old weights could not be restored.
         """
+        start = time.perf_counter()
+        way = self._commit(update)
+        return {"way": way, "seconds": time.perf_counter() - start, "reload_reason": self.reload_reason}
+
+    def _commit(self, update: str) -> str:
         if self._offer is None:
             raise UpdateError(f"{update:.120} was not begun")
         if (exchange := self._exchange(self._offer)) is not None:
@@ -194,12 +226,8 @@ class WorkerUpdates:
             self.reload_reason = str(reason)
             log.warning("%s: such updates are loaded by vLLM's reload: %s", self.receiver.name, reason)
 
-    def write_adapter(self, update: str) -> str:
-        """Write a verified adapter in peft's format to a directory whose path is the same for all workers.
-
-        Returns:
-            The directory.
-        """
+    def write_adapter(self, update: str) -> dict[str, str]:
+        """Write a verified adapter in peft's format to a directory, whose ``path`` is the same for all workers."""
         if self._offer is None or self._offer.manifest.adapter is None:
             raise UpdateError(f"{update} is not an update of an adapter")
         adapter = self._offer.manifest.adapter
@@ -227,7 +255,7 @@ class WorkerUpdates:
         directories.append(directory)
         while len(directories) > KEPT_ADAPTERS:
             shutil.rmtree(directories.pop(0), ignore_errors=True)
-        return str(directory)
+        return {"path": str(directory)}
 
     def revert(self, update: str, reason: str) -> None:
         """Undo a commit that succeeded here but failed on another worker. A no-op if it failed here."""

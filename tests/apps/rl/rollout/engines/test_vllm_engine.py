@@ -148,7 +148,7 @@ def test_recorded_requests_count_at_no_other_server(address: str, guards: list[G
         engine = client(address, owner="trainer")
         await engine.claim()
         await engine.pause(30.0)
-        assert [scope["path"].rpartition("/")[2] for scope, _ in recorded] == ["info", "claim", "claim", "pause"]
+        assert [scope["path"].rpartition("/")[2] for scope, _ in recorded] == ["info", "claim", "pause"]
         restarted = Guard(lambda *_: pytest.fail("passed on"), KEY)
         for guard in (first, restarted, Guard(lambda *_: pytest.fail("passed on"), KEY)):
             assert {await status(guard, *request) for request in recorded} == {401}
@@ -194,7 +194,7 @@ def test_one_owner_pauses_and_others_are_refused(address: str, double: SamplingE
         first, second = client(address, owner="first"), client(address, owner="second")
         async with first.paused(600):
             assert double.paused
-            with pytest.raises(OwnerError, match=r"claim: the engine is owned by first"):
+            with pytest.raises(OwnerError, match=r"pause: the engine is owned by first"):
                 await second.pause(1)
             with pytest.raises(OwnerError, match=r"second.* does not own the engine: its owner is first"):
                 await second.resume()

@@ -18,8 +18,6 @@ PREFIX = "/v1/"
 MAX_NAMES = 8192
 MAX_RESULTS_BYTES = 32 * 2**20
 """Maximum bytes of results in one answer, unless a single result is larger."""
-WITHOUT_EFFECT = {"generate", "logprobs", "top_logprobs", "receivers", "locations", "version"}
-"""Calls of an engine without side effects, which are executed in every attempt."""
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[!-~]([ -~]*[!-~])?$")]
 Names = Annotated[list[Name], Field(max_length=MAX_NAMES)]
@@ -187,4 +185,4 @@ def read_route(target: str, values: dict[str, Any], size: int) -> ReadCall:
         raise MessageError(f"arguments: {text}") from None
     except WireError as error:
         raise MessageError(f"arguments: {error}") from None
-    return ReadCall(lambda controller: run(controller.engine(claim)), name not in WITHOUT_EFFECT)
+    return ReadCall(lambda controller: run(controller.engine(claim)), not CALLS[name].reads)

@@ -12,7 +12,6 @@ import os
 import random
 import socket
 import uuid
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,17 +20,14 @@ from megascend.errors import EngineError, EngineLostError, EngineTimeoutError
 from weightwire.auth import ANSWER_HEADER, check_answer, sign
 from weightwire.errors import AuthError, InstanceError, WireError, from_json
 from weightwire.keys import Key, load_key
-from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer
-from weightwire.plan import Region
-from weightwire.remote_engine import AUDIENCE, RemoteEngine
+from weightwire.remote_engine import AUDIENCE, CALLS, RemoteEngine
 
 REINSTALL = "its receiver is not of this version: install ./receiver there again"
 PREFIX = "/weightwire/"
 ATTEMPTS = 3
-_NOT_REPEATED = {"generate", "load_adapter"}
-"""Calls that are not idempotent, and not repeated when the connection breaks: responses may have been sampled, or an adapter's
-version incremented."""
+_CLAIMING = {"needs", "begin_update", "pause", "sleep", "load_adapter"}
+"""Calls with which something begins; they claim the engine, or renew the claim. The others need one."""
 NPU = "npu"
 
 
@@ -72,14 +68,8 @@ class VllmEngine(RemoteEngine):
         # The suffix tells two processes of one trainer apart: the older one loses the engine.
         self.owner = f"{owner or f'{socket.gethostname()}:{os.getpid()}'}#{uuid.uuid4().hex[:8]}"
         self._instance = ""  # of the server's process, which states it
-        self._lease_s, self._take_over = lease_s, take_over
+        self._claim = {"lease_s": lease_s, "take_over": take_over}
         self.answer_s = generate_timeout_s
-
-    async def receivers(self) -> int:
-        return (await self.info())["receivers"]
-
-    async def version(self, target: str = "model") -> int:
-        return (await self.info())["versions"].get(target, 0)
 
     async def info(self) -> dict[str, Any]:
         """Return the engine's state: active versions, workers, owner, open update, pause, and why it does not serve."""
@@ -91,30 +81,10 @@ class VllmEngine(RemoteEngine):
         Raises:
             OwnerError: the engine has another owner; the message names it.
         """
-        await self.ask("claim", {"lease_s": self._lease_s, "take_over": self._take_over}, self.control_s)
-
-    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
-        await self.claim()
-        return await super().needs(tensors)
+        await self.ask("claim", self._claim, self.control_s)
 
     async def begin_update(self, offer: Offer) -> None:
-        # One request for both: each waits for a busy server.
-        claim = {"lease_s": self._lease_s, "take_over": self._take_over}
-        arguments = {"offer": replace(offer, owner=self.owner).to_json(), "claim": claim}
-        await self.ask("begin_update", arguments, self.control_s)
-
-    async def pause(self, lease_s: float) -> None:
-        await self.claim()
-        await super().pause(lease_s)
-
-    async def sleep(self, lease_s: float) -> None:
-        await self.claim()
-        await super().sleep(lease_s)
-
-    async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
-        """See :class:`InferenceEngine`. Running responses end with the adapter version that they began with."""
-        await self.claim()
-        await super().load_adapter(name, directory, version)
+        await super().begin_update(replace(offer, owner=self.owner))
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until the server answers, after loading its model.
@@ -142,7 +112,10 @@ class VllmEngine(RemoteEngine):
 
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Call a route and return its answer; idempotent calls are repeated if the connection breaks."""
-        attempts_left = 1 if call in _NOT_REPEATED else ATTEMPTS
+        if call in _CLAIMING:
+            # One request for both: each waits for a busy server.
+            arguments = {**arguments, "claim": self._claim}
+        attempts_left = ATTEMPTS if call not in CALLS or CALLS[call].repeatable else 1
         while True:
             attempts_left -= 1
             try:
