@@ -33,6 +33,7 @@ from weightwire.errors import WireError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megascend.apps.rl.rollout.engines.sglang import SglangTeacher
     from megascend.backend import Backend
     from weightwire.engine import InferenceEngine
 
@@ -157,7 +158,7 @@ class Teacher:
         self,
         backend: Backend,
         settings: TeacherSettings,
-        engine: InferenceEngine | None,
+        engine: InferenceEngine | SglangTeacher | None,
         max_lag: int,
         lost_s: float = 0.0,
     ) -> None:
@@ -345,7 +346,7 @@ def make_teacher(config: RlConfig, backend: Backend, *, main_rank: bool) -> Teac
     settings = config.teacher
     if settings is None or settings.engine == TRAINER:
         return None
-    engines: list[InferenceEngine] = []
+    engines: list[InferenceEngine | SglangTeacher] = []
     backend.from_rank_0(lambda: engines.append(teacher_engine(config, settings)))
     engine, rollout = engines[0] if main_rank else None, config.rollout
     return Teacher(backend, settings, engine, rollout.max_lag, rollout.engines_lost_s)
@@ -362,7 +363,7 @@ def check_teacher(config: RlConfig, info: ModelInfo, tokenizer: PreTrainedTokeni
         check_vocabulary(settings.model, "teacher.model", tokenizer)
 
 
-def teacher_engine(config: RlConfig, settings: TeacherSettings) -> InferenceEngine:
+def teacher_engine(config: RlConfig, settings: TeacherSettings) -> InferenceEngine | SglangTeacher:
     """Build the client of the teacher's engine."""
     timeout_s = config.rollout.timeout_s
     if settings.model is not None:
@@ -370,9 +371,9 @@ def teacher_engine(config: RlConfig, settings: TeacherSettings) -> InferenceEngi
 
         return LocalEngine(settings.model, name="the teacher", timeout_s=timeout_s, precision=config.precision)
     if settings.engine.startswith(SGLANG):
-        from megascend.apps.rl.rollout.engines.sglang import SglangEngine
+        from megascend.apps.rl.rollout.engines.sglang import SglangTeacher
 
-        return SglangEngine(settings.engine.removeprefix(SGLANG), generate_timeout_s=timeout_s)
+        return SglangTeacher(settings.engine.removeprefix(SGLANG), timeout_s=timeout_s)
     from megascend.apps.rl.rollout.engines.vllm import VllmEngine
 
     return VllmEngine(settings.engine, generate_timeout_s=timeout_s)
