@@ -43,6 +43,7 @@ from megascend.apps.rl.rollout.engines.placement import device_options, place_en
 from megascend.apps.rl.rollout.engines.vllm import VllmEngine
 from megascend.apps.rl.rollout.engines.vllm_process import VllmProcess, engine_environment, vllm_device
 from megascend.sync.delivery import Delivery
+from megascend.sync.push import push_tensors
 from weightwire.engine import Sampling
 from weightwire.engine_calls import LoopThread
 from weightwire.keys import read_key, write_key
@@ -111,7 +112,7 @@ def push(
 ) -> dict[str, float]:
     """Push once; return seconds by phase and part, and the tokens per second within the window."""
     before, start = load.tokens(), time.perf_counter()
-    update = delivery.push([engine], version, weights)
+    update = push_tensors(delivery, [engine], version, weights)
     seconds = {"whole": sum(update.seconds.values())} | update.seconds
     during = load.tokens()
     seconds["rate during"] = (during - before) / (time.perf_counter() - start)

@@ -1,16 +1,23 @@
 """Errors that weightwire raises on purpose.
 
-One hierarchy. Each class takes one message, which names the member at fault, and survives pickling and :func:`to_json`, the
-form in which errors travel from an engine to the trainer.
+One hierarchy, of two kinds. Each class takes one message, which names the member at fault, and survives pickling and
+:func:`to_json`, the form in which errors travel from an engine to the trainer.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 
 class WireError(Exception):
-    """Base of all errors of weightwire."""
+    """Base of all errors of weightwire.
+
+    Attributes:
+        kind: ``refused``: the same call would be refused again; ``lost``: a process is gone, too slow, or has failed at it, and
+            another one, or the same one later, may take it.
+    """
+
+    kind: ClassVar[Literal["refused", "lost"]] = "refused"
 
 
 class ManifestError(WireError, ValueError):
@@ -33,25 +40,37 @@ class GroupError(TransportError):
 class PeerLostError(TransportError, ConnectionError):
     """A member of the group has failed or is gone; the message names it."""
 
+    kind = "lost"
+
 
 class DeadlineError(TransportError, TimeoutError):
     """A member missed a deadline; the message names it and its progress."""
+
+    kind = "lost"
 
 
 class UpdateError(WireError, RuntimeError):
     """An update is not in the state that this call needs."""
 
+    kind = "lost"
+
 
 class VersionError(UpdateError, ValueError):
     """The offered weights are not newer than the active ones."""
+
+    kind = "refused"
 
 
 class BaseError(UpdateError):
     """Differences from a version are offered that is not kept here; a complete update is possible."""
 
+    kind = "refused"
+
 
 class OwnerError(UpdateError):
     """Another owner's update is open."""
+
+    kind = "refused"
 
 
 class DigestError(UpdateError):
@@ -94,30 +113,7 @@ class InstanceError(AuthError):
         self.nonce = nonce
 
 
-_CLASSES = {
-    kind.__name__: kind
-    for kind in (
-        WireError,
-        ManifestError,
-        PlanError,
-        TransportError,
-        GroupError,
-        PeerLostError,
-        DeadlineError,
-        UpdateError,
-        VersionError,
-        BaseError,
-        OwnerError,
-        DigestError,
-        CommitError,
-        NotServingError,
-        UnsupportedCallError,
-        SecretKeyError,
-        AuthError,
-        AuthBusyError,
-        InstanceError,
-    )
-}
+_CLASSES = {name: kind for name, kind in vars().items() if isinstance(kind, type) and issubclass(kind, WireError)}
 
 
 def to_json(error: WireError) -> dict[str, str]:

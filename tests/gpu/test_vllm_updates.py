@@ -31,12 +31,12 @@ from megascend.apps.rl.rollout.engines.vllm import VllmEngine
 from megascend.apps.rl.rollout.engines.vllm_process import engine_environment, vllm_device
 from megascend.errors import WeightSyncError
 from megascend.runtime.distributed.launch import child_environment
-from megascend.sync.delivery import Delivery, Update
+from megascend.sync.delivery import Delivery
+from megascend.sync.push import Push, WholeTensors, push_tensors
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from support.vllm_server import FAULTS, ROOT, TOKENS, Reference, Server
 from weightwire.engine import Sampling
 from weightwire.errors import OwnerError
-from weightwire.sender import spec_of
 
 GPUS = torch.cuda.device_count()
 BOUND = 0.15
@@ -142,9 +142,9 @@ def assert_active(server: Server, reference: Reference, seed: int, version: int)
     assert_close(sampled.logprobs, server, reference, seed, [*TOKENS[:16], *sampled.tokens], 16)
 
 
-def push(delivery: Delivery, server: Server, seed: int, version: int, owner: str = "test", **options: Any) -> Update:
+def push(delivery: Delivery, server: Server, seed: int, version: int, owner: str = "test", **options: Any) -> Push:
     engine = server.engine(owner, **options)
-    return delivery.push([engine], version, weights_of(server, seed))
+    return push_tensors(delivery, [engine], version, weights_of(server, seed))
 
 
 def take_over(delivery: Delivery, server: Server, seed: int) -> None:
@@ -158,7 +158,7 @@ def test_engine_has_the_trainers_weights_after_every_push(server, reference, del
     ways = []
     engine = server.engine(take_over=True)
     for version in range(1, 6):
-        update = delivery.push([engine], version, weights_of(server, version))
+        update = push_tensors(delivery, [engine], version, weights_of(server, version))
         assert update.transport == ("nccl" if GPUS > 1 else "cuda_ipc")
         assert_active(server, reference, seed=version, version=version)
         ways += [name.removeprefix("commit.") for name in update.parts if name in ("commit.reload", "commit.exchange")]
@@ -220,16 +220,16 @@ class Flipping:
 
 def test_damaged_transfer_changes_nothing(server, reference, delivery) -> None:
     take_over(delivery, server, 1)
-    update, weights = Update([server.engine(take_over=True)], 3), weights_of(server, 2)
-    delivery.begin(update, tuple(map(spec_of, weights, weights.values())))
+    update, plan = Push([server.engine(take_over=True)], 3, delivery), WholeTensors.of(weights_of(server, 2), {})
+    plan.offer(update)
     assert update.sender is not None
     update.sender._transport = Flipping(update.sender._transport)  # type: ignore[assignment]
     try:
-        update.send(weights.items())
+        seal = plan.send(update)
         with pytest.raises(WeightSyncError, match=r"1 of \d+ buckets differ"):
-            delivery.verify(update)
+            update.seal(seal)
     finally:
-        delivery.drop(update)
+        update.drop()
     assert_active(server, reference, seed=1, version=2)
     push(delivery, server, 4, 4, take_over=True)
     assert_active(server, reference, seed=4, version=4)
@@ -284,9 +284,9 @@ def test_second_trainer_is_refused_until_it_takes_over(server, reference, delive
     owner = server.engine(take_over=True)
     asyncio.run(owner.claim())
     with pytest.raises(WeightSyncError, match=r"owned by test#.* can claim it then"):
-        delivery.push([server.engine("another run")], 7, weights_of(server, 2))
+        push_tensors(delivery, [server.engine("another run")], 7, weights_of(server, 2))
     with pytest.raises(OwnerError):
         asyncio.run(server.engine("another run").claim())
     assert_active(server, reference, seed=1, version=2)
-    delivery.push([server.engine("another run", take_over=True)], 1, weights_of(server, 2))
+    push_tensors(delivery, [server.engine("another run", take_over=True)], 1, weights_of(server, 2))
     assert_active(server, reference, seed=2, version=1)

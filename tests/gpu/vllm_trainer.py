@@ -16,9 +16,9 @@ import torch
 from vllm_weights import changed_weights
 
 from megascend.apps.rl.rollout.engines.vllm import VllmEngine
-from megascend.sync.delivery import Delivery, Update
+from megascend.sync.delivery import Delivery
+from megascend.sync.push import Push, WholeTensors
 from weightwire.keys import read_key
-from weightwire.sender import spec_of
 
 BUCKET_BYTES = 200_000
 
@@ -32,10 +32,10 @@ def main() -> None:
     weights = changed_weights(Path(checkpoint), int(seed), torch.device(device))
     engine = VllmEngine(address, key=read_key(key_file), owner="trainer", take_over=True)
     delivery = Delivery(device=torch.device(device), bucket_bytes=BUCKET_BYTES, timeout_s=30.0)
-    update = Update([engine], int(version))
-    delivery.begin(update, tuple(map(spec_of, weights, weights.values())))
+    push, plan = Push([engine], int(version), delivery), WholeTensors.of(weights, {})
+    plan.offer(push)
     if moment == "transfer":
-        transport: Any = update.sender._transport  # type: ignore[union-attr]
+        transport: Any = push.sender._transport  # type: ignore[union-attr]
         send, count = transport.send, 0
 
         def send_and_die(buffer: torch.Tensor) -> Any:
@@ -46,12 +46,11 @@ def main() -> None:
             return send(buffer)
 
         transport.send = send_and_die
-    update.send(weights.items())
-    delivery.verify(update)
+    push.seal(plan.send(push))
     if moment == "verified":
         die()
     threading.Timer(0.5, die).start()
-    delivery.commit(update)
+    push.commit()
     die()
 
 

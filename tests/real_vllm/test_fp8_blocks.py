@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from megascend.apps.rl.rollout.engines.vllm_process import engine_environment
 from megascend.errors import WeightSyncError
 from megascend.sync.delivery import Delivery
+from megascend.sync.push import push_tensors
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from support.fp8_reference import dequantised, quantise_by_blocks
 from support.vllm_server import (
@@ -101,7 +102,7 @@ def test_updates_are_quantised_by_the_trainer(server: Server, plain: Path) -> No
         engine = server.engine("trainer")
         for version in range(1, 4):
             weights = changed(source, version)
-            update = delivery.push([engine], version, weights)
+            update = push_tensors(delivery, [engine], version, weights)
             assert far(expected(weights), expected(source)) > 1e-2
             server.run(
                 lambda engine, weights=weights, version=version: assert_active(engine, expected(weights), version)
@@ -111,9 +112,9 @@ def test_updates_are_quantised_by_the_trainer(server: Server, plain: Path) -> No
         with pytest.MonkeyPatch.context() as patches:
             patches.setattr(delivery, "quantised", lambda engines: {})
             with pytest.raises(WeightSyncError, match=r"_proj\.weight comes as float32"):
-                delivery.push([engine], 4, changed(source, 4))
+                push_tensors(delivery, [engine], 4, changed(source, 4))
         server.run(lambda engine: assert_active(engine, expected(changed(source, 3)), 3))
-        delivery.push([engine], 5, changed(source, 5))
+        push_tensors(delivery, [engine], 5, changed(source, 5))
         server.run(lambda engine: assert_active(engine, expected(changed(source, 5)), 5))
         asyncio.run(engine.close())
 

@@ -22,6 +22,7 @@ from megascend import Adam, Parallel, Sample, WeightSync
 from megascend.apps.rl.rollout.engines.vllm import VllmEngine
 from megascend.errors import WeightSyncError
 from megascend.sync.delivery import Delivery
+from megascend.sync.push import push_tensors
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
@@ -134,7 +135,7 @@ def test_updates_are_active_and_failed_ones_are_undone(server: Server, plain: Pa
         for version in (1, 2):
             new = changed(source, version, scale=0.02)
             assert far(expected(reference, new), first) > 1e-2
-            update = delivery.push([engine], version, new)
+            update = push_tensors(delivery, [engine], version, new)
             assert update.nbytes == sum(tensor.nbytes for tensor in in_blocks(new).values())
             assert_weights_active(new, version)
         # A load that stops, and a kernel that has computed a tensor of its own from the weights.
@@ -142,11 +143,11 @@ def test_updates_are_active_and_failed_ones_are_undone(server: Server, plain: Pa
             server.fault.write_text(fault)
             try:
                 with pytest.raises(WeightSyncError, match=message):
-                    delivery.push([engine], 3, changed(source, 3, scale=0.02))
+                    push_tensors(delivery, [engine], 3, changed(source, 3, scale=0.02))
             finally:
                 server.fault.unlink()
             assert_weights_active(new, 2)
-        delivery.push([engine], 4, source)
+        push_tensors(delivery, [engine], 4, source)
         assert_weights_active(source, 4)
         asyncio.run(engine.close())
 

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "weightwire"))
 from engine_process import EngineProcess, engines
 
 from megascend.errors import ConfigError, WeightSyncError
-from megascend.sync.delivery import Delivery, Update
+from megascend.sync.delivery import Delivery
+from megascend.sync.push import Push, push_tensors
 from support.fp8_reference import quantise_by_blocks
 from weightwire.engine import InferenceEngine
 from weightwire.errors import UpdateError
@@ -64,10 +65,11 @@ def delivery(transport: str) -> Iterator[Delivery]:
     ids=["CPU", "CPU of another host", "GPU of this host"],
 )
 def test_the_default_transport_reaches_the_engine(location: Location, expected: str) -> None:
-    update = Update([Refusing("engine", location, location)], 1)
-    with delivery("auto") as opened, pytest.raises(WeightSyncError, match=f"offered over {expected}, 268435456 bytes"):
-        opened.begin(update, SPECS)
-    assert update.transport == expected
+    with delivery("auto") as opened:
+        push = Push([Refusing("engine", location, location)], 1, opened)
+        with pytest.raises(WeightSyncError, match=f"offered over {expected}, 268435456 bytes"):
+            push.offer(SPECS)
+    assert push.transport == expected
 
 
 def test_an_engine_that_does_not_tell_is_taken_to_be_on_the_cpu() -> None:
@@ -75,9 +77,9 @@ def test_an_engine_that_does_not_tell_is_taken_to_be_on_the_cpu() -> None:
         locations = InferenceEngine.locations
 
     with delivery("auto") as opened, pytest.raises(WeightSyncError, match="offered over gloo"):
-        opened.begin(Update([Plain("engine", FOLDER)], 1), SPECS)
+        Push([Plain("engine", FOLDER)], 1, opened).offer(SPECS)
     with delivery("shared_memory") as opened, pytest.raises(WeightSyncError, match="offered over shared_memory"):
-        opened.begin(Update([Plain("engine", FOLDER)], 1), SPECS)
+        Push([Plain("engine", FOLDER)], 1, opened).offer(SPECS)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_a_transport_that_does_not_fit_raises_before_anything_begins(
 ) -> None:
     engine = Refusing("engine", location)
     with delivery(transport) as opened, pytest.raises(ConfigError, match=message):
-        opened.begin(Update([engine], 1), SPECS)
+        Push([engine], 1, opened).offer(SPECS)
     assert not engine.has_begun
 
 
@@ -124,51 +126,55 @@ def test_an_update_that_could_not_be_dropped_is_dropped_before_the_next_offer(fa
     engine = OneAtATime("engine", failures)
     with delivery("auto") as opened:
         for version in range(1, 5):
-            update = Update([engine], version)
+            push = Push([engine], version, opened)
             with pytest.raises(WeightSyncError):
-                opened.begin(update, SPECS)
-            opened.drop(update)
+                push.offer(SPECS)
+            push.drop()
     # In one update two calls are made: after the last failure, and before the offer.
     assert (engine.refusals, engine.open) == (int(failures >= 2), "")
 
 
-def test_an_interrupted_commit_leaves_the_engines_free_for_the_next_update(tmp_path: Path) -> None:
+def test_an_interrupted_commit_leaves_the_engines_free_for_the_next_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engines(tmp_path, "engine", weights={"w": torch.zeros(8)}, version=1) as served:
         with contextlib.closing(Delivery(device=torch.device("cpu"), timeout_s=20.0)) as opened:
-            commit = opened.commit
 
-            def interrupted(update: Update) -> None:
+            def interrupted(push: Push) -> None:
                 raise KeyboardInterrupt
 
-            opened.commit = interrupted  # type: ignore[method-assign]
-            with pytest.raises(KeyboardInterrupt):
-                opened.push(served, 2, {"w": torch.ones(8)})
+            with monkeypatch.context() as patches:
+                patches.setattr(Push, "commit", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    push_tensors(opened, served, 2, {"w": torch.ones(8)})
             assert served[0].state()["update"]["state"] == "dropped"
-            opened.commit = commit  # type: ignore[method-assign]
-            opened.push(served, 3, {"w": torch.full((8,), 3.0)})
+            push_tensors(opened, served, 3, {"w": torch.full((8,), 3.0)})
         assert served[0].weights()[0][0]["w"].unique().tolist() == [3.0]
 
 
-def test_an_engine_restarted_before_the_commit_is_named_and_gets_the_next_update(tmp_path: Path) -> None:
+def test_an_engine_restarted_before_the_commit_is_named_and_gets_the_next_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = {"w": torch.arange(8.0)}, {"w": torch.arange(8.0) + 1}
     with engines(tmp_path, "kept", "restarted", weights={"w": torch.zeros(8)}, version=1) as served:
         with contextlib.closing(Delivery(device=torch.device("cpu"), timeout_s=20.0)) as opened:
-            commit = opened.commit
+            commit = Push.commit
 
-            def restarted(update: Update) -> None:
-                opened.commit = commit  # type: ignore[method-assign]
+            def restarted(push: Push) -> None:
                 served[1].end()
                 (tmp_path / "restarted.socket").unlink()
                 served[1] = EngineProcess(tmp_path, "restarted", weights={"w": torch.zeros(8)}, version=1)
-                update.engines = served
-                commit(update)
+                push.engines = served
+                commit(push)
 
-            opened.commit = restarted  # type: ignore[method-assign]
-            with pytest.raises(WeightSyncError, match=r"restarted: .*unknown update .*; version 2 is active on kept"):
-                opened.push(served, 2, first)
+            message = r"restarted: .*unknown update .*; version 2 is active on kept"
+            with monkeypatch.context() as patches:
+                patches.setattr(Push, "commit", restarted)
+                with pytest.raises(WeightSyncError, match=message):
+                    push_tensors(opened, served, 2, first)
             assert [engine.state()["versions"]["model"] for engine in served] == [2, 1]
             assert torch.equal(served[1].weights()[0][0]["w"], torch.zeros(8))
-            opened.push(served, 3, second)
+            push_tensors(opened, served, 3, second)
         for engine in served:
             assert torch.equal(engine.weights()[0][0]["w"], second["w"])
             assert engine.state()["versions"] == {"model": 3}
@@ -191,7 +197,7 @@ def test_a_restarted_engine_gets_the_next_update_as_it_stores_weights_now(
     with contextlib.closing(Delivery(device=torch.device("cpu"), timeout_s=20.0)) as opened:
         for version, blocks in enumerate((before, after), 1):
             with engines(tmp_path, "engine", formats={} if blocks is None else {"w": blocks}) as served:
-                opened.push(served, version, {"w": weight})
+                push_tensors(opened, served, version, {"w": weight})
                 (worker,), _ = served[0].weights()
             (tmp_path / "engine.socket").unlink()
             assert {name: tensor.dtype for name, tensor in worker.items()} == {

@@ -21,6 +21,7 @@ from engine_process import ended_by, engines
 import megascend
 from megascend import Adam, Adapters, Lora, Parallel
 from megascend.errors import ConfigError, MegascendError, OutOfStepError, WeightSyncError
+from megascend.sync.push import Push
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from support.images import TOKEN, TOWER, image_fields, image_samples, image_tokens
@@ -397,20 +398,19 @@ def test_two_trainers_at_one_engine(parity_folder, tmp_path):
         def on_rank():
             backend = make_trainer(checkpoint)
             with megascend.WeightSync(backend, served) as first, megascend.WeightSync(backend, served) as second:
-                sending = first._ranks.delivery
-                assert sending is not None
-                verify = sending.verify
+                seal = Push.seal
                 messages = []
 
-                def push_second(update):
-                    verify(update)
+                def push_second(push, sealed):
+                    seal(push, sealed)
+                    Push.seal = seal
                     with pytest.raises(WeightSyncError) as caught:
                         second.push(5)
                     messages.append(str(caught.value))
 
-                sending.verify = push_second
+                Push.seal = push_second
                 first.push(4)
-                return messages[0], sending._owner, served[0].state()["versions"]
+                return messages[0], first._delivery.owner, served[0].state()["versions"]
 
         ((message, owner, versions),) = run_distributed(on_rank, 1, init=False, timeout_s=90)
     assert "OwnerError" in message
@@ -425,7 +425,7 @@ def test_a_trainer_killed_after_the_transfer_leaves_the_old_weights(parity_folde
 
         def dying():
             with megascend.WeightSync(make_trainer(checkpoint), served, timeout_s=3.0) as sync:
-                sync._ranks.delivery.verify = lambda update: os.kill(os.getpid(), signal.SIGKILL)
+                Push.seal = lambda push, seal: os.kill(os.getpid(), signal.SIGKILL)
                 sync.push(4)
 
         assert run_distributed(lambda: ended_by(dying), 1, init=False, timeout_s=60) == [-signal.SIGKILL]

@@ -188,7 +188,7 @@ def test_weights_on_accelerators_are_sharded_by_default_over_cuda_ipc(settings, 
     )
     backend: Any = SimpleNamespace(groups=None)
     options: dict[str, Any] = {"sharded": None, "mode": "full", "full_every": 1, "chunk_bytes": 1} | settings
-    sync = ShardedSync(backend, None, **options)  # type: ignore[arg-type]
+    sync = ShardedSync(backend, **options)
     if " " not in outcome:
         assert sync._connection([], places, delivery) == (counts, outcome)
     else:
@@ -383,14 +383,14 @@ def test_a_silent_engine_is_named(parity_folder, tmp_path):
             sync.engines = [engine for engine in sync.engines if engine.name == "engine-1"]
 
         # Before the test asks the engines for their state.
-        drop = sync._ranks.delivery.drop if backend.rank == 0 else None
+        drop = sync._delivery.drop if backend.rank == 0 else None
         if drop is not None:
 
-            def drop_and_continue(update):
-                drop(update)
+            def drop_and_continue(update, engines):
+                drop(update, engines)
                 served[1].kill(signal.SIGCONT)
 
-            sync._ranks.delivery.drop = drop_and_continue
+            sync._delivery.drop = drop_and_continue
         return and_continue
 
     checkpoint = case_checkpoint(parity_folder, "qwen3")

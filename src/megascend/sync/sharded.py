@@ -17,8 +17,9 @@ import torch
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.reference.reductions import out_of_range
 from megascend.runtime.distributed.objects import broadcast_object, collect_objects, from_rank_0
-from megascend.sync.all_ranks import AllRanks, on_every_rank
-from megascend.sync.delivery import Delivery, PlanRecord, Ticket, Update
+from megascend.sync.delivery import Delivery
+from megascend.sync.push import PlanRecord, Push, Ticket
+from megascend.sync.ranks import Ranks
 from megascend.training.checkpoint.hf_slices import held_weights
 from weightwire.errors import PlanError
 from weightwire.fp8 import SCALES, BlockFormat, quantise, require_finite
@@ -43,15 +44,10 @@ WORTH = 0.7
 """``auto`` returns to complete pushes for a while when the changes are a larger share of the weights."""
 
 
-class OutdatedPlanError(Exception):
-    """An engine no longer has its share of the plan; a new plan may be possible. Raised on all ranks."""
-
-
 class ShardedSync:
-    """One rank's part in sharded pushes. All methods but those that say so are collective.
+    """Plan by which every rank sends its slices: one rank's part. All methods but those that say so are collective.
 
     Args:
-        ranks: the engines.
         sharded: True: pushes of the model need a plan; None: use one where several ranks or workers share the transfer, or for
             differences; False: use none.
         mode: see :data:`Mode`.
@@ -62,7 +58,6 @@ class ShardedSync:
     def __init__(
         self,
         backend: Backend,
-        ranks: AllRanks,
         *,
         sharded: bool | None,
         mode: Mode,
@@ -77,7 +72,7 @@ class ShardedSync:
             raise ConfigError(
                 "WeightSync: mode delta with sharded=False: differences are sent by a plan; leave sharded out"
             )
-        self._backend, self._ranks, self._groups = backend, ranks, backend.groups
+        self._backend, self._groups, self._ranks = backend, backend.groups, Ranks(backend.groups)
         self._sharded, self._mode, self._full_every, self._chunk_bytes = sharded, mode, full_every, chunk_bytes
         self._history = History() if mode != "full" else None
         self._buffers = Buffers()
@@ -124,7 +119,7 @@ class ShardedSync:
 
     def prepare(
         self,
-        engines: Sequence[InferenceEngine],
+        push: Push,
         specs: tuple[TensorSpec, ...],
         exported: tuple[TensorSpec, ...],
         formats: Mapping[str, BlockFormat],
@@ -132,12 +127,11 @@ class ShardedSync:
         """Make a plan unless there is one; return the reason why none is possible, or an empty text.
 
         Args:
-            engines: on rank 0; ignored elsewhere, as are the others.
-            specs: of the tensors to send.
+            specs: of the tensors to send; ignored on ranks other than 0, as are the others.
             exported: of those that the backend exports.
             formats: weights of them that are sent in fp8 blocks.
         """
-        names = tuple(engine.name for engine in engines)
+        names = tuple(engine.name for engine in push.engines)
 
         def state() -> tuple[bool, str]:
             # A refusal holds for some pushes: asking every engine each time would delay all of them.
@@ -162,19 +156,20 @@ class ShardedSync:
         location = Location.of(self._groups.device)
         collected = collect_objects((rows, location, problem), "world", self._groups, "the slices of all ranks")
 
-        def make(delivery: Delivery) -> tuple[str, list[Share]]:
+        def make() -> tuple[str, list[Share]]:
             assert collected is not None
             problems = [text for _, _, text in collected if text]
             if problems:
                 return problems[0], []
             pieces = [[Region(*row) for row in rank_rows] for rank_rows, _, _ in collected]
             try:
-                self._planned = self._plan(engines, pieces, [memory for _, memory, _ in collected], delivery)
+                places = [memory for _, memory, _ in collected]
+                self._planned = self._plan(push.engines, pieces, places, push.connection)
             except (PlanError, ConfigError) as error:
                 return str(error), []
             return "", self._planned.shares
 
-        reason, shares = self._ranks.call(make, "the plan of the transfer")
+        reason, shares = self._ranks.on_rank_0(make, "the plan of the transfer")
         if reason:
             self._refusal, self._refused_pushes = (names, reason), 0
             # A warning only if the user has asked for what does not work.
@@ -231,8 +226,8 @@ class ShardedSync:
         hosts = {location.host for location in places}
         if len(hosts) > 1 and delivery.is_loopback:
             raise PlanError(
-                f"the ranks are on {len(hosts)} hosts, and rank 0 listens on {delivery.host} (host, sync.host): set an address "
-                "that all of them reach"
+                f"the ranks are on {len(hosts)} hosts, and rank 0 listens on {delivery.listener.host} (host, sync.host): set an "
+                "address that all of them reach"
             )
         transport = delivery.check_pairs(members, places)
         devices = sorted({location.device for location in places} - {"cpu"})
@@ -333,27 +328,22 @@ class ShardedSync:
 
     # --- a push ---
 
-    def begin(self, update: Update) -> None:
+    def offer(self, push: Push) -> None:
         """Offer the update to the engines, and join its group on every rank.
 
         Raises:
             OutdatedPlanError: an engine no longer has the plan.
         """
-        planned, specs = self._planned, self._specs
 
-        def offer(delivery: Delivery) -> Ticket | None:
-            assert planned is not None
-            return delivery.begin_sharded(update, specs, planned, self._base())
-
-        ticket = self._ranks.call(offer, "the offer to the engines")
-        if ticket is None:
-            raise OutdatedPlanError
+        ticket = self._ranks.on_rank_0(
+            lambda: push.offer(self._specs, plan=self._planned, base=self._base()), "the offer to the engines"
+        )
 
         def connect() -> None:
-            update.sender = self._connect(ticket)
+            push.sender = self._connect(ticket)
 
-        failure = f"version {update.version} was not begun"
-        on_every_rank(connect, self._groups, "joining the group of the update", failure)
+        failure = f"version {push.version} was not begun"
+        self._ranks.on_every_rank(connect, "joining the group of the update", failure)
 
     def _connect(self, ticket: Ticket) -> ShardSender:
         assert self._share is not None
@@ -381,12 +371,12 @@ class ShardedSync:
             return None
         return self._history.base(self._planned.identity)
 
-    def transfer(self, update: Update) -> None:
-        """Send this rank's slices; set the update's seal and amounts on rank 0."""
-        sender = update.sender
+    def send(self, push: Push) -> Seal | None:
+        """Send this rank's slices; return the seal on rank 0, and note the amounts there."""
+        sender = push.sender
         assert isinstance(sender, ShardSender)
-        digests = on_every_rank(
-            lambda: self._send(sender), self._groups, "the outcome of the transfer", "the model was not sent"
+        digests = self._ranks.on_every_rank(
+            lambda: self._send(sender), "the outcome of the transfer", "the model was not sent"
         )
         # Only now: other members may still read the last messages from this process. Rank 0 leaves last.
         if self._groups.rank != 0:
@@ -394,15 +384,15 @@ class ShardedSync:
         row = digests, sender.traffic.delivered, sender.traffic.content
         collected = collect_objects(row, "world", self._groups, "digests of the chunks")
         if collected is None or self._planned is None:
-            return
+            return None
         sender.close()
         shares, senders = self._planned.shares, len(collected)
         by_member = digests_by_worker(shares, senders, [values for values, _, _ in collected])
-        update.seal = Seal(update.name, update.version, sender.manifest.identity, (), by_member)
-        update.nbytes = max(share.nbytes for share in shares[senders:])
-        update.buckets = sum(len(share.chunks) for share in shares[:senders])
-        update.payload = sum(delivered for _, delivered, _ in collected)
-        update.content = sum(content for _, _, content in collected)
+        push.nbytes = max(share.nbytes for share in shares[senders:])
+        push.buckets = sum(len(share.chunks) for share in shares[:senders])
+        push.payload = sum(delivered for _, delivered, _ in collected)
+        push.content = sum(content for _, _, content in collected)
+        return Seal(push.name, push.version, sender.manifest.identity, (), by_member)
 
     def _send(self, sender: ShardSender) -> list[str]:
         """Send this rank's slices; return the digests of its chunks."""

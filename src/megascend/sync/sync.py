@@ -7,23 +7,27 @@ enter the next one. So no rank waits for one that has given up, and the trainer'
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megascend.errors import ConfigError, MegascendError, WeightSyncError
-from megascend.runtime.distributed.objects import agree, from_rank_0
-from megascend.sync.all_ranks import AllRanks, on_every_rank, on_rank_0
-from megascend.sync.delivery import MARGIN_S, OLD_WEIGHTS, Delivery, RunCoroutine, Update, run_phases
-from megascend.sync.sharded import Mode, OutdatedPlanError, ShardedSync
+from megascend.errors import ConfigError, MegascendError
+from megascend.runtime.distributed.objects import agree
+from megascend.sync.delivery import MARGIN_S, Delivery, RunCoroutine
+from megascend.sync.push import OutdatedPlanError, Push, WholeTensors
+from megascend.sync.ranks import Ranks
+from megascend.sync.sharded import Mode, ShardedSync
 from weightwire import digest as digests
 from weightwire.engine import InferenceEngine
 from weightwire.errors import WireError
-from weightwire.fp8 import BlockFormat, stored_specs, stored_tensors
+from weightwire.fp8 import BlockFormat, stored_specs
 from weightwire.manifest import AdapterInfo, TensorSpec, default_bucket_bytes
 from weightwire.sender import spec_of
 from weightwire.transports.base import device_types, transports_for
 from weightwire.transports.choice import AUTO
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,10 +133,9 @@ class WeightSync:
             digests.require(digest)
         except WireError as error:
             raise ConfigError(f"WeightSync: {error}") from error
-        self._ranks = AllRanks(backend.groups)
+        self._ranks, self._delivery = Ranks(backend.groups), None
         self._shards = ShardedSync(
             backend,
-            self._ranks,
             sharded=sharded,
             mode=mode,
             full_every=full_every,
@@ -140,7 +143,7 @@ class WeightSync:
         )
 
         def listen() -> None:
-            self._ranks.delivery = Delivery(
+            self._delivery = Delivery(
                 transport=transport,
                 device=backend.groups.device,
                 host=host,
@@ -152,7 +155,7 @@ class WeightSync:
                 run=run,
             )
 
-        on_rank_0(listen, self._groups, f"WeightSync({transport=}, {host=}, {bucket_bytes=}, {digest=})")
+        self._ranks.on_rank_0(listen, f"WeightSync({transport=}, {host=}, {bucket_bytes=}, {digest=})")
 
     def push(self, version: int, adapter: str | None = None, *, adapter_only: bool = False) -> PushResult:
         """Update all engines to the current weights, as ``version``. Collective.
@@ -177,28 +180,12 @@ class WeightSync:
             # Compared before anything is exported: ranks that push different things would wait for each other in the export.
             self._agree(version, adapter, adapter_only)
             try:
-                update, reason = self._update(version, adapter, adapter_only)
-            except OutdatedPlanError:
+                push, reason = self._push(version, adapter, adapter_only)
+            except OutdatedPlanError as error:
+                log.info("%s", error)
                 # No failure: an engine was restarted. A new plan is not outdated, and the second attempt is the last.
-                update, reason = self._update(version, adapter, adapter_only)
-            pushed = from_rank_0(
-                lambda: PushResult(
-                    version,
-                    update.nbytes,
-                    update.buckets,
-                    tuple(engine.name for engine in update.engines),
-                    update.seconds,
-                    update.transport,
-                    sharded=not reason,
-                    why_not_sharded=reason,
-                    base=update.base,
-                    payload=update.payload,
-                    share=update.share,
-                    parts=update.parts,
-                ),
-                self._groups,
-                "the result of the push",
-            )
+                push, reason = self._push(version, adapter, adapter_only)
+            pushed = self._ranks.on_rank_0(lambda: _result(push, reason), "the result of the push")
             if pushed.sharded:
                 self._shards.succeeded(version, pushed.base, pushed.share)
             return pushed
@@ -206,9 +193,9 @@ class WeightSync:
     def close(self) -> None:
         """Stop listening, and release what was kept for the next push. Engines keep their weights. Not collective."""
         self._shards.close()
-        if self._ranks.delivery is not None:
-            self._ranks.delivery.close()
-        self._ranks.delivery = None
+        if self._delivery is not None:
+            self._delivery.close()
+        self._delivery = None
 
     def __enter__(self) -> WeightSync:
         return self
@@ -218,30 +205,29 @@ class WeightSync:
 
     # --- on all ranks ---
 
-    def _update(self, version: int, adapter: str | None, adapter_only: bool) -> tuple[Update, str]:
-        """Run an update; return it with the reason why it was not sharded, empty if it was.
+    def _push(self, version: int, adapter: str | None, adapter_only: bool) -> tuple[Push, str]:
+        """Push once; return it with the reason why it was not sharded, empty if it was.
 
         Raises:
             OutdatedPlanError: an engine no longer had the plan of a sharded update, which is forgotten.
         """
-        # Every rank has an Update, but only rank 0 calls engines: its durations and amounts are the ones reported.
-        update = Update(list(self.engines), version)
-        with update.timed("describe"):
-            rank_0 = self._rank_0_sender(update, adapter, adapter_only)
+        # Every rank has a Push, but only rank 0 calls engines: its durations and amounts are the ones reported.
+        push = Push(list(self.engines), version, self._delivery, self._ranks)
+        with push.timed("describe"):
+            whole = self._whole_tensors(push, adapter, adapter_only)
             # Without a reason against it every rank sends its own slices; rank 0 otherwise gathers and sends whole tensors.
             reason = self._shards.refusal(adapter, adapter_only) or self._shards.prepare(
-                update.engines, rank_0.specs, self._specs or (), rank_0.formats
+                push, whole.specs, self._specs or (), whole.formats
             )
             if reason:
                 self._shards.require_optional(version, reason, factors_only=adapter_only)
-        sender = rank_0 if reason else self._shards
         try:
-            run_phases(update, self._ranks, sender.begin, sender.transfer)
+            push.run(whole if reason else self._shards)
         except BaseException:  # an interrupt, too: what the engines have is then unknown
             if not reason:
                 self._shards.forget()
             raise
-        return update, reason
+        return push, reason
 
     def _agree(self, version: int, adapter: str | None, adapter_only: bool) -> None:
         problem: MegascendError | None = None
@@ -254,12 +240,12 @@ class WeightSync:
             problem = ConfigError(f"push: unknown adapter {adapter!r}; loaded: {names}")
         agree(f"push({version=}, {adapter=}, {adapter_only=})", self._groups, problem)
 
-    def _rank_0_sender(self, update: Update, adapter: str | None, factors_only: bool) -> RankZeroSender:
+    def _whole_tensors(self, push: Push, adapter: str | None, factors_only: bool) -> WholeTensors:
         if factors_only and adapter is not None:
             config, tensors = self._backend.adapter_as_peft(adapter) or ({}, {})  # None on ranks other than 0
             specs = tuple(spec_of(*item) for item in tensors.items())
             factors = (item for item in tensors.items())
-            return RankZeroSender(self._ranks, specs, AdapterInfo(adapter, config), factors)
+            return WholeTensors(specs, AdapterInfo(adapter, config), factors)
         export = self._backend.named_weights
         if self._specs is None:
             # Only an export itself yields tensor names. Their order is fixed, so run it once on the meta device, without data.
@@ -267,54 +253,33 @@ class WeightSync:
                 self._specs = tuple(spec_of(name, tensor) for name, tensor in tensors)
         exported = self._specs
 
-        def store(delivery: Delivery) -> None:
-            formats = delivery.quantised(update.engines)
+        def store() -> None:
+            formats = push.connection.quantised(push.engines)
             # The same object as in the push before: see weightwire.manifest.
             if self._stored is None or self._stored[1] != formats:
-                try:
-                    self._stored = stored_specs(exported, formats) if formats else exported, formats
-                except WireError as error:
-                    raise WeightSyncError(f"version {update.version} was not sent: {error}{OLD_WEIGHTS}") from error
+                self._stored = stored_specs(exported, formats) if formats else exported, formats
 
-        self._ranks.call(store, "how the engines store weights")
+        self._ranks.on_rank_0(store, "how the engines store weights", f"version {push.version} was not sent")
         # Other ranks export no tensors, and learn of the formats with a plan.
         specs, formats = self._stored or (exported, {})
-        return RankZeroSender(self._ranks, specs, None, _generator(export(adapter, receivers="main")), formats)
+        return WholeTensors(specs, None, _generator(export(adapter, receivers="main")), formats)
 
 
-@dataclass
-class RankZeroSender:
-    """Sender of a push from rank 0; all ranks iterate over the stream, to take part in the export.
-
-    Attributes:
-        specs: specs of the tensors, in order; empty on ranks other than 0.
-        adapter: set if only an adapter's factors are sent.
-        stream: generator, not started; only rank 0 gets tensors.
-        formats: weights of it that are sent in fp8 blocks.
-    """
-
-    ranks: AllRanks
-    specs: tuple[TensorSpec, ...]
-    adapter: AdapterInfo | None
-    stream: Generator[tuple[str, Tensor], None, None]
-    formats: Mapping[str, BlockFormat] = field(default_factory=dict)
-
-    def begin(self, update: Update) -> None:
-        """Offer the update to the engines, and connect rank 0."""
-        self.ranks.call(lambda delivery: delivery.begin(update, self.specs, self.adapter), "the offer to the engines")
-
-    def transfer(self, update: Update) -> None:
-        """Export, and send on rank 0."""
-        failure = "the model was not sent" if self.adapter is None else f"adapter {self.adapter.name} was not sent"
-        on_every_rank(lambda: self._export(update), self.ranks.groups, "the outcome of the transfer", failure)
-
-    def _export(self, update: Update) -> None:
-        with contextlib.closing(self.stream) as stream:  # tells the other ranks that this one stopped early
-            if update.sender is not None:
-                update.send(stored_tensors(stream, self.formats))
-            # Iterating joins the export's collectives.
-            for _ in stream:
-                pass
+def _result(push: Push, reason: str) -> PushResult:
+    return PushResult(
+        push.version,
+        push.nbytes,
+        push.buckets,
+        tuple(engine.name for engine in push.engines),
+        push.seconds,
+        push.transport,
+        sharded=not reason,
+        why_not_sharded=reason,
+        base=push.base,
+        payload=push.payload,
+        share=push.share,
+        parts=push.parts,
+    )
 
 
 def check_transport(transport: str, device_type: str) -> None:

@@ -17,6 +17,7 @@ from megascend.errors import ConfigError, EngineError
 from megascend.integrations.verl.rollout_server import RolloutServer
 from megascend.integrations.verl.rollout_settings import translate_rollout
 from megascend.sync.delivery import Delivery
+from megascend.sync.push import push_tensors
 
 pytestmark = pytest.mark.nightly
 
@@ -74,7 +75,7 @@ def test_log_probabilities_are_those_of_transformers_before_and_after_an_update(
         for parameter in reference_model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     delivery = Delivery(transport="gloo", device=torch.device("cpu"), bucket_bytes=100_000, timeout_s=60)
-    delivery.push([served.server.engine], served.announce(5), dict(reference_model.state_dict()))
+    push_tensors(delivery, [served.server.engine], served.announce(5), dict(reference_model.state_dict()))
     second = served.sampled()
     assert second.log_probs == pytest.approx(reference(reference_model, second.token_ids), abs=1e-5)
     assert (second.extra_fields["min_global_steps"], second.extra_fields["global_steps"]) == (5, 5)

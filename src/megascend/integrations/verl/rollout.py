@@ -28,6 +28,7 @@ from megascend.integrations.verl.rollout_server import DTYPES, RolloutServer
 from megascend.integrations.verl.rollout_settings import RolloutSettings, translate_rollout
 from megascend.integrations.verl.settings_table import ROLLOUT_NAME
 from megascend.sync.delivery import Delivery
+from megascend.sync.push import push_tensors
 from weightwire.remote_engine import RemoteEngine
 
 
@@ -157,7 +158,7 @@ class ServerAdapter(base.BaseRollout):
                 timeout_s=self._settings.timeout_s,
             )
         engine = _ActorsEngine(server, f"rollout replica {self.replica_rank}")
-        self._delivery.push([engine], ray.get(server.announce.remote(global_steps)), tensors)
+        push_tensors(self._delivery, [engine], ray.get(server.announce.remote(global_steps)), tensors)
 
 
 class _ActorsEngine(RemoteEngine):

@@ -16,6 +16,7 @@ from megascend.apps.rl.rollout.controller.controller import Controller
 from megascend.apps.rl.rollout.controller.server import ControllerServer
 from megascend.errors import EngineError, WeightSyncError
 from megascend.sync.delivery import Delivery
+from megascend.sync.push import push_tensors
 from megascend.sync.sync import PushResult
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
@@ -130,10 +131,10 @@ def test_an_engine_restarted_with_other_members_gets_the_next_update() -> None:
     controlled = ControllerEngine(str(server.address), Key(KEY), owner="trainer")
     delivery = Delivery(device=torch.device("cpu"), timeout_s=TIMEOUT_S)
     try:
-        delivery.push([controlled], 1, {"a": torch.ones(5)})
+        push_tensors(delivery, [controlled], 1, {"a": torch.ones(5)})
         engines[0].start(1)
         engines[1].start(3)
-        delivery.push([controlled], 2, {"a": torch.full((5,), 2.0)})
+        push_tensors(delivery, [controlled], 2, {"a": torch.full((5,), 2.0)})
         values = [[weights["a"].unique().item() for weights in engine.weights] for engine in engines]
         assert values == [[2.0], [2.0, 2.0, 2.0]]
     finally:

@@ -29,6 +29,7 @@ from megascend.apps.rl.rollout.controller.client import ControllerEngine
 from megascend.apps.rl.rollout.engines.vllm import VllmAscendEngine, VllmEngine
 from megascend.errors import ConfigError, EngineError, EngineLostError, WeightSyncError
 from megascend.sync.delivery import Delivery
+from megascend.sync.push import push_tensors
 from weightwire.engine import Completion, RoutedExperts, Sampling, TopLogprobs
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import OwnerError, UnsupportedCallError, WireError
@@ -163,12 +164,12 @@ def test_an_update_reaches_both_workers_and_versions_are_reported(address: str, 
     engine = client(address, owner="trainer")
     delivery = Delivery(device=torch.device("cpu"), bucket_bytes=1024, timeout_s=60.0)
     weights = {"w": torch.full((1000,), 3.0)}
-    assert delivery.push([engine], 1, weights).transport == "gloo"
+    assert push_tensors(delivery, [engine], 1, weights).transport == "gloo"
     assert double.values == [3.0, 3.0]
     with pytest.raises(
         WeightSyncError, match=r"VersionError: .*begin_update: version 1 of model is offered, and version 1"
     ):
-        delivery.push([engine], 1, weights)
+        push_tensors(delivery, [engine], 1, weights)
     delivery.close()
 
     async def ask() -> None:

@@ -1,0 +1,395 @@
+"""One update of inference engines by all ranks of a trainer: offer, send, seal, commit, and what a failure leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from megascend.errors import WeightSyncError
+from megascend.sync.delivery import MARGIN_S, Answers, Delivery, member_names
+from megascend.sync.ranks import Ranks
+from weightwire.engine import InferenceEngine
+from weightwire.errors import BaseError, PlanError
+from weightwire.fp8 import BlockFormat, stored_specs, stored_tensors
+from weightwire.manifest import AdapterInfo, Manifest, TensorSpec
+from weightwire.offer import Offer, Seal, Sharding
+from weightwire.plan import Share
+from weightwire.sender import Sender, spec_of
+from weightwire.sharded import ShardSender
+
+log = logging.getLogger(__name__)
+
+
+class OutdatedPlanError(WeightSyncError):
+    """An engine no longer has its share of the plan; a new plan may be possible."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """All that a rank needs to join an update.
+
+    Attributes:
+        address, name: address and name of the update's group.
+        device: type of the device of the buffers.
+        base: version from which differences are sent, or None.
+        keep: ranks keep what they send, as the base of differences.
+    """
+
+    address: tuple[str, int]
+    name: str
+    manifest: Manifest
+    transport: str
+    device: str
+    options: Mapping[str, Any]
+    timeout_s: float
+    base: int | None
+    keep: bool
+
+
+@dataclass
+class PlanRecord:
+    """A plan, as rank 0 knows it.
+
+    Attributes:
+        engines: number of workers of the engines that it was made for, by name.
+        shares: part of every member.
+        transport: transport of its updates.
+        keep: workers keep what they have received, as the base of differences.
+        provisioned: names of the engines whose workers have their shares from an earlier push.
+    """
+
+    engines: dict[str, int]
+    shares: list[Share]
+    transport: str
+    keep: bool
+    provisioned: set[str] = field(default_factory=set)
+
+    @property
+    def identity(self) -> str:
+        """Name of the plan."""
+        return self.shares[0].plan
+
+    @property
+    def senders(self) -> int:
+        """Number of ranks that send."""
+        return len(self.shares) - sum(self.engines.values())
+
+
+class Plan(Protocol):
+    """A way to send weights, which a :class:`Push` carries out. Both methods are collective."""
+
+    def offer(self, push: Push) -> None:
+        """Offer the update to the engines, and connect the ranks that send."""
+        ...
+
+    def send(self, push: Push) -> Seal | None:
+        """Send everything; return the seal on rank 0, and note the amounts there."""
+        ...
+
+
+@dataclass
+class Push:
+    """One update, from all ranks of a trainer to its engines. Its methods are collective.
+
+    Attributes:
+        engines: participating engines, on rank 0.
+        version: version that they receive.
+        delivery: connection to them, on rank 0.
+        name: name of its group; empty before it is offered.
+        sender: connected sender; None until all receivers have joined, and on ranks that do not send.
+        transport: transport in use; empty before it is offered.
+        nbytes, buckets: amounts sent to each receiver or, of a sharded update, received by the largest one and sent in all.
+        payload: bytes that the workers of all engines receive, together.
+        content: bytes of complete messages in their place.
+        base: version from which differences are sent; None: complete weights.
+        seconds: duration of each phase.
+        parts: seconds of the phases' parts, by ``PHASE.PART``; of engines, those of the slowest one.
+    """
+
+    engines: Sequence[InferenceEngine]
+    version: int
+    delivery: Delivery | None
+    ranks: Ranks = field(default_factory=Ranks)
+    name: str = ""
+    sender: Sender | ShardSender | None = None
+    transport: str = ""
+    nbytes: int = 0
+    buckets: int = 0
+    payload: int = 0
+    content: int = 0
+    base: int | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Return the received bytes relative to those of complete messages."""
+        return self.payload / max(1, self.content)
+
+    def run(self, plan: Plan) -> None:
+        """Carry out a plan, and note the seconds of each phase.
+
+        Any error, of a rank or an engine, ends the update for all engines. Until the commit it is dropped, and they keep the old
+        weights; a commit that failed on some engines cannot be dropped on the others.
+        """
+        droppable = True
+        try:
+            with self.timed("begin"):
+                plan.offer(self)
+            with self.timed("transfer"):
+                seal = plan.send(self)
+            with self.timed("verify"):
+                self.seal(seal)
+            droppable = False
+            with self.timed("commit"):
+                self.commit()
+        except BaseException as error:
+            # After an interrupt, too: engines would keep the update, and refuse others, until its lease ends. An interrupted
+            # commit may not have reached every engine; on those that have committed, a drop does nothing.
+            if droppable or not isinstance(error, Exception):
+                self.drop()
+            raise
+
+    def offer(
+        self,
+        specs: tuple[TensorSpec, ...],
+        adapter: AdapterInfo | None = None,
+        plan: PlanRecord | None = None,
+        base: int | None = None,
+    ) -> Ticket:
+        """Offer the update to all engines. On rank 0 only.
+
+        If engines do not have the base version, and nothing else is wrong, all of them are offered a complete update.
+
+        Args:
+            plan: plan of a sharded update; None: rank 0 sends whole tensors.
+            base: version from which differences are to be sent.
+
+        Returns:
+            What a rank needs to join the update's group.
+
+        Raises:
+            OutdatedPlanError: an engine no longer has the plan.
+        """
+        delivery = self.connection
+        if plan is None:
+            # The devices of the engines' workers decide the transport.
+            with self.timed("begin.locations"):
+                counts, members = delivery.members(self.engines)
+            self.transport = delivery.fitting_transport(members)
+        else:
+            counts, self.transport = plan.engines, plan.transport
+        self.base = base
+        manifest, device = delivery.manifest(self.version, specs, self.transport, adapter)
+        answers = self._offer(delivery, manifest, counts, plan)
+        unknown = next((error for error in answers.errors.values() if isinstance(error, PlanError)), None)
+        if unknown is not None and plan is not None and plan.provisioned:
+            # It was restarted, perhaps with other workers or other slices: its old share may not be what it needs now.
+            raise OutdatedPlanError(f"version {self.version} is planned anew: {unknown}")
+        if base is not None and answers.errors:
+            faults = {name: error for name, error in answers.errors.items() if not isinstance(error, BaseError)}
+            if faults:
+                # Would fail again, or hang for longer than the other ranks wait. It is the reason, not a missing base.
+                answers = Answers(answers.results, faults)
+            else:
+                log.info("version %d is sent completely: %s", self.version, next(iter(answers.errors.values())))
+                self.drop()
+                self.base = None
+                answers = self._offer(delivery, manifest, counts, plan)
+        answers.required(f"version {self.version} was not begun")
+        return Ticket(
+            address=(delivery.listener.host, delivery.listener.port),
+            name=self.name,
+            manifest=manifest,
+            transport=self.transport,
+            device=device.type,
+            options=delivery.options,
+            timeout_s=delivery.timeout_s,
+            base=self.base,
+            keep=plan is not None and plan.keep,
+        )
+
+    def _offer(
+        self, delivery: Delivery, manifest: Manifest, counts: Mapping[str, int], plan: PlanRecord | None
+    ) -> Answers:
+        """Announce the update's group, and offer the update to every engine.
+
+        Args:
+            counts: number of workers by engine.
+        """
+        delivery.drop_left(self.engines)
+        trainers = [f"trainer {delivery.owner}"]
+        if plan is not None:
+            trainers = [f"{trainers[0]} rank {rank}" for rank in range(plan.senders)]
+        self.name = delivery.listener.new_group([*trainers, *member_names(counts)], senders=len(trainers))
+        offers, first = {}, len(trainers)
+        for name, workers in counts.items():
+            sharded = None
+            if plan is not None:
+                # Engines keep their shares: tens of thousands of slices would be sent again with every push.
+                shares = None if name in plan.provisioned else tuple(plan.shares[first : first + workers])
+                sharded = Sharding(plan.identity, len(trainers), shares, self.base, plan.keep)
+            offers[name] = Offer(
+                update=self.name,
+                owner=delivery.owner,
+                host=delivery.listener.host,
+                port=delivery.listener.port,
+                first=first,
+                workers=workers,
+                transport=self.transport,
+                timeout_s=delivery.timeout_s,
+                lease_s=2 * delivery.timeout_s + MARGIN_S,  # then an engine drops the update of a trainer that died
+                manifest=manifest,
+                options=delivery.options,
+                sharded=sharded,
+            )
+            first += workers
+        with self.timed("begin.offer"):
+            answers = delivery.call(self.engines, lambda engine: engine.begin_update(offers[engine.name]))
+        delivery.accepted([*answers.results])
+        return answers
+
+    def seal(self, seal: Seal | None) -> None:
+        """Wait until every engine has verified what it received.
+
+        Args:
+            seal: on rank 0.
+        """
+
+        def verify() -> None:
+            sealed = cast(Seal, seal)  # rank 0 has it
+            in_time = max(
+                0.1, self.connection.timeout_s - 2.0
+            )  # leaves the engine time to answer before our own deadline
+            answers = self.connection.call(self.engines, lambda engine: engine.verify(sealed, in_time))
+            answers.required(f"version {self.version} was not verified")
+
+        self.ranks.on_rank_0(verify, "verification by the engines")
+
+    def commit(self) -> None:
+        """Activate the verified update on all engines."""
+
+        def commit() -> None:
+            answers = self.connection.call(self.engines, lambda engine: engine.commit(self.name))
+            # The slowest engine's: the trainer waits for it.
+            for seconds in answers.results.values():
+                for part, value in (seconds or {}).items():
+                    name = f"commit.{part}"
+                    self.parts[name] = max(self.parts.get(name, 0.0), value)
+            if answers.errors:
+                # Open, it would keep them from the next one. A no-op on an engine that has committed it, or does so now.
+                self.connection.drop(self.name, [engine for engine in self.engines if engine.name in answers.errors])
+            names = ", ".join(answers.results)
+            active = f"; version {self.version} is active on {names}" if names else ""
+            answers.required(f"version {self.version} was not committed everywhere", active)
+
+        self.ranks.on_rank_0(commit, "the commit on the engines")
+
+    def drop(self) -> None:
+        """Leave the update's group and, on rank 0, make the engines drop it. Not collective; raises no engine's error."""
+        if self.sender is not None:
+            self.sender.close()
+        if self.delivery is not None and self.name:
+            self.delivery.drop(self.name, self.engines)
+
+    @property
+    def connection(self) -> Delivery:
+        """Return the connection to the engines; a WeightSyncError once it is closed."""
+        if self.delivery is None:
+            raise WeightSyncError("push: this WeightSync is closed")
+        return self.delivery
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Record the seconds within the context as those of a phase, or of its part ``PHASE.PART``."""
+        log.debug("version %d: %s", self.version, name)
+        start = time.perf_counter()
+        yield
+        (self.parts if "." in name else self.seconds)[name] = time.perf_counter() - start
+
+
+@dataclass
+class WholeTensors:
+    """Plan by which rank 0 sends whole tensors to every worker; all ranks iterate over the stream, to take part in the export.
+
+    Attributes:
+        specs: specs of the tensors, in order, as they are sent; empty on ranks other than 0.
+        adapter: set if only an adapter's factors are sent.
+        stream: generator, not started; only rank 0 gets tensors.
+        formats: weights of it that are sent in fp8 blocks.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    adapter: AdapterInfo | None
+    stream: Generator[tuple[str, Tensor], None, None]
+    formats: Mapping[str, BlockFormat] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], formats: Mapping[str, BlockFormat]) -> WholeTensors:
+        """Plan to send a model's tensors, by their Hugging Face names."""
+        specs = stored_specs((spec_of(*item) for item in tensors.items()), formats)
+        return cls(specs, None, (item for item in tensors.items()), formats)
+
+    def offer(self, push: Push) -> None:
+        """Offer the update to the engines, and connect rank 0."""
+        push.ranks.on_rank_0(lambda: self._connect(push), "the offer to the engines")
+
+    def _connect(self, push: Push) -> None:
+        ticket, delivery = push.offer(self.specs, self.adapter), push.connection
+        # Waits for the receivers, which the engines start in begin_update.
+        with push.timed("begin.connect"):
+            push.sender = Sender.connect(
+                delivery.listener,
+                ticket.name,
+                ticket.manifest,
+                transport=ticket.transport,
+                device=ticket.device,
+                timeout_s=ticket.timeout_s,
+                options=ticket.options,
+                overlap=delivery.overlap,
+                buffers=delivery.buffers,
+            )
+
+    def send(self, push: Push) -> Seal | None:
+        """Export, and send on rank 0."""
+        failure = "the model was not sent" if self.adapter is None else f"adapter {self.adapter.name} was not sent"
+        return push.ranks.on_every_rank(lambda: self._send(push), "the outcome of the transfer", failure)
+
+    def _send(self, push: Push) -> Seal | None:
+        seal = None
+        with contextlib.closing(self.stream) as stream:  # tells the other ranks that this one stopped early
+            if isinstance(push.sender, Sender):
+                with push.sender as sender:
+                    seal = sender.send(stored_tensors(stream, self.formats))
+                push.nbytes, push.buckets = sender.traffic.nbytes, sender.traffic.buckets
+                push.payload = push.content = push.nbytes * sender.receivers
+                push.parts |= {f"transfer.{part}": seconds for part, seconds in sender.traffic.seconds.items()}
+            # Iterating joins the export's collectives.
+            for _ in stream:
+                pass
+        return seal
+
+
+def push_tensors(
+    delivery: Delivery, engines: Sequence[InferenceEngine], version: int, tensors: Mapping[str, Tensor]
+) -> Push:
+    """Update engines from one process, without ranks.
+
+    Args:
+        version: greater than the engines' current one.
+        tensors: the model's tensors by their Hugging Face names.
+
+    Raises:
+        WeightSyncError: the message names the engine, its error, and the engines that keep the old weights.
+    """
+    push = Push(list(engines), version, delivery)
+    formats = delivery.quantised(push.engines)
+    failure = f"version {version} was not sent"
+    push.run(push.ranks.on_rank_0(lambda: WholeTensors.of(tensors, formats), "the tensors to send", failure))
+    return push
