@@ -320,7 +320,7 @@ class InferenceEngine(ABC):
 
 @dataclass(kw_only=True)
 class Lease:
-    """An owner's right to change an engine.
+    """An owner's right to change an engine, or to continue an update.
 
     Attributes:
         owner: name of the owner.
@@ -331,6 +331,11 @@ class Lease:
     owner: str
     lease_s: float
     until: float
+
+    @classmethod
+    def begin(cls, owner: str, lease_s: float, now: float) -> Lease:
+        """Return a lease of ``lease_s`` from now."""
+        return cls(owner=owner, lease_s=lease_s, until=now + lease_s)
 
     def renew(self, now: float, lease_s: float | None = None) -> None:
         """Extend the lease to ``lease_s`` (default: its own length) from now; it never becomes shorter."""

@@ -218,7 +218,8 @@ class Receiver:
                     raise update.problem
                 self._require_state(update, RECEIVE_DONE)
                 update.compare(self.name, seal)
-                update.state, update.last_activity = VERIFIED, time.monotonic()
+                update.state = VERIFIED
+                update.lease.renew(time.monotonic())
         except WireError as error:
             self._drop(update, error)
             raise
@@ -335,12 +336,12 @@ class Receiver:
         update = self._update
         if update is None or not update.is_open or update.offer.update == offer.update:
             return
-        # The last owner may only be slow; the message says how long it has to be silent.
-        age = time.monotonic() - update.last_activity
+        # The last owner may only be slow; the message says how long it may still be silent.
+        left = update.lease.left_s(time.monotonic())
         if offer.owner != update.offer.owner:
             raise OwnerError(
                 f"{self.name}: {offer.owner} offers an update while {update}, of {update.offer.owner}, is {update.state} "
-                f"(last touched {age:.1f} s ago; dropped after {update.offer.lease_s:g} s). An engine has one owner at a time"
+                f"(dropped if nobody continues it for another {left:.1f} s). An engine has one owner at a time"
             )
         raise UpdateError(f"{self.name}: {update} is still {update.state}: commit it or drop it before the next one")
 
@@ -404,7 +405,7 @@ class Receiver:
             if update is None or update.offer.update != name:
                 last = "there is none" if update is None else f"the last one is {update}, {update.state}"
                 raise UpdateError(f"{self.name}: unknown update {name!r:.120}; {last}")
-            update.last_activity = time.monotonic()
+            update.lease.renew(time.monotonic())
             return update
 
     def _require_state(self, update: IncomingUpdate, state: str) -> None:
@@ -486,20 +487,20 @@ class Receiver:
         with self._lock:
             # The update may have been dropped while its last bucket arrived.
             if update.state == RECEIVING:
-                update.state, update.last_activity = RECEIVE_DONE, time.monotonic()
+                update.state = RECEIVE_DONE
+                update.lease.renew(time.monotonic())
                 update.arrived.set()
 
     def _check_lease(self, update: IncomingUpdate) -> None:
         """Drop an update whose lease has ended; wait for a second otherwise."""
-        lease = update.offer.lease_s
-        left = update.last_activity + lease - time.monotonic()
+        left = update.lease.left_s(time.monotonic())
         # At most a second: calls extend the lease meanwhile, and a commit ends the loop without this event.
         update.abandoned.wait(min(max(left, 0.01), 1.0))
         with self._lock:
             # Not while receiving: the transfer has deadlines of its own. Checked under the lock, which a call may have held to
             # extend the lease.
-            if update.state in (RECEIVE_DONE, VERIFIED) and update.last_activity + lease <= time.monotonic():
-                reason = f"{self.name}: {update} was dropped: nobody continued it for {lease:g} s"
+            if update.state in (RECEIVE_DONE, VERIFIED) and not update.lease.left_s(time.monotonic()):
+                reason = f"{self.name}: {update} was dropped: nobody continued it for {update.offer.lease_s:g} s"
                 log.warning("%s", reason)
                 self._drop(update, UpdateError(reason))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weightwire import digest
 from weightwire.background import BackgroundThread
+from weightwire.engine import Lease
 from weightwire.errors import DigestError, ManifestError, TransportError, WireError
 from weightwire.group import Group, join
 from weightwire.manifest import Manifest
@@ -34,6 +35,7 @@ class IncomingUpdate:
     Attributes:
         rank: rank of this member in the group.
         staging: memory, until the update is dropped or settled.
+        lease: the owner's, which every call of the update renews.
         problem: error because of which it was dropped.
         digests: digests of the buckets or chunks that have arrived.
         arrived: set when everything has, or nothing more will.
@@ -52,13 +54,16 @@ class IncomingUpdate:
     problem: WireError | None = None
     digests: list[digest.Pending] = field(default_factory=list)
     buckets: int = 0
-    last_activity: float = field(default_factory=time.monotonic)
+    lease: Lease = field(init=False)
     arrived: threading.Event = field(default_factory=threading.Event)
     abandoned: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
     restore: Callable[[], object] | None = None
     refill: Callable[[], object] | None = None
     previous_versions: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lease = Lease.begin(self.offer.owner, self.offer.lease_s, time.monotonic())
 
     @property
     def manifest(self) -> Manifest:
@@ -120,7 +125,7 @@ def receive(update: IncomingUpdate, note_arrival: Callable[[IncomingUpdate], obj
         # Only started: the device computes the digest while the next bucket arrives; verify() reads the values.
         update.digests.append(digest.begin(offer.manifest.digest, content))
         update.buckets = index + 1
-        update.last_activity = time.monotonic()
+        update.lease.renew(time.monotonic())
         group.progress(update.buckets)
 
     try:

@@ -182,16 +182,16 @@ class Call:
         deadline: the client's, an attribute of :class:`RemoteEngine`; ``timeout_s`` of the arguments is added.
         reads: it changes nothing: it needs no owner, and each attempt is executed.
         repeatable: it may be sent again when the connection breaks: it has no effect, or the same one as once.
-        field: field of the result in the answer; default: the name of the call. Empty without a result.
-        optional: the field may be missing: the engine has nothing to say.
+        result: field of the result in the answer; None without a result.
+        optional: the result may be None, and its field is then missing.
         write: turns the result into JSON.
-        read: rebuilds the result from untrusted JSON; gets the call's arguments if it takes two.
+        read: rebuilds the result from untrusted JSON and the call's arguments.
     """
 
     deadline: str = "control_s"
+    result: str | None = None
     reads: bool = False
     repeatable: bool = True
-    field: str | None = None
     optional: bool = False
     write: Callable[[Any], Any] = _unchanged
     read: Callable[[Any, Mapping[str, Any]], Any] = lambda result, arguments: result
@@ -205,37 +205,42 @@ class Call:
 CALLS = {
     "generate": Call(
         "answer_s",
+        "completions",
         reads=True,
         repeatable=False,  # responses may have been sampled
-        field="completions",
         write=lambda completions: [_completion_json(completion) for completion in completions],
         read=lambda rows, _: [Completion(**response_fields(fields)) for fields in rows],
     ),
-    "logprobs": Call("answer_s", reads=True),
-    "top_logprobs": Call("answer_s", reads=True, write=asdict, read=lambda fields, _: TopLogprobs.from_json(fields)),
-    "receivers": Call(reads=True),
+    "logprobs": Call("answer_s", "logprobs", reads=True),
+    "top_logprobs": Call(
+        "answer_s", "top_logprobs", reads=True, write=asdict, read=lambda fields, _: TopLogprobs.from_json(fields)
+    ),
+    "receivers": Call(result="receivers", reads=True),
     "locations": Call(
+        result="locations",
         reads=True,
         write=lambda places: [None if place is None else place.to_json() for place in places],
         read=lambda rows, _: [None if fields is None else Location.from_json(fields) for fields in rows],
     ),
     "needs": Call(
         "commit_s",
+        "needs",
         write=lambda needs: None if needs is None else [needs_to_json(pieces) for pieces in needs],
         read=lambda rows, sent: None if rows is None else [needs_from_json(row, sent["tensors"]) for row in rows],
     ),
-    "quantised": Call(reads=True, write=formats_to_json, read=lambda fields, _: formats_from_json(fields)),
-    "begin_update": Call(field=""),
-    # Longer than the engine's own deadline, so that the engine's error arrives instead of a timeout of this call.
-    "verify": Call(field=""),
-    "commit": Call("commit_s", optional=True, read=lambda seconds, _: _read_seconds(seconds)),
-    "drop": Call(field=""),
-    "version": Call(reads=True),
-    "load_adapter": Call("commit_s", repeatable=False, field=""),  # its version may have been incremented
-    "pause": Call(field=""),
-    "sleep": Call("commit_s", field=""),
+    "quantised": Call(
+        result="quantised", reads=True, write=formats_to_json, read=lambda fields, _: formats_from_json(fields)
+    ),
+    "begin_update": Call(),
+    "verify": Call(),
+    "commit": Call("commit_s", "commit", optional=True, read=lambda seconds, _: _read_seconds(seconds)),
+    "drop": Call(),
+    "version": Call(result="version", reads=True),
+    "load_adapter": Call("commit_s", repeatable=False),  # its version may have been incremented
+    "pause": Call(),
+    "sleep": Call("commit_s"),
     # As long as a commit: an engine that has slept copies its weights back.
-    "resume": Call("commit_s", field=""),
+    "resume": Call("commit_s"),
 }
 """All calls, by the method's name."""
 _SIGNATURES = {name: inspect.signature(getattr(InferenceEngine, name)) for name in CALLS}
@@ -245,7 +250,6 @@ def _remote(contract: Method) -> Method:
     """Return the method of a client for a method of the contract: it sends the call, and reads the answer."""
     name = contract.__name__
     call, signature = CALLS[name], _SIGNATURES[name]
-    field = name if call.field is None else call.field
 
     async def send(self: RemoteEngine, *values: Any, **named: Any) -> Any:
         bound = signature.bind(self, *values, **named)
@@ -254,11 +258,12 @@ def _remote(contract: Method) -> Method:
         fields: dict[str, Any] = {}
         for parameter, value in sent.items():
             fields |= _write_argument(parameter, value)
+        # Longer than the engine's own deadline, so that the engine's error arrives instead of a timeout of this call.
         answer = await self.ask(name, fields, getattr(self, call.deadline) + sent.get("timeout_s", 0.0))
-        if not field:
+        if call.result is None:
             return None
         try:
-            return call.read(answer.get(field) if call.optional else answer[field], sent)
+            return call.read(answer.get(call.result) if call.optional else answer[call.result], sent)
         except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
             raise self.unreadable(f"{self.name}: {name}: the answer cannot be read ({error!r:.200})") from error
 
@@ -315,10 +320,9 @@ def read_call(name: str, arguments: Mapping[str, Any]) -> EngineCall:
     parameters = list(_SIGNATURES[name].parameters.values())[1:]  # without self
     values = [PARAMETERS[parameter.name](fields, parameter.default) for parameter in parameters]
     fields.check_empty()
-    field = name if call.field is None else call.field
 
     async def run(engine: InferenceEngine) -> dict[str, Any]:
         result = await getattr(engine, name)(*values)
-        return {field: call.write(result)} if field else {}
+        return {} if call.result is None or (call.optional and result is None) else {call.result: call.write(result)}
 
     return run

@@ -47,7 +47,8 @@ POLL_S = 0.02
 class Control(InferenceEngine):
     """One vLLM engine in its server: owner, pauses and updates.
 
-    Calls that change it are made within :meth:`owned`, by its owner and one after the other.
+    Calls that change it are made within :meth:`owned`, by its owner and one after the other. Their errors are those of the
+    contract (:mod:`weightwire.engine`).
 
     Args:
         engine: vLLM's engine client (``AsyncLLM``).
@@ -61,8 +62,8 @@ class Control(InferenceEngine):
         self._owner: Lease | None = None
         self._last_owner = ""
         self._update: Offer | None = None
-        self._touched = 0.0
-        """Time of the last call of the open update."""
+        self._lease = Lease.begin("", 0.0, clock())
+        """Of the open update; the workers' receivers have it, too."""
         self._settling: asyncio.Task[Any] | None = None
         self._ended: tuple[str, WireError | None] = ("", None)
         """Name of the last update that ended, and its error for repeated calls; None: it is active."""
@@ -132,23 +133,14 @@ class Control(InferenceEngine):
         return [*self._locations]
 
     async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]]:
-        """Return the slices of a model's tensors that each worker loads. It blocks the workers' computation, for seconds at most.
-
-        Raises:
-            UpdateError: an update is open.
-            PlanError: the model's loaders cannot be observed.
-        """
+        """Return the slices of a model's tensors that each worker loads. It blocks the workers' computation, for seconds at most."""
         await self._require_none_open("commit it or drop it before")
         rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]
         answers = await self._workers("needs", rows, timeout_s=COMMIT_S)
         return [needs_from_json(answer["needs"], tensors) for answer in answers]
 
     async def quantised(self) -> Mapping[str, BlockFormat]:
-        """Return the weights of the engine's checkpoint that are in fp8 blocks, by name.
-
-        Raises:
-            ManifestError: the checkpoint cannot be read, or has another format.
-        """
+        """Return the weights of the engine's checkpoint that are in fp8 blocks, by name."""
         if self._quantised is None:
             config = self._engine.vllm_config.model_config
             self._quantised = await asyncio.to_thread(fp8_blocks, config.model, config.hf_config)
@@ -189,7 +181,7 @@ class Control(InferenceEngine):
                 f"{name} can claim it then, or take it over"
             )
         # Before anything is awaited: of two claims at the same time, the second finds the first one's.
-        self._owner = Lease(owner=name, lease_s=lease_s, until=self._clock() + lease_s)
+        self._owner = Lease.begin(name, lease_s, self._clock())
         if name != self._last_owner:
             log.info("%s owns the engine now", name)
             self._last_owner = name
@@ -205,11 +197,7 @@ class Control(InferenceEngine):
 
     @contextlib.asynccontextmanager
     async def owned(self, name: str) -> AsyncIterator[Control]:
-        """Return the engine for one call that changes it, of its owner, after the call before it.
-
-        Raises:
-            OwnerError: ``name`` does not own it.
-        """
+        """Return the engine for one call that changes it, of its owner, after the call before it."""
         async with self._changing:
             self._require(name)
             yield self
@@ -238,14 +226,7 @@ class Control(InferenceEngine):
     # --- the update ---
 
     async def begin_update(self, offer: Offer) -> None:
-        """Start to receive an update on a thread of each worker. Repeating the same offer is a no-op.
-
-        Raises:
-            OwnerError: the offer is another owner's.
-            UpdateError: another update is open.
-            VersionError: the offered version is not newer than the owner's last one.
-            WireError: a worker cannot take it; the update is then dropped on all workers.
-        """
+        """Start to receive an update on a thread of each worker. Repeating the same offer is a no-op."""
         self._require(offer.owner)
         # The same offer again: its answer was lost.
         if self._update is not None and self._update.update == offer.update:
@@ -256,7 +237,7 @@ class Control(InferenceEngine):
         self._require_newer(offer)
         await self._settled()
         # Before the workers begin: if one of them refuses, the others' parts are dropped.
-        self._update, self._touched = offer, self._clock()
+        self._update, self._lease = offer, Lease.begin(offer.owner, offer.lease_s, self._clock())
         async with self._dropping():
             await self._workers("begin", offer.to_json())
 
@@ -285,7 +266,7 @@ class Control(InferenceEngine):
                 if self._clock() > deadline:
                     raise DeadlineError(f"{seal.update} has not arrived at all workers within {timeout_s:g} s")
                 await asyncio.sleep(POLL_S)
-            self._touched = self._clock()
+            self._require_update(seal.update)  # which renews its lease
 
     async def commit(self, update: str) -> dict[str, float]:
         """Activate verified weights in all workers, between two steps of the engine. A no-op after success.
@@ -293,11 +274,6 @@ class Control(InferenceEngine):
         Returns:
             Seconds of the pause (``paused``), and of the slowest worker by the way of its commit (``exchange`` or ``reload``);
             empty for an adapter and for a repeated call.
-
-        Raises:
-            CommitError: it failed; the old weights are active.
-            NotServingError: it failed, and the old weights could not be restored. The engine answers no request until a commit
-                succeeds.
         """
         # The answer to the first commit was lost.
         if self._ended == (update, None):
@@ -412,7 +388,7 @@ class Control(InferenceEngine):
 
     async def _drop_abandoned(self) -> None:
         """Drop an update that its owner has not continued for its lease; the workers have done so by themselves."""
-        if self._update is not None and self._clock() >= self._touched + self._update.lease_s:
+        if self._update is not None and not self._lease.left_s(self._clock()):
             await self._drop(f"nobody continued it for {self._update.lease_s:g} s")
 
     async def _require_none_open(self, remedy: str) -> None:
@@ -423,7 +399,7 @@ class Control(InferenceEngine):
 
     def _require_update(self, update: str) -> Offer:
         if self._update is not None and self._update.update == update:
-            self._touched = self._clock()
+            self._lease.renew(self._clock())
             return self._update
         name, problem = self._ended
         if name == update and problem is not None:
@@ -453,12 +429,7 @@ class Control(InferenceEngine):
         self._lapse = asyncio.get_running_loop().create_task(self._resume_when_lapsed())
 
     async def sleep(self, lease_s: float) -> None:
-        """Pause, and free the device memory of weights, KV cache and staging, for ``lease_s`` seconds at most.
-
-        Raises:
-            UpdateError: an update is open.
-            WireError: the server was started without ``--enable-sleep-mode``.
-        """
+        """Pause, and free the device memory of weights, KV cache and staging, for ``lease_s`` seconds at most."""
         await self._require_none_open("the engine cannot sleep")
         if not getattr(self._engine.vllm_config.model_config, "enable_sleep_mode", False):
             raise WireError("this vLLM cannot free its memory: start it with --enable-sleep-mode")
