@@ -13,7 +13,7 @@ from typing import Any
 from megascend.apps.rl.rollout.controller.client import ControllerClient
 from megascend.apps.rl.rollout.controller.controller import Controller, ControllerLimits
 from megascend.apps.rl.rollout.controller.messages import AUDIENCE, new_id, write_call
-from megascend.apps.rl.rollout.controller.ownership import Timer
+from megascend.apps.rl.rollout.controller.pauses import Timer
 from megascend.apps.rl.rollout.controller.server import ControllerServer
 from megascend.errors import EngineError
 from weightwire.auth import sign
@@ -242,7 +242,7 @@ class Served:
         """Return the state that a call could have changed."""
 
         async def look() -> Any:
-            owners = [claim.owner for claim in self.controller._ownership.claims()]
+            owners = [claim.owner for claim in self.controller._claims.values()]
             calls = [list(engine.calls) for engine in self.engines]
             return owners, calls, dict(self.controller.tasks.status()), len(self.server._replies)
 

@@ -9,8 +9,8 @@ import pytest
 import requests
 from controller_doubles import ManualClock, Served
 
+from megascend.apps.rl.rollout.controller.controller import REMEMBERED
 from megascend.apps.rl.rollout.controller.messages import AUDIENCE, BEARER
-from megascend.apps.rl.rollout.controller.ownership import REMEMBERED
 from weightwire.auth import sign
 
 META = {

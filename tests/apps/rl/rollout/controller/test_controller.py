@@ -11,9 +11,8 @@ from controller_doubles import ManualClock, NotingEngine, a_seal, an_offer, sett
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascend.apps.rl.rollout.controller.controller import Controller, ControllerLimits
-from megascend.apps.rl.rollout.controller.engines import RESUME_AGAIN_S, RESUME_ATTEMPTS
-from megascend.apps.rl.rollout.controller.ownership import Claim
+from megascend.apps.rl.rollout.controller.controller import Claim, Controller, ControllerLimits
+from megascend.apps.rl.rollout.controller.pauses import RESUME_AGAIN_S, RESUME_ATTEMPTS
 from megascend.errors import (
     ControllerError,
     ControllerLostError,

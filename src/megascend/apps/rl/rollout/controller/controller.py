@@ -1,4 +1,4 @@
-"""Controller: runs owners' operations on engines, and undoes them on failure, when a lease lapses, and on close."""
+"""Controller: engines with one owner at a time, whose calls are undone on failure, when a lease lapses, and on close."""
 
 from __future__ import annotations
 
@@ -8,18 +8,29 @@ import logging
 import math
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from typing_extensions import Self
 
 from megascend.apps.rl.rollout.availability import Availability
-from megascend.apps.rl.rollout.controller.engines import Engines, Pauses, Updates
-from megascend.apps.rl.rollout.controller.ownership import Claim, Clock, LoopClock, Ownership, Timer
+from megascend.apps.rl.rollout.controller.pauses import Clock, LoopClock, Pauses, Timer
 from megascend.apps.rl.rollout.controller.tasks import RolloutTasks
-from megascend.errors import ControllerError, ControllerLostError, EngineError, EngineOwnedError
-from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs
+from megascend.errors import (
+    ControllerError,
+    ControllerLostError,
+    EngineError,
+    EngineLostError,
+    EngineOwnedError,
+    EngineTimeoutError,
+    LeaseLapsedError,
+    MessageError,
+)
+from weightwire.engine import Completion, InferenceEngine, Lease, Sampling, TopLogprobs
+from weightwire.engine_calls import call_all
 from weightwire.errors import UnsupportedCallError
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
@@ -28,6 +39,11 @@ from weightwire.transports.choice import Location
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+REMEMBERED = 256
+"""Number of ended claims of which :meth:`Controller.engine` can report the reason."""
+ERROR_S = 5.0
+"""Seconds by which a call's deadline exceeds the engine's own, so that the engine's more precise error arrives."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +115,14 @@ class Controller(ClosedOnce):
         self.limits = limits or ControllerLimits()
         self._clock = clock or LoopClock()
         self._names = [engine.name for engine in engines]
-        self._ownership = Ownership(self._names, self.limits.max_lease_s)
-        self._engines = Engines(
-            {engine.name: engine for engine in engines}, self.limits.engine_timeout_s, self.limits.commit_timeout_s
-        )
-        self._updates = Updates(self._engines)
-        self._pauses = Pauses(self._engines, self._names, self._clock, self._arm)
+        self._claims: dict[str, Claim] = {}
+        self._ended: deque[tuple[str, str]] = deque(maxlen=REMEMBERED)  # claims, with the reason
+        self._engines = {engine.name: engine for engine in engines}
+        self._pauses = Pauses(self.call_each, self._names, self._clock, self._arm)
         self._availability = Availability(len(self._names))
         self._sampling = [0] * len(self._names)  # responses that each engine is sampling
         self.tasks = RolloutTasks(self._clock, self.limits.max_tasks, self.limits.max_kept_bytes)
         """Rollouts in flight."""
-        self._locks: dict[str, asyncio.Lock] = {}  # by claim: exclusive operations run one at a time
         self._waiting: set[asyncio.Future[bool]] = set()  # for released engines
         self._operations: set[asyncio.Task[Any]] = set()
         self._cleanups: set[asyncio.Future[Any]] = set()
@@ -129,33 +142,72 @@ class Controller(ClosedOnce):
         while True:
             self._check_open()
             try:
-                claim = self._ownership.claim(owner, engines, lease_s, self._clock.now())
+                claim = self._claim(owner, engines, lease_s, self._clock.now())
             except EngineOwnedError:
                 if (left := until - self._clock.now()) <= 0 or not await self._freed_within(left):
                     raise
                 continue
-            self._locks[claim.id] = asyncio.Lock()
+            self._claims[claim.id] = claim
             self._arm()
             return claim
 
+    def _claim(self, owner: str, engines: Sequence[str] | None, lease_s: float, now: float) -> Claim:
+        names = tuple(self._names if engines is None else dict.fromkeys(engines))
+        if unknown := [name for name in names if name not in self._names]:
+            raise ControllerError(
+                f"unknown engine {', '.join(map(repr, unknown))}; known: {', '.join(self._names) or 'none'}"
+            )
+        if not names:
+            raise ControllerError("a claim on no engine")
+        self.check_lease(lease_s)
+        # All or none: two owners with a part each would wait for each other.
+        for name in names:
+            if (other := self._owner_of(name)) is not None:
+                state = "is being released by" if other.ended else "belongs to"
+                raise EngineOwnedError(
+                    f"engine {name!r} {state} {other.owner!r}, since {now - other.since:.1f} s ago, for another "
+                    f"{other.left_s(now):.1f} s unless renewed; {owner!r} cannot have it before"
+                )
+        lease = {"owner": owner, "lease_s": lease_s, "until": now + lease_s}
+        return Claim(controller=self, id=secrets.token_hex(16), engines=names, since=now, **lease)
+
+    def _owner_of(self, engine: str) -> Claim | None:
+        """Return the claim on an engine, even if it is ending; None if the engine is free."""
+        return next((claim for claim in self._claims.values() if engine in claim.engines), None)
+
+    def check_lease(self, lease_s: float) -> None:
+        """Raise ControllerError unless the length of a lease is permitted."""
+        if not 0 < lease_s <= self.limits.max_lease_s:
+            raise ControllerError(
+                f"a lease of {lease_s:g} s; it must be above 0 and at most {self.limits.max_lease_s:g} s"
+            )
+
     def renew(self, claim_id: str, lease_s: float) -> Claim:
         """Extend a claim to at least ``lease_s`` from now."""
-        claim = self._ownership.get(claim_id)
-        self._ownership.renew(claim, lease_s, self._clock.now())
+        claim = self.engine(claim_id)
+        self.check_lease(lease_s)
+        claim.renew(self._clock.now(), lease_s)
         self._arm()
         return claim
 
     async def release(self, claim_id: str) -> None:
         """Release the engines: an uncommitted update is dropped, paused engines are resumed."""
-        claim = self._ownership.get(claim_id)
-        reason = f"the claim of {claim.owner!r} on {', '.join(claim.engines)} was released"
-        self._ownership.begin_end(claim, reason)
+        claim = self.engine(claim_id)
         # Shielded: a caller that disconnects must not leave engines paused or an update half dropped.
-        await asyncio.shield(self._clean_up(self._end(claim)))
+        await asyncio.shield(
+            self._end(claim, f"the claim of {claim.owner!r} on {', '.join(claim.engines)} was released")
+        )
 
-    def engine(self, claim_id: str) -> OwnedEngines:
-        """Return the engines of a claim as one engine."""
-        return OwnedEngines(self, claim_id)
+    def engine(self, claim_id: str) -> Claim:
+        """Return an active claim: its engines as one engine."""
+        claim = self._claims.get(claim_id)
+        if claim is not None and not claim.ended:
+            return claim
+        # A trainer whose lease has lapsed is told so, and by which cause; an id that never existed only that it is unknown.
+        for ended, reason in self._ended:
+            if ended == claim_id:
+                raise LeaseLapsedError(f"{reason}; claim the engines again")
+        raise ControllerError("no such claim")
 
     # --- the controller itself ---
 
@@ -163,7 +215,7 @@ class Controller(ClosedOnce):
         """Return engines with owner and remaining seconds of lease and pause, and counts of rollouts. Contains no secret."""
         now, engines = self._clock.now(), {}
         for name in self._names:
-            claim, paused_until = self._ownership.owner_of(name), self._pauses.until(name)
+            claim, paused_until = self._owner_of(name), self._pauses.until(name)
             engines[name] = {
                 "owner": claim and claim.owner,
                 "lease_s": claim and claim.left_s(now),
@@ -173,11 +225,10 @@ class Controller(ClosedOnce):
 
     # --- internals ---
 
-    async def _sample(self, claim_id: str, work: Callable[[InferenceEngine], Awaitable[T]], n: int) -> T:
+    async def sample(self, claim: Claim, work: Callable[[InferenceEngine], Awaitable[T]], n: int) -> T:
         """Sample on the least busy engine of a claim that has not failed recently, and renew the claim."""
         self._check_open()
-        claim = self._ownership.get(claim_id)
-        claim.renew(self._clock.now())
+        self.engine(claim.id).renew(self._clock.now())
         # The least busy one, not the next in turn: responses differ in length.
         numbers = [self._names.index(name) for name in claim.engines]
         number = self._availability.best(numbers, self._sampling)
@@ -203,6 +254,37 @@ class Controller(ClosedOnce):
         self._availability.succeeded(number)
         return result
 
+    async def call_each(
+        self,
+        names: Iterable[str],
+        label: str,
+        call: Callable[[InferenceEngine], Awaitable[T]],
+        timeout_s: float | None = None,
+    ) -> dict[str, T]:
+        """Call engines concurrently, and wait for all.
+
+        Args:
+            label: label of the call, for messages.
+            timeout_s: instead of the default deadline.
+        """
+        limit = self.limits.engine_timeout_s if timeout_s is None else timeout_s
+        succeeded, failed = await call_all([self._engines[name] for name in names], call, limit)
+        if not failed:
+            return succeeded
+        # The kind that all errors share: a caller that waits for lost engines must not wait for one that refuses.
+        kinds = ((TimeoutError, EngineTimeoutError), (ConnectionError, EngineLostError), (Exception, EngineError))
+        kind = next(kind for base, kind in kinds if all(isinstance(error, base) for error in failed.values()))
+        reasons = "; ".join(f"engine {name!r}: {type(error).__name__}: {error}" for name, error in failed.items())
+        raise kind(f"{label} failed: {reasons}" + (f" (done by {', '.join(succeeded)})" if succeeded else ""))
+
+    async def pause(self, claim: Claim, lease_s: float) -> None:
+        """Pause the engines of a claim, or renew their pause."""
+        await self._pauses.pause(claim.engines, lease_s, allowed=lambda: self.engine(claim.id))
+
+    async def resume(self, claim: Claim) -> None:
+        """Resume the engines of a claim, whether they are paused or not."""
+        await self._pauses.resume(claim.engines)
+
     async def _close(self, reason: str) -> None:
         """Cancel operations, drop updates, resume paused engines, fail rollouts in flight."""
         if self._timer is not None:
@@ -212,31 +294,30 @@ class Controller(ClosedOnce):
             operation.cancel()
         await asyncio.gather(*self._operations, return_exceptions=True)
         self._wake()  # waiting claims then fail: the controller is closed
-        for claim in self._ownership.claims():
-            if not claim.ending:
-                self._ownership.begin_end(claim, f"{reason}: the claim of {claim.owner!r} has ended")
-                self._clean_up(self._end(claim))
+        for claim in list(self._claims.values()):
+            if not claim.ended:
+                self._end(claim, f"{reason}: the claim of {claim.owner!r} has ended")
         await asyncio.gather(*self._cleanups, return_exceptions=True)
         self.tasks.close(reason)
         if paused := self._pauses.among(self._names):
             await self._pauses.resume(paused)
 
-    async def _operation(self, claim_id: str, run: Callable[[Claim], Awaitable[T]], *, exclusive: bool = True) -> T:
+    async def operate(self, claim: Claim, run: Callable[[], Awaitable[T]], *, exclusive: bool = True) -> T:
         """Run an owner's operation, and undo it on failure. The claim does not lapse meanwhile, and is renewed at the end.
 
         Args:
             exclusive: run only one exclusive operation of the claim at a time.
         """
         self._check_open()
-        claim = self._ownership.get(claim_id)
+        self.engine(claim.id)
         # A pause and its end run beside the claim's update; what changes the update waits for its turn.
-        turn = self._locks[claim.id] if exclusive else contextlib.nullcontext()
+        turn = claim.turn if exclusive else contextlib.nullcontext()
 
         async def run_or_undo() -> T:
             try:
                 async with turn:
-                    self._ownership.get(claim_id)  # the claim may have ended while waiting for the lock
-                    return await run(claim)
+                    self.engine(claim.id)  # it may have ended while waiting for the lock
+                    return await run()
             except ControllerError:
                 raise  # refused without effect
             except BaseException:
@@ -264,7 +345,7 @@ class Controller(ClosedOnce):
 
     async def _undo(self, claim: Claim) -> None:
         """Drop the claim's update, then resume its paused engines; never raises."""
-        await self._updates.undo(claim)
+        await claim.undo()
         if paused := self._pauses.among(claim.engines):
             try:
                 await self._pauses.resume(paused)
@@ -272,15 +353,19 @@ class Controller(ClosedOnce):
                 # Not raised: the error of the operation itself is what its caller has to learn.
                 log.error("engines of %r could not be resumed: %s; their own leases end the pause", claim.owner, error)
 
-    async def _end(self, claim: Claim) -> None:
-        """Undo, and free a claim's engines, after its running exclusive operation has ended."""
-        async with self._locks[claim.id]:
-            await self._undo(claim)
-        self._locks.pop(claim.id, None)
-        # Only after its engines are as they were: a new owner must not find them paused.
-        self._updates.forget(claim)
-        self._ownership.end(claim)
-        self._wake()
+    def _end(self, claim: Claim, reason: str) -> asyncio.Future[None]:
+        """Refuse a claim's calls from now on; undo, and free its engines, after its running exclusive operation has ended."""
+        claim.ended = reason
+        self._ended.append((claim.id, reason))
+
+        async def end() -> None:
+            async with claim.turn:
+                await self._undo(claim)
+            # Only after its engines are as they were: a new owner must not find them paused.
+            del self._claims[claim.id]
+            self._wake()
+
+        return self._clean_up(end())
 
     def _wake(self) -> None:
         """Wake all waiting claims after engines were freed."""
@@ -305,17 +390,19 @@ class Controller(ClosedOnce):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        ends = [end for end in (self._ownership.next_lapse(), self._pauses.next_lapse()) if end is not None]
+        ends = [claim.until for claim in self._claims.values() if claim.can_lapse]
+        if (end := self._pauses.next_lapse()) is not None:
+            ends.append(end)
         # A closing controller ends all claims itself.
         if ends and self.closed is None:
             self._timer = self._clock.call_at(min(ends), self._on_lapse)
 
     def _on_lapse(self) -> None:
-        for claim in self._ownership.lapsed(self._clock.now()):
-            reason = f"the lease of {claim.owner!r} on {', '.join(claim.engines)} lapsed"
-            log.warning("%s; its engines are resumed", reason)
-            self._ownership.begin_end(claim, reason)
-            self._clean_up(self._end(claim))
+        for claim in list(self._claims.values()):
+            if claim.can_lapse and claim.until <= self._clock.now():
+                reason = f"the lease of {claim.owner!r} on {', '.join(claim.engines)} lapsed"
+                log.warning("%s; its engines are resumed", reason)
+                self._end(claim, reason)
         # The engine's own lease ends the pause too; this one covers engines without one.
         for name, retry_at in self._pauses.lapsed():
             self._clean_up(self._pauses.end_lapsed(name, retry_at))
@@ -333,11 +420,20 @@ class Controller(ClosedOnce):
             raise ControllerLostError("the controller is closing")
 
 
-class OwnedEngines(InferenceEngine):
-    """The engines of one claim as one engine with all their members.
+@dataclass(kw_only=True, eq=False, repr=False)
+class Claim(Lease, InferenceEngine):
+    """The engines of one owner, until the lease lapses, as one engine with all their members.
 
     Requests for responses go to the least busy engine; everything else to all. A call that fails on any engine, or is cancelled,
     is undone on all: the update is dropped, paused engines are resumed.
+
+    Attributes:
+        id: secret by which the owner identifies itself to the controller.
+        engines: names of the engines.
+        since: time of the claim.
+        running: number of the owner's running calls; the claim does not lapse meanwhile.
+        ended: why it was released or has lapsed: its engines are being resumed. Empty while it is active.
+        turn: held by the call that changes the update.
 
     Raises, in any method:
         LeaseLapsedError: the claim has ended.
@@ -345,10 +441,25 @@ class OwnedEngines(InferenceEngine):
         EngineError: engines failed; the message names them.
     """
 
-    def __init__(self, controller: Controller, claim_id: str) -> None:
-        self.name = "the claim's engines"
-        self._controller, self._claim = controller, claim_id
-        self._engines, self._updates, self._pauses = controller._engines, controller._updates, controller._pauses
+    name = "the claim's engines"
+    controller: Controller
+    id: str
+    engines: tuple[str, ...]
+    since: float
+    running: int = 0
+    ended: str = ""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _update: str = ""  # name of the open update
+    _receiving: set[str] = field(default_factory=set)  # engines that may have any of it, and have not committed it
+    _verified: bool = False
+    _members: dict[str, int] = field(default_factory=dict)  # of a group, by engine
+
+    @property
+    def can_lapse(self) -> bool:
+        """Check whether the end of the lease ends the claim; a running call renews it at its end."""
+        return not (self.ended or self.running)
+
+    # --- sampling ---
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
@@ -364,70 +475,136 @@ class OwnedEngines(InferenceEngine):
                     )
             return completions
 
-        return await self._controller._sample(self._claim, sample, n)
+        return await self.controller.sample(self, sample, n)
 
     async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
-        return await self._controller._sample(self._claim, lambda engine: engine.logprobs(tokens, adapter), 1)
+        return await self.controller.sample(self, lambda engine: engine.logprobs(tokens, adapter), 1)
 
     async def top_logprobs(self, tokens: Sequence[int], count: int, adapter: str | None = None) -> TopLogprobs:
-        return await self._controller._sample(
-            self._claim, lambda engine: engine.top_logprobs(tokens, count, adapter), 1
-        )
+        return await self.controller.sample(self, lambda engine: engine.top_logprobs(tokens, count, adapter), 1)
+
+    # --- updates ---
 
     async def receivers(self) -> int:
-        return sum((await self._do(self._updates.members)).values())
+        return sum((await self.controller.operate(self, self._ask_members)).values())
+
+    async def _ask_members(self) -> dict[str, int]:
+        self._members = await self._call("receivers", lambda engine: engine.receivers())
+        return self._members
 
     async def locations(self) -> list[Location | None]:
-        by_engine = await self._do(self._updates.locations)
-        return [location for locations in by_engine.values() for location in locations]
+        async def locate() -> list[Location | None]:
+            places = await self._call("locations", lambda engine: engine.locations())
+            # Trainers ask before every update: an engine may have been started again with other members.
+            self._members = {name: len(of_engine) for name, of_engine in places.items()}
+            return [place for of_engine in places.values() for place in of_engine]
+
+        return await self.controller.operate(self, locate)
 
     async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
         raise UnsupportedCallError("the engines of a controller take whole tensors, from one sender")
 
     async def begin_update(self, offer: Offer) -> None:
         """See :class:`InferenceEngine`. Each engine is offered its own ranks of the group."""
-        await self._do(lambda claim: self._updates.begin(claim, offer))
+
+        async def begin() -> None:
+            if self._update:
+                raise ControllerError(f"update {self._update!r} of {self.owner!r} is open: commit or drop it first")
+            members = self._members or await self._ask_members()
+            if offer.workers != sum(members.values()):
+                raise MessageError(
+                    f"the offer is for {offer.workers} members; the engines {', '.join(members)} have {sum(members.values())}"
+                )
+            # Other claims of the trainer may have ranks before these.
+            firsts = dict(zip(members, accumulate(members.values(), initial=offer.first), strict=False))
+            # Before the call: an engine may have begun even if its answer is lost, and must then drop.
+            self._update, self._receiving, self._verified = offer.update, set(self.engines), False
+            await self._call(
+                "begin_update",
+                lambda engine: engine.begin_update(
+                    replace(offer, first=firsts[engine.name], workers=members[engine.name])
+                ),
+            )
+
+        await self.controller.operate(self, begin)
 
     async def verify(self, seal: Seal, timeout_s: float) -> None:
-        await self._do(lambda claim: self._updates.verify(claim, seal, timeout_s))
+        async def verify() -> None:
+            self._require_open(seal.update)
+            await self._call("verify", lambda engine: engine.verify(seal, timeout_s), timeout_s + ERROR_S)
+            self._verified = True
+
+        await self.controller.operate(self, verify)
 
     async def commit(self, update: str) -> None:
         """See :class:`InferenceEngine`. No engine commits before all have verified the update."""
-        await self._do(lambda claim: self._updates.commit(claim, update))
+
+        async def commit_engine(engine: InferenceEngine) -> None:
+            await engine.commit(update)
+            # A committed engine is not dropped if another one fails.
+            self._receiving.discard(engine.name)
+
+        async def commit() -> None:
+            self._require_open(update)
+            if not self._verified:
+                raise ControllerError(f"update {update!r} of {self.owner!r} has not been verified on all engines")
+            await self._call("commit", commit_engine, self.controller.limits.commit_timeout_s + ERROR_S)
+            self._update = ""
+
+        await self.controller.operate(self, commit)
 
     async def drop(self, update: str) -> None:
-        await self._do(lambda claim: self._updates.drop(claim, update))
+        async def drop() -> None:
+            await self._call("drop", lambda engine: engine.drop(update))
+            if self._update == update:
+                self._update = ""
+
+        await self.controller.operate(self, drop)
+
+    async def undo(self) -> None:
+        """Drop the open update on all engines that have not committed it; never raises."""
+        update, self._update = self._update, ""
+        if update:
+            try:
+                await self._call("drop", lambda engine: engine.drop(update), names=sorted(self._receiving))
+            except EngineError as error:
+                log.error("update %r of %r could not be dropped everywhere: %s", update, self.owner, error)
+
+    def _require_open(self, update: str) -> None:
+        if not update or self._update != update:
+            current = f"{self._update!r} is open" if self._update else "none is open"
+            raise ControllerError(f"{self.owner!r} has no update {update!r}: {current}")
 
     async def version(self, target: str = "model") -> int:
         """Return the newest version of all engines: the next update must be newer."""
 
-        async def ask(claim: Claim) -> dict[str, int]:
-            return await self._engines.call_each(claim.engines, "version", lambda engine: engine.version(target))
+        async def ask() -> dict[str, int]:
+            return await self._call("version", lambda engine: engine.version(target))
 
-        return max((await self._do(ask)).values())
+        return max((await self.controller.operate(self, ask)).values())
 
     async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
-        async def load(claim: Claim) -> None:
-            await self._engines.call_each(
-                claim.engines,
-                "load_adapter",
-                lambda engine: engine.load_adapter(name, directory, version),
-                self._engines.commit_s,
-            )
+        async def load() -> None:
+            commit_s = self.controller.limits.commit_timeout_s
+            await self._call("load_adapter", lambda engine: engine.load_adapter(name, directory, version), commit_s)
 
-        await self._do(load)
+        await self.controller.operate(self, load)
+
+    # --- pauses ---
 
     async def pause(self, lease_s: float) -> None:
-        ownership = self._controller._ownership
-        ownership.check_lease(lease_s)
-
-        async def pause(claim: Claim) -> None:
-            await self._pauses.pause(claim.engines, lease_s, allowed=lambda: ownership.get(self._claim))
-
-        await self._do(pause, exclusive=False)
+        self.controller.check_lease(lease_s)
+        await self.controller.operate(self, lambda: self.controller.pause(self, lease_s), exclusive=False)
 
     async def resume(self) -> None:
-        await self._do(lambda claim: self._pauses.resume(claim.engines), exclusive=False)
+        await self.controller.operate(self, lambda: self.controller.resume(self), exclusive=False)
 
-    async def _do(self, run: Callable[[Claim], Awaitable[T]], *, exclusive: bool = True) -> T:
-        return await self._controller._operation(self._claim, run, exclusive=exclusive)
+    async def _call(
+        self,
+        label: str,
+        call: Callable[[InferenceEngine], Awaitable[T]],
+        timeout_s: float | None = None,
+        names: Sequence[str] | None = None,
+    ) -> dict[str, T]:
+        """Call engines (default: all) concurrently, and wait for all; return their results by name."""
+        return await self.controller.call_each(self.engines if names is None else names, label, call, timeout_s)

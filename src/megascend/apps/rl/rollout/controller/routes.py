@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megascend.apps.rl.rollout.controller.controller import Controller
-from megascend.apps.rl.rollout.controller.ownership import Claim
+from megascend.apps.rl.rollout.controller.controller import Claim, Controller
 from megascend.errors import MessageError
 from weightwire.errors import WireError
 from weightwire.remote_engine import CALLS, read_call

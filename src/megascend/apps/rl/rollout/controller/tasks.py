@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megascend.apps.rl.rollout.controller.ownership import Clock, Timer
+from megascend.apps.rl.rollout.controller.pauses import Clock, Timer
 from megascend.errors import ControllerBusyError, ControllerLostError, MessageError, RolloutTaskError
 
 FORGOTTEN = 65536
