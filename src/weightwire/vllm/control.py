@@ -133,7 +133,7 @@ class Control(InferenceEngine):
         return [*self._locations]
 
     async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]]:
-        """Return the slices of a model's tensors that each worker loads. It blocks the workers' computation, for seconds at most."""
+        """Return the slices of a model's tensors that each worker loads. Their computation waits, for seconds at most."""
         await self._require_none_open("commit it or drop it before")
         rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]
         answers = await self._workers("needs", rows, timeout_s=COMMIT_S)
