@@ -83,7 +83,9 @@ class EngineUpdates:
         announce("waiting for the inference engines; local ones load the model")
         slice_s = min(CONNECT_S, self._backend.groups.timeout_s / 4)
         with self._backend.groups.monitor.phase("engines"):
-            while (versions := self._rollouts.on_rank_0(lambda collector: collector.connect(slice_s))) is None:
+            while (
+                versions := self._rollouts.on_rank_0(lambda collector: collector.run(collector.pool.connect(slice_s)))
+            ) is None:
                 (stopping,) = self._backend.any_rank(stop())
                 if stopping:
                     return False
@@ -107,13 +109,15 @@ class EngineUpdates:
 
     def recover(self) -> None:
         """Send the current weights to engines that have returned; one that refuses them remains excluded."""
-        if self._rollouts.on_rank_0(lambda collector: collector.returned()):
+        if self._rollouts.on_rank_0(lambda collector: collector.pool.returned):
             try:
                 self._push(self._backend.step_count, returned=True)
             except (WeightSyncError, ConfigError) as error:
                 # On every rank; the other engines keep sampling.
                 problem = error
-                self._rollouts.on_rank_0(lambda collector: collector.reject(self._sync.engines, problem))
+                self._rollouts.on_rank_0(
+                    lambda collector: collector.call(collector.pool.reject, self._sync.engines, problem)
+                )
 
     def _push(self, step: int, *, returned: bool) -> list[PushResult]:
         version = step + self.offset
@@ -122,7 +126,7 @@ class EngineUpdates:
         def choose(collector: RolloutCollector) -> tuple[int, bool]:
             """Choose the engines of the next update; return their number, and whether others have to wait for another one."""
             # Only rank 0 has engines.
-            engines = collector.targets(version, returned=returned)
+            engines = collector.run(collector.pool.targets(version, returned=returned))
             sound = [engine for engine in engines if engine not in self._failures]
             self._sync.engines = sound or engines[:1]
             return len(self._sync.engines), len(self._sync.engines) < len(engines)
@@ -150,7 +154,7 @@ class EngineUpdates:
 
     def _failed(self, collector: RolloutCollector, version: int, error: WeightSyncError, seconds: float) -> bool:
         """Find out which engines an update that failed is repeated for; return True if it ends the run. On rank 0."""
-        engines = collector.update_failed(version, self._sync.engines)
+        engines = collector.run(collector.pool.update_failed(version, self._sync.engines))
         for engine in engines:
             self._failures[engine] = self._failures.get(engine, 0) + 1
         if len(engines) == 1 and self._failures[engines[0]] >= FAILURES:
@@ -159,7 +163,7 @@ class EngineUpdates:
             problem = EngineFaultError(
                 f"it reports its version and took no weights, twice (sync.timeout_s: {self._sync.timeout_s:g}): {error}"
             )
-            collector.reject(engines, problem, seconds)
+            collector.call(collector.pool.reject, engines, problem, seconds)
             return False
         log.warning("the update to version %d is repeated for the engines that need it: %s", version, error)
         return False

@@ -115,14 +115,14 @@ class SharedRollouts:
         def wait(collector: RolloutCollector) -> tuple[float, int] | None:
             if not running:
                 running.append(collector.evaluate(prompts, temperature, n, offset))
-            collector.require_engines()
+            collector.call(collector.pool.require_any)
             try:
                 groups = running[0].result(self._slice_s)
             except NotYet:
                 # The engine's own timeout is of the same class as that of this wait.
                 if running[0].done():
                     raise
-                if collector.completed_episodes() > progress[0] or collector.waits_for_engines():
+                if collector.completed_episodes() > progress[0] or not collector.pool.ready:
                     progress[:] = collector.completed_episodes(), time.monotonic()
                 patience_s = self._patience_s + self._slice_s  # engines' own deadlines come first
                 if time.monotonic() - progress[1] > patience_s:
@@ -151,7 +151,7 @@ class SharedRollouts:
         """Return counts that change with each episode and each failed request; None while there is no engine to wait for."""
 
         def count(collector: RolloutCollector) -> tuple[int, int] | None:
-            return None if collector.waits_for_engines() else (collector.counts().episodes, collector.incidents())
+            return (collector.counts().episodes, collector.pool.incidents) if collector.pool.ready else None
 
         return self.on_rank_0(count)
 

@@ -99,7 +99,11 @@ class LostMeanwhileError(EngineLostError):
 
 
 class RolloutCollector:
-    """Collector of rollouts for one trainer. All methods are called from one thread (rank 0's), :meth:`close` at the end."""
+    """Collector of rollouts for one trainer. All methods are called from one thread (rank 0's), :meth:`close` at the end.
+
+    Attributes:
+        pool: the engines, whose methods belong to the event loop: ``run`` runs its coroutines, ``call`` its other methods.
+    """
 
     def __init__(
         self,
@@ -112,8 +116,8 @@ class RolloutCollector:
         """
         Args:
             engines: closed by :meth:`close`. They get prompts after :meth:`updated`.
-            engines_lost_s: seconds without any engine after which :meth:`connect`, :meth:`take` and :meth:`require_engines` raise
-                EngineLostError.
+            engines_lost_s: seconds without any engine after which :meth:`take` and the pool's ``connect`` and ``require_any``
+                raise EngineLostError.
         """
         if not engines:
             raise ConfigError("rollouts need at least one engine")
@@ -127,9 +131,9 @@ class RolloutCollector:
         """Called on the event loop with each group that waits for the trainer from then on."""
         # Only the event loop's thread touches the state; the trainer's thread submits coroutines to it.
         self._changed = asyncio.Event()
-        self._pool = EnginePool(engines, engines_lost_s, self._engine_ready)
+        self.pool = EnginePool(engines, engines_lost_s, self._engine_ready)
         self._thread = LoopThread("rollouts")
-        self._run, self._call = self._thread.run, self._thread.call
+        self.run, self.call = self._thread.run, self._thread.call
 
     # --- the trainer's side ---
 
@@ -139,27 +143,7 @@ class RolloutCollector:
         async def ask() -> list[int]:
             return list(await asyncio.gather(*(engine.version() for engine in self._engines)))
 
-        return self._run(ask())
-
-    def connect(self, timeout_s: float) -> list[int] | None:
-        """Wait for the engines at the start of a run; see :meth:`EnginePool.connect`."""
-        return self._run(self._pool.connect(timeout_s))
-
-    def returned(self) -> bool:
-        """Return whether an engine answers and waits for weights."""
-        return self._pool.returned
-
-    def targets(self, version: int, *, returned: bool) -> list[InferenceEngine]:
-        """Return the engines that an update is for; see :meth:`EnginePool.targets`."""
-        return self._run(self._pool.targets(version, returned=returned))
-
-    def update_failed(self, version: int, engines: Sequence[InferenceEngine]) -> list[InferenceEngine]:
-        """Check the engines of a failed update; see :meth:`EnginePool.update_failed`."""
-        return self._run(self._pool.update_failed(version, engines))
-
-    def reject(self, engines: Sequence[InferenceEngine], error: Exception, seconds: float = 0.0) -> None:
-        """Record that engines take no weights; see :meth:`EnginePool.reject`."""
-        self._call(self._pool.reject, engines, error, seconds)
+        return self.run(ask())
 
     def start(self, step: int, offset: int) -> None:
         """Send the first prompts. The trainer has completed ``step`` steps, and the engines have the weights after the last one.
@@ -173,7 +157,7 @@ class RolloutCollector:
             self._batches_taken, self._version, self._offset, self._started = step, step, offset, True
             self._fill()
 
-        self._call(begin)
+        self.call(begin)
 
     def take(self, step: int, timeout_s: float) -> list[TrajectoryGroup] | None:
         """Return the groups of the next step, or None if there are not enough within ``timeout_s``.
@@ -185,19 +169,15 @@ class RolloutCollector:
             EngineError: a prompt could not be rolled out in ``ATTEMPTS`` attempts.
             DataError: a reward function failed, or a prompt cannot be encoded.
         """
-        return self._run(self._take(step, timeout_s))
+        return self.run(self._take(step, timeout_s))
 
     def put_back(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Record that the trainer has not learned from the groups of the last :meth:`take`, before the end of a run."""
-        self._call(self._buffer.put_back, groups)
+        self.call(self._buffer.put_back, groups)
 
     def updated(self, version: int, engines: Sequence[InferenceEngine] | None = None) -> None:
         """Record that engines (None: all) now have the weights of ``version``, in their own count; send prompts if possible."""
-        self._call(self._pool.updated, version, engines)
-
-    def require_engines(self) -> None:
-        """Raise EngineLostError if there was no engine for too long."""
-        self._call(self._pool.require_any)
+        self.call(self.pool.updated, version, engines)
 
     def evaluate(
         self, prompts: Sequence[Prompt], temperature: float, n: int, offset: int | None = None
@@ -216,23 +196,15 @@ class RolloutCollector:
         """Return the counts of prompts by outcome."""
         episodes = self._task.episodes
         # A copy: the event loop counts on.
-        return self._call(lambda: replace(self._buffer.counts, timed_out=episodes.timed_out, failed=episodes.failed))
+        return self.call(lambda: replace(self._buffer.counts, timed_out=episodes.timed_out, failed=episodes.failed))
 
     def take_dropped(self) -> list[tuple[str, TrajectoryGroup]]:
         """Return the groups dropped since the last call, with the reason of each; see :meth:`RolloutBuffer.take_dropped`."""
-        return self._call(self._buffer.take_dropped)
+        return self.call(self._buffer.take_dropped)
 
     def completed_episodes(self) -> int:
         """Return the number of episodes that have ended, including those of evaluations."""
         return self._task.episodes.completed
-
-    def waits_for_engines(self) -> bool:
-        """Return whether no engine may get prompts at this time."""
-        return not self._pool.ready
-
-    def incidents(self) -> int:
-        """Return the number of requests that engines have failed at."""
-        return self._pool.incidents
 
     def describe_wait(self) -> str:
         """Describe what the collector waits for: the user's code, with its prompt, or the engines."""
@@ -242,7 +214,7 @@ class RolloutCollector:
     def state_dict(self) -> dict[str, Any]:
         """Return a consistent state of prompt stream and buffer, as JSON."""
         # Both in one call: between two of them a prompt could leave the stream and be in neither.
-        return self._call(lambda: {"prompts": self._prompts.state_dict(), "buffer": self._buffer.state_dict()})
+        return self.call(lambda: {"prompts": self._prompts.state_dict(), "buffer": self._buffer.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; before :meth:`start`.
@@ -260,7 +232,7 @@ class RolloutCollector:
             return
         try:
             # An engine that does not answer must not hold up the end of the run.
-            self._run(asyncio.wait_for(self._close(), CLOSE_S))
+            self.run(asyncio.wait_for(self._close(), CLOSE_S))
         except asyncio.TimeoutError:  # must not hide the run's result or its error
             log.warning("the rollout engines did not close within %g s and are abandoned; their leases expire", CLOSE_S)
         finally:
@@ -283,8 +255,8 @@ class RolloutCollector:
             self._fill()
             if groups is not None:
                 return groups
-            self._pool.require_any()
-            if self._pool.returned:
+            self.pool.require_any()
+            if self.pool.returned:
                 # Only the caller has the weights that the engine waits for. The pause bounds its polling if it cannot give them.
                 await asyncio.sleep(RETURN_PAUSE_S)
                 return None
@@ -296,7 +268,7 @@ class RolloutCollector:
     def _fill(self) -> None:
         """Dispatch as many prompts as the buffer permits."""
         # Without an engine, prompts wait in the buffer.
-        oldest = self._pool.oldest
+        oldest = self.pool.oldest
         if not self._started or self._problem is not None or oldest is None:
             return
         self._version = oldest - self._offset
@@ -392,19 +364,19 @@ class RolloutCollector:
             LostMeanwhileError: the engine was lost, or there is none.
             EngineError: the engine failed at this prompt, which ``attempts`` records.
         """
-        index = await self._pool.choose(attempts.failed)
+        index = await self.pool.choose(attempts.failed)
         if index is None:
             raise LostMeanwhileError("no engine may get prompts")
-        with self._pool.sampling(index, n) as engine:
+        with self.pool.sampling(index, n) as engine:
             try:
                 episodes = await self._task.episodes.run_each(engine, prompt, sampling, n)
             except EngineError as error:
-                if await self._pool.check_failure(index):
+                if await self.pool.check_failure(index):
                     attempts.losses += 1
                     raise LostMeanwhileError(str(error)) from error
                 attempts.failed.append(index)
                 raise
-        self._pool.succeeded(index)
+        self.pool.succeeded(index)
         # In the trainer's count, in which staleness is measured.
         renumbered = (
             replace(
@@ -447,7 +419,7 @@ class RolloutCollector:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         # After the tasks, which use them.
-        await self._pool.close()
+        await self.pool.close()
 
     def _engine_ready(self) -> None:
         self._changed.set()
