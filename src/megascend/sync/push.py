@@ -191,7 +191,8 @@ class Push:
         unknown = next((error for error in answers.errors.values() if isinstance(error, PlanError)), None)
         if unknown is not None and plan is not None and plan.provisioned:
             # It was restarted, perhaps with other workers or other slices: its old share may not be what it needs now.
-            raise OutdatedPlanError(f"version {self.version} is planned anew: {unknown}")
+            log.info("version %d is planned anew: %s", self.version, unknown)
+            raise OutdatedPlanError(str(unknown))
         if base is not None and answers.errors:
             faults = {name: error for name, error in answers.errors.items() if not isinstance(error, BaseError)}
             if faults:

@@ -334,7 +334,6 @@ class ShardedSync:
         Raises:
             OutdatedPlanError: an engine no longer has the plan.
         """
-
         ticket = self._ranks.on_rank_0(
             lambda: push.offer(self._specs, plan=self._planned, base=self._base()), "the offer to the engines"
         )

@@ -7,7 +7,6 @@ enter the next one. So no rank waits for one that has given up, and the trainer'
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,6 @@ from weightwire.manifest import AdapterInfo, TensorSpec, default_bucket_bytes
 from weightwire.sender import spec_of
 from weightwire.transports.base import device_types, transports_for
 from weightwire.transports.choice import AUTO
-
-log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,8 +178,7 @@ class WeightSync:
             self._agree(version, adapter, adapter_only)
             try:
                 push, reason = self._push(version, adapter, adapter_only)
-            except OutdatedPlanError as error:
-                log.info("%s", error)
+            except OutdatedPlanError:
                 # No failure: an engine was restarted. A new plan is not outdated, and the second attempt is the last.
                 push, reason = self._push(version, adapter, adapter_only)
             pushed = self._ranks.on_rank_0(lambda: _result(push, reason), "the result of the push")
