@@ -1,12 +1,11 @@
-"""Measure a device for :mod:`megascend.apps.plan.hardware`: products, attention, memory, host, and links between ranks.
+"""Measure a device for :mod:`megascend.apps.plan.hardware`: products, attention, memory, and links between ranks.
 
     python -m megascend plan --calibrate FILE
     torchrun --nproc-per-node 2 -m megascend.apps.plan.calibrate FILE     # links too
 
-Needs torch alone; Transformer Engine, where installed, measures the host's part of a layer and attention with its kernels. Every
-duration is the device's own: on CUDA a graph of many calls is replayed between two events, without the host's launches. Operands
-lie at other addresses in every call, as weights do in a step, and large products run before, until the device is at the clock
-that it keeps under load.
+Needs torch alone; attention is Transformer Engine's where that is installed. Every duration is the device's own: on CUDA a
+graph of many calls is replayed between two events, without the host's launches. Operands lie at other addresses in every call,
+as weights do in a step, and large products run before, until the device is at the clock that it keeps under load.
 """
 
 from __future__ import annotations
@@ -190,7 +189,6 @@ def calibrate(device: Device, grid: Grid, only: Sequence[str] = ()) -> dict[str,
         "grouped": grouped_products,
         "attention": attention,
         "element-wise": element_wise,
-        "host": host_times,
     }
     if unknown := sorted(set(only) - tables.keys()):
         raise SystemExit(f"--only: no table {', '.join(unknown)}; there are {', '.join(tables)}")
@@ -408,47 +406,6 @@ def _copy_part(source: torch.Tensor, target: torch.Tensor, call: int) -> None:
     """Copy another part of ``source`` in each call."""
     size = target.numel()
     target.copy_(source[call % max(1, source.numel() // size) * size :][:size])
-
-
-def host_times(device: Device, grid: Grid) -> dict[str, float]:
-    """Measure the host: microseconds of a plain operation, and of a layer of Transformer Engine forward and backward.
-
-    The operands are so small that the device waits for the host.
-    """
-    small = torch.zeros(8, device=device.device)
-    calls = 2000 if grid is FULL else 20
-
-    def repeated(function: Callable[[], object], calls: int) -> float:
-        for _ in range(3):
-            function()
-        return _mean_us(device, function, calls)
-
-    times = {"operation": repeated(lambda: small.add_(1.0), calls)}
-    if device.kind != "cuda":
-        return times
-    try:
-        import transformer_engine.pytorch as te  # type: ignore[reportMissingImports]
-    except ImportError:
-        return times
-    layer = te.TransformerLayer(
-        512,
-        1024,
-        4,
-        num_gqa_groups=2,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        self_attn_mask_type="causal",
-        normalization="RMSNorm",
-        activation="swiglu",
-        bias=False,
-        params_dtype=torch.bfloat16,
-    )
-    states = torch.randn(64, 1, 512, device=device.device, dtype=torch.bfloat16).requires_grad_()
-    with torch.no_grad():
-        times["layer, forward without gradients"] = repeated(lambda: layer(states), 50)
-    times["layer, forward"] = repeated(lambda: layer(states), 50)
-    times["layer, forward and backward"] = repeated(lambda: layer(states).sum().backward(), 50)
-    return times
 
 
 # --- links between ranks ---
