@@ -1,7 +1,7 @@
 """Run the suite or one benchmark: what all of them share of options, environment, timing and stored figures.
 
-A benchmark is a module with ``add_options(parser)`` and ``run(options)``, which prints its table and returns (figures, agree):
-``agree`` is False if the variants that it compares did not compute the same, and becomes exit code 1. It may have ``COMMON``, the
+A benchmark is a module with ``run(options)``, which prints its table and returns (figures, agree): ``agree`` is False if the
+variants that it compares did not compute the same, and becomes exit code 1. It may have ``add_options(parser)``, ``COMMON``, the
 names of the shared options that it takes, and ``DEFAULTS`` and ``TINY``, values of options without and with ``--tiny``.
 """
 
@@ -151,7 +151,8 @@ def parse(bench: Any, arguments: Sequence[str]) -> argparse.Namespace:
     for name in getattr(bench, "COMMON", ()):
         parser.add_argument(f"--{name}", **COMMON[name])
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    bench.add_options(parser)
+    if hasattr(bench, "add_options"):
+        bench.add_options(parser)
     options = parser.parse_args(arguments)
     options.arguments = list(arguments)
     tiny = getattr(bench, "TINY", {}) if getattr(options, "tiny", False) else {}

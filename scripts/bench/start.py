@@ -107,10 +107,6 @@ def phases(output: Path, ended: float) -> list[tuple[str, float, float | None]]:
     ]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only-ready", action="store_true", help="leave megascend train out")
-
-
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     figures: dict[str, Any] = {"cores": os.cpu_count()}
     with tempfile.TemporaryDirectory(prefix="bench-start-") as temporary:
@@ -128,7 +124,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         ready(model, options.platform, env)
         show(figures, ready(model, options.platform, env | {"MEGASCEND_CACHE": str(folder / "cache-again")}))
         ways = {"first_step": ([], "new"), "kept": ([], "new"), "torchrun": (TORCHRUN, "other")}
-        for mode, (launcher, cache) in {} if options.only_ready else ways.items():
+        for mode, (launcher, cache) in ways.items():
             mode_env = env | {"MEGASCEND_CACHE": str(folder / f"cache-{cache}")}
             step_times = first_step(launcher, config, folder / mode, mode_env)
             ended = time.time()

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import gate
-from bench.gate import Row, Stored
+from bench.gate import Row
 from bench.lines import Line, select, sized
 from bench.runner import SCRIPTS, command, this_device, versions, write
 from bench.running import Outcome, run
@@ -120,12 +120,6 @@ def compare(rows: Sequence[Row], lines: Sequence[Line], path: Path, device: str,
     return 0 if verdict.passed else 1
 
 
-def store(rows: Sequence[Row], path: Path, device: str, scale: str) -> None:
-    before: Stored | None = gate.read(path) if path.is_file() else None
-    gate.write(path, gate.merged(before, rows, device, scale, versions()))
-    print(f"stored: {path}")
-
-
 def end_on_sigterm() -> None:
     """Turn SIGTERM into an exception, so that the running line, which has its own session, is ended too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -178,5 +172,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.compare:
         code = compare(rows, lines, path if options.compare == FOLDER else options.compare, device, scale)
     if options.store and rows:
-        store(rows, path, device, scale)
+        before = gate.read(path) if path.is_file() else None
+        gate.write(path, gate.merged(before, rows, device, scale, versions()))
+        print(f"stored: {path}")
     return 1 if failed else code

@@ -97,15 +97,11 @@ def measure(
     return figures
 
 
-def show_progress(*, detailed: bool) -> None:
-    """Log to stderr with the seconds since the start; ``detailed``: the steps of the run, and the phases of pushes."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(relativeCreated)9d ms %(name)s: %(message)s"))
-    for name, level in ((log.name, logging.INFO), ("megascend.sync", logging.DEBUG)):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.setLevel(level if detailed else logging.WARNING)
-        logger.propagate = False
+def show_progress() -> None:
+    """Log the steps of the run and the phases of pushes to stderr, with the seconds since the start."""
+    logging.basicConfig(format="%(relativeCreated)9d ms %(name)s: %(message)s")
+    log.setLevel(logging.INFO)
+    logging.getLogger("megascend.sync").setLevel(logging.DEBUG)
 
 
 def report(mode: str, values: dict[str, Any], nbytes: int) -> None:
@@ -144,7 +140,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     device, main_rank = vllm_device(arguments.vllm_python), os.environ.get("RANK", "0") == "0"
-    show_progress(detailed=main_rank)
+    if main_rank:
+        show_progress()
     megascend.bootstrap(device)
     arguments.vocabulary = SHAPES[arguments.model]["vocab_size"]
     work = arguments.work or Path(tempfile.gettempdir()) / f"bench-{os.environ['MASTER_PORT']}"
