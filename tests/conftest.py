@@ -137,7 +137,7 @@ FIRST = (
     "tests/reliability/test_hang_and_death.py",
     "tests/engines/fsdp/test_fsdp.py",
     "tests/reliability/test_resume.py",
-    "tests/engines/single/test_single.py",
+    "tests/engines/fsdp/test_single.py",
     "tests/engines/megatron/test_export.py",
     "tests/training/checkpoint/test_resharding.py",
     "tests/models/selfcheck/test_findings.py",

@@ -130,7 +130,7 @@ NIGHTLY = {
     },
     "engines/fsdp/test_fsdp_experts.py": {
         "gradients_of_divided_experts_count_once": "divided experts equal Hugging Face's, norms too; NaN: test_fsdp.py",
-        "the_auxiliary_loss_is_hugging_faces_in_every_layout": "engines/single/test_single.py: the router loss",
+        "the_auxiliary_loss_is_hugging_faces_in_every_layout": "engines/fsdp/test_single.py: the router loss",
     },
     "engines/fsdp/test_linear_attention.py": {
         "samples_of_a_micro_batch_do_not_see_each_other[qwen3_5_moe_text]": "qwen3_next",
@@ -186,7 +186,7 @@ NIGHTLY = {
         "aux_loss_with_pipelines_and_recomputation[selective": "PP2 x VPP2, full recompute",
         "the_bias_moves_by_the_load_of_all_ranks_real_tokens[PP2]": "EP2; TP2 + SP",
     },
-    "engines/single/test_single.py": {
+    "engines/fsdp/test_single.py": {
         "adapters_equal_pefts_and_move_between_engines[qwen3]": "qwen3_moe",
         "more_than_one_process_is_refused": "a refusal without layout or communication",
     },
@@ -412,7 +412,7 @@ NIGHTLY = {
         "policy_and_preference_losses_equal_the_papers_formulas[simpo-TP2 + SP]": "single; dpo-TP2 + SP",
         "a_rank_without_samples_joins_the_others_collectives[qwen3]": "qwen3_moe",
         "a_step_with_nan_on_one_rank_is_skipped_by_all[False": "with the distributed optimizer",
-        "policy_and_preference_losses_equal_the_papers_formulas[ppo": "the two others; engines/single/test_single.py",
+        "policy_and_preference_losses_equal_the_papers_formulas[ppo": "the two others; engines/fsdp/test_single.py",
     },
     "testing/test_distributed.py": {
         "rank_stuck_in_a_collective_is_reported_with_its_stack": "hanging ranks are named with their stacks",
@@ -465,7 +465,7 @@ NIGHTLY = {
         "own_data_page_commands_work[whole]": "the same commands with fewer steps",
     },
     "test_readme.py": {
-        "single_process_program_runs": "engines/single/test_single.py",
+        "single_process_program_runs": "engines/fsdp/test_single.py",
         "lora_program_runs": "training/lora/test_backend_adapters.py, lora/test_peft_format.py",
     },
     "test_sessions_page.py": {

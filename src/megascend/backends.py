@@ -347,45 +347,6 @@ class MegatronBackend(EngineBackend):
         return None if graphs is None else graphs.report()
 
 
-class SingleBackend(EngineBackend):
-    """A Hugging Face model, trained by transformers in a single process. Its methods are those of :class:`Backend`.
-
-    For laptops, examples, and as a reference in tests: no Megatron is imported, and nothing in the process is patched. Micro
-    batches are padded whatever ``batching.packing`` is. Adapters are applied by peft, one at a time: micro batches of
-    several adapters run one after the other. The settings of ``optimizer`` that divide work over ranks have no effect.
-
-    All sizes of ``parallel`` are 1. The settings ``provider``, ``provider_options`` and ``fsdp`` do not exist here;
-    ``recompute.granularity`` is ``none`` or ``full``, and ``moe.aux_loss`` ``none`` or ``transformers``.
-    """
-
-    engine_name = "single"
-    unsupported_settings = frozenset({"provider", "provider_options", "fsdp"})
-
-    @classmethod
-    def _check_spec(cls, spec: EngineSpec, runtime: Runtime, topology: Topology) -> None:
-        if topology.world_size != 1:
-            raise TopologyError(
-                f"engine single runs in one process, but {topology.world_size} were started (WORLD_SIZE); start one, or use "
-                "engine megatron or fsdp"
-            )
-
-        from megascend.engines.single.engine import check_settings
-
-        check_settings(spec)
-
-    @classmethod
-    def _check_model(cls, spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:
-        from megascend.engines.single.engine import check_model
-
-        return check_model(spec, info)
-
-    @classmethod
-    def _build(cls, spec: EngineSpec, context: EngineContext, worker: Worker | None) -> Engine:
-        from megascend.engines.single.engine import SingleEngine
-
-        return SingleEngine(spec, context)
-
-
 class FsdpBackend(EngineBackend):
     """A Hugging Face model, trained by transformers and FSDP2 on all ranks. Its methods are those of :class:`Backend`.
 
@@ -402,6 +363,7 @@ class FsdpBackend(EngineBackend):
 
     engine_name = "fsdp"
     unsupported_settings = frozenset({"provider", "provider_options"})
+    _sharded: ClassVar[bool] = True
 
     @classmethod
     def _check_spec(cls, spec: EngineSpec, runtime: Runtime, topology: Topology) -> None:
@@ -413,13 +375,13 @@ class FsdpBackend(EngineBackend):
         # Called for what it raises: a layout without a mesh is refused before ranks communicate.
         sharding.mesh_ranks(topology.world_size, spec.fsdp.replicate, topology.expert)
         npu = runtime.platform.name == "npu"
-        check_settings(spec, topology, npu=npu)
+        check_settings(spec, topology, npu=npu, sharded=cls._sharded)
 
     @classmethod
     def _check_model(cls, spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:
         from megascend.engines.fsdp.engine import check_model
 
-        return check_model(spec, info, topology, runtime.platform.name)
+        return check_model(spec, info, topology, runtime.platform.name, sharded=cls._sharded)
 
     @classmethod
     def _prepare(cls, spec: EngineSpec, runtime: Runtime) -> GroupFactory:
@@ -433,4 +395,29 @@ class FsdpBackend(EngineBackend):
     def _build(cls, spec: EngineSpec, context: EngineContext, worker: Worker | None) -> Engine:
         from megascend.engines.fsdp.engine import FsdpEngine
 
-        return FsdpEngine(spec, context)
+        return FsdpEngine(spec, context, sharded=cls._sharded)
+
+
+class SingleBackend(FsdpBackend):
+    """A Hugging Face model, trained by transformers in a single process. Its methods are those of :class:`Backend`.
+
+    For laptops, examples, and as a reference in tests: no Megatron is imported, and nothing in the process is patched. This is
+    :class:`FsdpBackend` on one rank, with an unsharded model and transformers' own attention, so that it trains architectures
+    that engine fsdp refuses. Micro batches are padded whatever ``batching.packing`` is: packed rows are exact only with some
+    attention implementations. The settings of ``optimizer`` that divide work over ranks have no effect.
+
+    All sizes of ``parallel`` are 1. The settings ``provider``, ``provider_options`` and ``fsdp`` do not exist here.
+    """
+
+    engine_name = "single"
+    unsupported_settings = frozenset({"provider", "provider_options", "fsdp"})
+    _sharded = False
+
+    @classmethod
+    def _check_spec(cls, spec: EngineSpec, runtime: Runtime, topology: Topology) -> None:
+        if topology.world_size != 1:
+            raise TopologyError(
+                f"engine single runs in one process, but {topology.world_size} were started (WORLD_SIZE); start one, or use "
+                "engine megatron or fsdp"
+            )
+        super()._check_spec(spec, runtime, topology)

@@ -12,7 +12,6 @@ from worker_slices import exported, slices_are, specs_of, vllm_like
 
 import megascend
 import megascend.engines.fsdp.engine  # ranks find them imported
-import megascend.engines.single.engine
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
 

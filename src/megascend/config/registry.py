@@ -102,9 +102,7 @@ ENGINES = Registry(
     "megascend.register_engine",
     {
         "megatron": EngineEntry("megascend.backends:MegatronBackend", megatron=True),
-        "single": EngineEntry(
-            "megascend.backends:SingleBackend", packages=("torch", "transformers", "peft"), always_pads=True
-        ),
+        "single": EngineEntry("megascend.backends:SingleBackend", always_pads=True),
         "fsdp": EngineEntry("megascend.backends:FsdpBackend", contiguous=True),
     },
 )

@@ -231,7 +231,6 @@ class Engine(ABC):
         max_length: longest sample in tokens.
         layout: padding, packing and division of sequences over the ranks.
         trainable: the model's parameters, or the adapters.
-        mixes_adapters: one micro batch may have tokens of several adapters.
         independent_ranks: ranks do not communicate in :meth:`run`, with this model and layout; none waits for a failed one.
         mtp_loss_weight: factor of the loss of a head for multi-token prediction; 0: none is trained.
         base_weights: format of a frozen model's weights; ``quantises_base``: others than ``unquantised`` are supported.
@@ -247,7 +246,6 @@ class Engine(ABC):
     kind: str
     layout: SequenceLayout
     trainable: Trainable
-    mixes_adapters = True
     independent_ranks = False
     mtp_loss_weight = 0.0
     quantises_base = False

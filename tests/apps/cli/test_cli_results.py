@@ -19,9 +19,9 @@ def fail(self, path, adapter=None):
 megascend.backend.Backend.export_hf = fail
 """
 LACKING = """
-from megascend.engines.single import engine
-whole = engine.named_weights
-engine.named_weights = lambda *arguments: (entry for entry in whole(*arguments) if "o_proj" not in entry[0])
+from megascend.engines.fsdp.engine import FsdpEngine
+whole = FsdpEngine.named_weights
+FsdpEngine.named_weights = lambda *args, **options: (entry for entry in whole(*args, **options) if "o_proj" not in entry[0])
 """
 
 

@@ -129,11 +129,6 @@ def test_batches_keep_within_the_budget_and_every_row_is_in_one() -> None:
     expected = [(0, 0, 7), (0, 1, 7), (0, 2, 7), (2, 0, 9), (3, 0, 10), (3, 1, 10)]
     assert [(row.request_index, row.sample, row.seed) for row in rows] == expected
     assert [len(batch) for batch in batches(rows, 1000, 4)] == [4, 2]
-    two_adapters = rows_of([(0, request(num_samples=2)), (1, request(adapter="a")), (2, request())], [1, 2, 3])
-    assert [[row.request_index for row in batch] for batch in batches(two_adapters, 1000, 9, by_adapter=True)] == [
-        [0, 0, 2],
-        [1],
-    ]
     grouped = batches(rows, 21, 9)
     assert [[row.number for row in batch] for batch in grouped] == [[0, 1, 2], [3], [4, 5]]
     assert all(max(row.longest for row in batch) * len(batch) <= 21 for batch in grouped)

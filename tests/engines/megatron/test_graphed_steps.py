@@ -446,10 +446,9 @@ def test_the_setting_needs_cuda(parity_folder):
 def test_other_engines_refuse_the_setting():
     from megascend.engines.context import EngineSpec
     from megascend.engines.fsdp import engine as fsdp
-    from megascend.engines.single import engine as single
 
     spec = EngineSpec(model=Path("model"), batching=Batching(cuda_graphs=CudaGraphs()))
     with pytest.raises(ConfigError, match=r"engine single: batching\.cuda_graphs is a setting of engine megatron"):
-        single.check_settings(spec)
+        fsdp.check_settings(spec, plan(Parallel(), 1), sharded=False)
     with pytest.raises(ConfigError, match=r"engine fsdp: batching\.cuda_graphs is a setting of engine megatron"):
         fsdp.check_settings(spec, plan(Parallel(), 1))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megascend.apps.rl.rollout.engines.local_model import load
-from megascend.engines.single.model import load_model
+from megascend.engines.fsdp.transformers_api import converted_tensors
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.files import TensorHeader
 from megascend.models.checkpoint_files.info import inspect_checkpoint
@@ -40,9 +40,9 @@ def stored(folder: Path) -> torch.Tensor:
     return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
 
 
-def test_engine_single_trains_the_padding_row_of_the_files(youtu: Path) -> None:
-    model = load_model(youtu, torch.float32, torch.device("cpu"), inspect_checkpoint(youtu))
-    assert torch.equal(model.model.embed_tokens.weight.detach(), stored(youtu))
+def test_tensors_converted_by_transformers_have_the_padding_row_of_the_files(youtu: Path) -> None:
+    tensors = converted_tensors(youtu, inspect_checkpoint(youtu), {})
+    assert torch.equal(tensors["model.embed_tokens.weight"].detach(), stored(youtu))
 
 
 def test_local_engine_samples_with_the_padding_row_of_the_files(youtu: Path) -> None:

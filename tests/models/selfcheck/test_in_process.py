@@ -19,7 +19,6 @@ from megascend.config import Parallel
 from megascend.engines.common.heads import plain_slice
 from megascend.engines.fsdp import attention
 from megascend.engines.fsdp.engine import FsdpSubject
-from megascend.engines.single.engine import SingleSubject
 from megascend.errors import ConfigError, PlatformError
 from megascend.models.checkpoint_files.scalar_head import ScalarHead
 from megascend.models.selfcheck import check, in_process
@@ -43,6 +42,16 @@ SIZES = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
+
+
+class SingleSubject(FsdpSubject):
+    """The subject of engine single."""
+
+    name = "single"
+
+    def __init__(self, scalar_head: ScalarHead | None) -> None:
+        super().__init__(scalar_head, packing=False, context=1, npu=False, sharded=False)
+        self.engine = self.name
 
 
 class Padded(Subject):
@@ -188,7 +197,7 @@ def with_settings(subject: type[Subject], **settings: Any) -> Subject:
     """Return an engine that computes with other values of these settings than the configuration has."""
 
     class Wrong(subject):
-        engine = "wrong"  # a part of the verdict's key
+        engine = name = "wrong"  # a part of the verdict's key
 
         def build(self, config: Any) -> Any:
             for name, value in settings.items():
@@ -231,7 +240,7 @@ def test_models_with_vision_towers_are_compared_with_an_image(arch: str) -> None
 class WithoutImages(SingleSubject):
     """An engine that computes an image's positions, and leaves its features out."""
 
-    engine = "without images"
+    name = "without images"
 
     def image_arguments(self, *args: Any, **options: Any) -> dict[str, Tensor]:
         return {"position_ids": super().image_arguments(*args, **options)["position_ids"]}

@@ -86,21 +86,17 @@ def rows_of(requests: Sequence[tuple[int, SampleRequest]], seeds: Sequence[int])
     ]
 
 
-def batches(
-    rows: Sequence[ResponseRow], budget: int, max_rows: int, *, by_adapter: bool = False
-) -> list[list[ResponseRow]]:
-    """Group rows into batches that are sampled one after the other; with ``by_adapter`` a batch has one adapter.
+def batches(rows: Sequence[ResponseRow], budget: int, max_rows: int) -> list[list[ResponseRow]]:
+    """Group rows into batches that are sampled one after the other.
 
     A batch has at most ``max_rows`` rows and, with all of them as long as the longest may become, at most ``budget`` tokens,
     unless it is a single row.
     """
     result: list[list[ResponseRow]] = []
     longest = 0
-    ordered = sorted(rows, key=lambda row: row.request.adapter or "") if by_adapter else rows
-    for row in ordered:
+    for row in rows:
         longest = max(longest, row.longest)
-        same = not by_adapter or (result and result[-1][0].request.adapter == row.request.adapter)
-        if result and same and len(result[-1]) < max_rows and longest * (len(result[-1]) + 1) <= budget:
+        if result and len(result[-1]) < max_rows and longest * (len(result[-1]) + 1) <= budget:
             result[-1].append(row)
         else:
             result.append([row])

@@ -139,8 +139,7 @@ class Sampler:
         get_cancelled, all_cancelled = cancelled or (lambda: ()), set[int]()
         # A pass has one token of each row, and a micro batch at most ``budget`` tokens.
         max_rows = min(self._max_rows, self._engine.batching.budget)
-        by_adapter = not self._engine.mixes_adapters
-        for batch in batches(rows, self._cache_tokens, max_rows, by_adapter=by_adapter):
+        for batch in batches(rows, self._cache_tokens, max_rows):
             for _ in self._sample(batch, get_cancelled, all_cancelled, tokens):
                 finished = [index for index, rows in pending.items() if all(row.reason is not None for row in rows)]
                 yield {index: _result(pending.pop(index), prompts.get(index)) for index in finished}

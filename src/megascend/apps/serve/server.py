@@ -84,7 +84,7 @@ def make_backend(settings: ServeConfig) -> Any:
     images = info.architecture.images
     targets = allowed_targets(
         linear_layers(info, settings.vision_tower),
-        unembed=settings.unembed and settings.engine != "single",
+        unembed=settings.unembed,
         tower=None if images is None else images.tower,
     )
     adapters = Adapters(

@@ -121,6 +121,18 @@ class MainAdamW(GradientScaling):
         self._on_device = mains[0].device.type == "cuda"  # the fused AdamW keeps its step count there
         self._updates = 0
 
+    @property
+    def mains(self) -> dict[str, Tensor]:
+        """Return the fp32 main parameters by name."""
+        return {name: main for name, (_, main) in self._pairs.items()}
+
+    @torch.no_grad()
+    def round_parameters(self) -> None:
+        """Round 16-bit parameters from their fp32 main parameters."""
+        for parameter, main in self._pairs.values():
+            if parameter is not main:
+                parameter.copy_(main)
+
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the main parameters that have one."""
         return [main.grad for _, main in self._pairs.values() if main.grad is not None]
@@ -147,10 +159,7 @@ class MainAdamW(GradientScaling):
             if self._matrices is not None:
                 self._matrices.step([self._pairs[name][1].grad for name in self._matrix_names], lr)
             self._updates += 1
-            # 16-bit parameters are rounded from their fp32 main parameters.
-            for parameter, main in self._pairs.values():
-                if parameter is not main:
-                    parameter.copy_(main)
+            self.round_parameters()
         self.discard()
         return self.count(norm, lr, skipped=not finite)
 
@@ -236,13 +245,6 @@ class ModelAdamW(MainAdamW):
         pairs = {name: (parameter, _main(parameter)) for name, parameter in trained.items()}
         slices = {name: TensorSlices.whole(main.detach()) for name, (_, main) in pairs.items()}
         super().__init__(pairs, adam, schedule, precision, slices, weights)
-
-    @torch.no_grad()
-    def start_from(self, model: nn.Module) -> None:
-        """Copy the parameters of ``model``, the same one in fp32, into the main parameters of 16-bit parameters."""
-        for name, (parameter, main) in self._pairs.items():
-            if parameter is not main:
-                main.copy_(model.get_parameter(name))
 
 
 def _main(parameter: nn.Parameter) -> Tensor:

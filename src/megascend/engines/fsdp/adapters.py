@@ -153,6 +153,9 @@ class FsdpAdapterLayers(AppliedAdapters):
         """Record the call of a layer with ``states`` [..., features], and check that it has a row for each token."""
         self._not_called.pop(id(module), None)
         assert self.segments is not None, "the micro batch has no adapter segments"
+        # Rows of one adapter need no tokens, unless these draw their dropout.
+        if self.segments.single is not None and self.segments.keys is None:
+            return
         tokens, rows = len(self.segments.adapter_index), states.shape[:-1].numel()
         if rows != tokens:
             raise ConfigError(

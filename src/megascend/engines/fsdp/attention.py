@@ -10,7 +10,9 @@ model is unaware of it. Recomputation repeats the exchanges in the same order on
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from megascend.changes import changed
 from megascend.engines.common.key_values import DecodeStep, Prefill
 from megascend.engines.fsdp import varlen
 from megascend.errors import ConfigError, TopologyError
@@ -257,6 +260,55 @@ def cached_attention(
     states = (part.transpose(1, 2) if lengths.packed is None else part[0].transpose(0, 1) for part in (key, value))
     lengths.cached.keep(module.layer_idx, *states)
     return _sample_attention(query, key, value, lengths, scaling, 0.0, window, sinks).transpose(1, 2)
+
+
+def uncached_reason(model: Any) -> str | None:
+    """Return the reason why :func:`caching_rows` cannot let this model have a KV cache, or None."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = model.config.get_text_config()._attn_implementation
+    return None if name in ALL_ATTENTION_FUNCTIONS else f"attention of kind {name}"
+
+
+@contextlib.contextmanager
+def caching_rows(
+    model: Any, tower: nn.Module | None, cached: Callable[[], Prefill | DecodeStep | None]
+) -> Iterator[None]:
+    """Let a model with transformers' own attention write and read the KV cache within the context.
+
+    Args:
+        tower: a vision tower, whose attention may have the same function and is left alone.
+        cached: returns the current micro batch's use of the cache; None: attention is transformers'.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = model.config.get_text_config()._attn_implementation
+    # The registry is the process's: another model may use the same function.
+    modules = set(model.modules()) - (set() if tower is None else set(tower.modules()))
+    before = ALL_ATTENTION_FUNCTIONS[name]
+
+    def run(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+        use = cached() if module in modules else None
+        if use is None:
+            return before(module, query, key, value, *args, **options)
+        if options.get("softcap") is not None:
+            raise ConfigError(
+                f"engine single: attention with softcap ({type(module).__name__}) has no cache; set Sampler(cache=False)"
+            )
+        if isinstance(use, DecodeStep):
+            scaling, window, sinks = (options.get(option) for option in ("scaling", "sliding_window", "s_aux"))
+            return cached_attention(
+                module, query, key, value, SampleLengths(None, cached=use), scaling, window, sinks
+            ), None
+        use.keep(module.layer_idx, key.transpose(1, 2), value.transpose(1, 2))
+        return before(module, query, key, value, *args, **options)
+
+    changed(f"transformers' attention function {name!r}", "sampling: keys and values of earlier tokens are kept")
+    ALL_ATTENTION_FUNCTIONS[name] = run
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS[name] = before
 
 
 def _sorted(states: Tensor, order: Tensor | None) -> Tensor:

@@ -1,20 +1,25 @@
-"""The FSDP2 engine: transformers' own model sharded by torch, a plain loop over micro batches, torch's AdamW on the shards."""
+"""The FSDP2 engine: transformers' own model sharded by torch, a plain loop over micro batches, torch's AdamW on the shards.
+
+Engine ``single`` is this engine on one rank, with one sample a row and an unsharded model.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from megascend.config import Recompute
-from megascend.engines.base import OnOutput, longest_sample, seed_generators
+from megascend.engines.base import DTYPES, OnOutput, longest_sample, seed_generators
 from megascend.engines.common import linear_attention, vision
+from megascend.engines.common.adamw import ModelAdamW
 from megascend.engines.common.full_model import FullModel
-from megascend.engines.common.heads import fresh_weights, output_layer
+from megascend.engines.common.heads import fresh_weights
 from megascend.engines.common.key_values import DecodeStep, Prefill, other_attention
 from megascend.engines.common.replayed_blocks import BlockReplay
 from megascend.engines.common.rotary import RotaryByLength
@@ -30,7 +35,7 @@ from megascend.engines.fsdp.adapters import FsdpAdapters, adapter_targets
 from megascend.engines.fsdp.attention import HeadExchange, check_heads
 from megascend.engines.fsdp.expert_parallel import ExpertShare, keep_local_experts
 from megascend.engines.fsdp.named_weights import named_weights
-from megascend.engines.fsdp.output_head import LossHead, more_than_product
+from megascend.engines.fsdp.output_head import LossHead, check_product
 from megascend.engines.fsdp.router_loss import RouterLoss, router_recorder
 from megascend.engines.fsdp.sharding import FsdpGroups, freeze, reshard, shard
 from megascend.engines.fsdp.token_mixing import check_layers, pass_borders
@@ -55,20 +60,22 @@ class FsdpEngine(TransformersEngine):
 
     Args:
         context: engine context with :class:`FsdpGroups` as its factory.
+        sharded: False for engine ``single``. On one rank ``fully_shard`` would only copy: small steps took 1.5 times as long in
+            fp32 and 1.6 times in bf16, to the same bits. One sample a row needs no attention of ours: any architecture works.
 
     Attributes:
         bytes_read: bytes of the checkpoint that this rank has read.
         adapters: adapters on a frozen model; None if the model itself is trained.
     """
 
-    kind = "fsdp"
-
-    def __init__(self, spec: EngineSpec, context: EngineContext) -> None:
+    def __init__(self, spec: EngineSpec, context: EngineContext, *, sharded: bool = True) -> None:
+        self.kind = engine_name(sharded)
         super().__init__(spec, context)
         topology, groups, info = self.topology, self.groups, self.info
-        self._fsdp = spec.fsdp
+        self._fsdp, self._sharded = spec.fsdp, sharded
+        packing = spec.batching.packing and sharded
         self.layout = SequenceLayout(
-            packing=spec.batching.packing,
+            packing=packing,
             context_size=topology.context,
             context_rank=groups.coordinates.context,
             for_megatron=False,
@@ -77,18 +84,20 @@ class FsdpEngine(TransformersEngine):
         )
         self._exchange = HeadExchange(groups.device_group("cp")) if topology.context > 1 else None
         seed_generators(spec.seed + groups.rank)  # ranks have different samples, and so different dropout
-        checked = CheckedModel.build(spec, info, topology)
+        checked = CheckedModel.build(spec, info, topology, sharded=sharded)
         self.model, layers, self._hf_slices = checked.model, checked.layers, checked.hf_slices
         npu = self.device.type == "npu"
-        subject = FsdpSubject(info.scalar_head, packing=spec.batching.packing, context=topology.context, npu=npu)
+        subject = FsdpSubject(
+            info.scalar_head, packing=spec.batching.packing, context=topology.context, npu=npu, sharded=sharded
+        )
         self.check_slice(self.model.config, subject, enabled=spec.self_check)
         self._rotary = RotaryByLength(self.model)
         self._cached: Prefill | DecodeStep | None = None  # of the micro batch that runs
-        if spec.batching.packing:
+        if packing:
             pass_borders(self.model)
         self._dummy_image: vision.DummyImage | None = None
-        if info.architecture.images is not None:
-            vision.freeze_tower(self.model, info.architecture.images, spec.vision_tower)
+        vision.freeze_tower(self.model, info.architecture.images, spec.vision_tower)
+        if info.architecture.images is not None and sharded:
             self._dummy_image = vision.DummyImage(self.model, info.architecture.images)
         # Recomputation, then compilation, then fully_shard's hooks: each wraps the one before.
         recomputation.recompute(layers, spec.recompute.granularity)
@@ -102,36 +111,46 @@ class FsdpEngine(TransformersEngine):
             self.adapters = FsdpAdapters(
                 self.model, spec, context, checked.adapter_targets, self._share, checked.refused_targets
             )
-            # Before sharding, which takes the dtype of the shards from the parameters.
-            freeze(self.model, self.dtype)
+            if sharded:  # before sharding, which takes the dtype of the shards from the parameters
+                freeze(self.model, self.dtype)
+            self.model.requires_grad_(False)
         self._router_loss: RouterLoss | None = None
         if spec.moe.aux_loss != "none":
             self._router_loss = RouterLoss(self.model, spec.moe, groups, frozen=spec.adapters is not None)
-        self._shard(spec, context)
+        self._units = self._shard(spec, context) if sharded else []
+        # Memory is allocated only now, for the shards alone. to_empty leaves buffers uninitialised too: they are computed again.
+        if sharded:
+            self.model.to_empty(device="cpu" if spec.fsdp.offload else self.device)
+        else:
+            transformers_api.allocate_parameters(self.model, self.device)
+        transformers_api.compute_buffers(self.model, self.device)
+        self._shards = list(shards.shards(self.model, self._share))
         adapter_layers = self.adapters and self.adapters.layers
-        scalar = info.scalar_head is not None
-        self._head = LossHead(self.model, info.shape.vocab_size, adapter_layers, scalar=scalar)
         if self.adapters is not None:
             self.trainable = self.adapters
         else:
-            trained = [local_shard for local_shard in self._shards if local_shard.trained]
-            self.optimizer = shards.ShardAdamW(
-                trained,
-                spec.optimizer,
-                spec.schedule,
-                spec.precision,
-                groups,
-                spec.fsdp.replicate,
-                self.weight_map(spec),
-            )
+            settings = spec.optimizer, spec.schedule, spec.precision
+            if sharded:
+                trained = [local_shard for local_shard in self._shards if local_shard.trained]
+                self.optimizer = shards.ShardAdamW(
+                    trained, *settings, groups, spec.fsdp.replicate, self.weight_map(spec)
+                )
+            else:
+                self.optimizer = ModelAdamW(self.model, *settings, self.weight_map(spec))
             self.trainable = FullModel(self.optimizer)
+        self._load(spec)
+        scalar = info.scalar_head is not None
+        if not (sharded or scalar):  # the model itself: a slice is compared only with self_check
+            with torch.no_grad():
+                check_product(self.model, sharded=False, input_ids=torch.arange(2, device=self.device)[None])
+        self._head = LossHead(self.model, info.shape.vocab_size, adapter_layers, scalar=scalar, sharded=sharded)
         self.model.train()
         self._replay = self.router_replay = BlockReplay.of(self.model, self.device)
         self.replay_unsupported_reason = "fsdp.compile compiles the routers" if spec.fsdp.compile else None
 
-    def _shard(self, spec: EngineSpec, context: EngineContext) -> None:
-        """Divide the model over the ranks, and fill this rank's shards from the checkpoint. Collective."""
-        axes, groups, info = context.factory, self.groups, self.info
+    def _shard(self, spec: EngineSpec, context: EngineContext) -> list[FSDPModule]:
+        """Divide the model, which is on ``meta``, over the ranks; return the FSDP units."""
+        axes, groups = context.factory, self.groups
         assert isinstance(axes, FsdpGroups)
         # Before sharding, so that only this rank's experts are sharded, over the ranks that hold the same ones.
         expert_mesh = None
@@ -140,18 +159,26 @@ class FsdpEngine(TransformersEngine):
             expert_mesh = axes.expert_mesh(self.topology, groups)
         mesh = axes.mesh(self.topology.world_size, self.device.type)
         page_locked = context.runtime.platform.page_locks_memory
-        self._units = shard(self.model, mesh, spec.fsdp, self.dtype, page_locked=page_locked, expert_mesh=expert_mesh)
-        # Memory is allocated only now, for the shards alone. to_empty leaves buffers uninitialised too: they are computed again.
-        self.model.to_empty(device="cpu" if spec.fsdp.offload else self.device)
-        transformers_api.compute_buffers(self.model, self.device)
-        self._shards = list(shards.shards(self.model, self._share))
-        fresh = fresh_weights(info, spec.seed)
+        return shard(self.model, mesh, spec.fsdp, self.dtype, page_locked=page_locked, expert_mesh=expert_mesh)
+
+    def _load(self, spec: EngineSpec) -> None:
+        """Fill this rank's shards from the checkpoint. Collective."""
+        fresh = fresh_weights(self.info, spec.seed)
+        # Into the fp32 main parameters, from which 16-bit ones are rounded.
+        mains = {} if self.optimizer is None else self.optimizer.mains
+        targets = [replace(target, local=mains.get(target.name, target.local)) for target in self._shards]
         problem, self.bytes_read = None, 0
         try:
-            self.bytes_read = shards.load(self._shards, self._hf_slices, info.tensors, fresh, self.dtype)
+            if isinstance(self._hf_slices, CheckpointError):
+                tensors = transformers_api.converted_tensors(self.model_dir, self.info, fresh)
+                shards.copy(targets, tensors, self.dtype)
+            else:
+                self.bytes_read = shards.load(targets, self._hf_slices, self.info.tensors, fresh, self.dtype)
         except CheckpointError as error:
             problem = error
-        raise_on_all_ranks(problem, groups, f"the load of {self.model_dir}")
+        raise_on_all_ranks(problem, self.groups, f"the load of {self.model_dir}")
+        if self.optimizer is not None:
+            self.optimizer.round_parameters()
 
     def scales(self, micro_batches: int) -> tuple[float, float]:
         # Gradients of micro batches are summed; fully_shard averages over all ranks, and so do adapters.
@@ -173,20 +200,12 @@ class FsdpEngine(TransformersEngine):
                 self._cached = batch.cached
                 if self._dummy_image is not None:
                     self._dummy_image.enter(batch)
-                packed = None if batch.packed is None else batch.packed.lengths
                 # transformers passes unknown keywords on to the attention function, its only way to learn the samples' borders.
-                lengths = attention.sample_lengths(
-                    packed,
-                    self._exchange,
-                    self.device,
-                    self.dtype,
-                    compiled=self._fsdp.compile,
-                    cached=batch.cached,
-                )
+                options = {attention.KEYWORD: self._sample_lengths(batch)} if self._sharded else {}
                 watching = contextlib.nullcontext() if router_loss is None else router_loss.watching()
                 replaying = contextlib.nullcontext() if self._replay is None else self._replay.replaying(batch)
                 with self.groups.monitor.phase("forward"), watching, replaying:
-                    loss, result = self._head.run(batch, on_output, **{attention.KEYWORD: lengths})
+                    loss, result = self._head.run(batch, on_output, **options)
                 if router_loss is not None:
                     loss = loss + router_loss.loss(batch)
                 if self.adapters is not None:
@@ -204,16 +223,29 @@ class FsdpEngine(TransformersEngine):
             reshard(self._units)
         return results
 
+    def _sample_lengths(self, batch: MicroBatch) -> attention.SampleLengths:
+        packed = None if batch.packed is None else batch.packed.lengths
+        return attention.sample_lengths(
+            packed, self._exchange, self.device, self.dtype, compiled=self._fsdp.compile, cached=batch.cached
+        )
+
     def cache_unsupported_reason(self) -> str | None:
         if self._exchange is not None:
             return f"parallel.context={self.topology.context}"
         if self._fsdp.compile:
             return "fsdp.compile"
+        if not self._sharded and (reason := attention.uncached_reason(self.model)) is not None:
+            return reason
         return other_attention(self.model.config, linear_attention.covered_kinds(self.model))
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
-        with linear_attention.cached_delta_rules(self.model, lambda: self._cached):
+        rows: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if not self._sharded:
+            images = self.info.architecture.images
+            tower = None if images is None else vision.tower(self.model, images)
+            rows = attention.caching_rows(self.model, tower, lambda: self._cached)
+        with rows, linear_attention.cached_delta_rules(self.model, lambda: self._cached):
             yield
 
     def state(self, *, include_replicas: bool) -> dict[str, Any]:
@@ -235,6 +267,8 @@ class FsdpEngine(TransformersEngine):
         return {} if self.optimizer is None else shards.weights(self._shards)
 
     def hf_slices(self) -> HfSlices:
+        if isinstance(self._hf_slices, CheckpointError):
+            raise CheckpointError(str(self._hf_slices))
         check_rows(self._hf_slices, self.info.tensors)
         return self._hf_slices
 
@@ -264,19 +298,20 @@ class CheckedModel:
 
     Attributes:
         layers: its decoder layers.
-        hf_slices: origin of its parameters in the checkpoint; computed before sharding, while they have their full shapes.
+        hf_slices: origin of its parameters in the checkpoint; computed before sharding, while they have their full shapes. For
+            a model on one rank perhaps the reason why they are not slices of it.
         adapter_targets: every layer that adapters could act on; none without adapters.
         refused_targets: other modules that peft could adapt, or None.
     """
 
     model: Any
     layers: list[torch.nn.Module]
-    hf_slices: HfSlices
+    hf_slices: HfSlices | CheckpointError
     adapter_targets: list[TargetModule]
     refused_targets: RefusedTargets | None
 
     @classmethod
-    def build(cls, spec: EngineSpec, info: ModelInfo, topology: Topology) -> CheckedModel:
+    def build(cls, spec: EngineSpec, info: ModelInfo, topology: Topology, *, sharded: bool) -> CheckedModel:
         """Build the model and check it against settings and layout. Local: a dry run does it without process groups."""
         if info.image_layout is not None and topology.context > 1:
             raise ConfigError(
@@ -289,28 +324,47 @@ class CheckedModel:
                 f"engine fsdp: parallel.context: {topology.context} with {info.architecture.model_type}, whose sparse attention "
                 "chooses among keys of whole samples: set 1"
             )
-        model, context = transformers_api.meta_model(spec.model, info.shape.tied, info.scalar_head), topology.context
+        context, unsharded = topology.context, None if sharded else DTYPES[spec.precision]
+        model = transformers_api.meta_model(spec.model, info.shape.tied, info.scalar_head, unsharded)
         if context > 1:
             text = model.config.get_text_config()
             heads = text.num_attention_heads
             check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, context)
-        layers, longest = transformers_api.layers(model), longest_sample(spec, info)
-        check_layers(model, layers, packing=spec.batching.packing, context=context, longest=longest)
+        layers: list[torch.nn.Module] = []
+        if sharded or spec.recompute.granularity != "none":
+            layers = transformers_api.layers(model)
+        if sharded:
+            longest = longest_sample(spec, info)
+            check_layers(model, layers, packing=spec.batching.packing, context=context, longest=longest)
         if spec.moe.aux_loss != "none":
             router_recorder(model, spec.moe, frozen=spec.adapters is not None)
         targets, refused_targets = [], None
         if spec.adapters is not None:
             images, trained = info.architecture.images, spec.vision_tower
             targets, refused_targets = adapter_targets(model, spec.adapters, images, trained, tied=info.shape.tied)
-        return cls(model, layers, tensor_slices(model, info.tensors), targets, refused_targets)
+        slices: HfSlices | CheckpointError
+        try:
+            slices = tensor_slices(model, info.tensors)
+        except CheckpointError as error:
+            # A model on one rank can be read as transformers converts it, and whatever else is wrong is found there.
+            if sharded:
+                raise
+            slices = error
+        return cls(model, layers, slices, targets, refused_targets)
 
 
-def check_model(spec: EngineSpec, info: ModelInfo, topology: Topology, platform: str) -> list[str]:
+def engine_name(sharded: bool) -> str:
+    """Return the name of this engine in run files and checkpoints."""
+    return "fsdp" if sharded else "single"
+
+
+def check_model(
+    spec: EngineSpec, info: ModelInfo, topology: Topology, platform: str, *, sharded: bool = True
+) -> list[str]:
     """Raise the errors that the constructor would raise before it reads weights; return the names of adapter targets."""
-    checked = CheckedModel.build(spec, info, topology)
-    subject = FsdpSubject(
-        info.scalar_head, packing=spec.batching.packing, context=topology.context, npu=platform == "npu"
-    )
+    checked = CheckedModel.build(spec, info, topology, sharded=sharded)
+    packing, npu = spec.batching.packing, platform == "npu"
+    subject = FsdpSubject(info.scalar_head, packing=packing, context=topology.context, npu=npu, sharded=sharded)
     in_process.check_first_pass(
         spec.model, checked.model.config, longest_sample(spec, info), subject, runs_forward=spec.self_check
     )
@@ -327,17 +381,23 @@ class FsdpSubject(TransformersSubject):
         packing: samples share a row.
         context: context parallel size; above 1 the model must know the samples' borders, so the slice is packed.
         npu: products of experts use the NPU's operator in this process; the slice, on the CPU, uses transformers' own.
+        sharded: False for engine ``single``, which never packs.
     """
 
-    engine = "fsdp"
-
-    def __init__(self, scalar_head: ScalarHead | None, *, packing: bool, context: int, npu: bool) -> None:
+    def __init__(
+        self, scalar_head: ScalarHead | None, *, packing: bool, context: int, npu: bool, sharded: bool = True
+    ) -> None:
         super().__init__(scalar_head)
-        self.packing, self._npu = packing or context > 1, npu
-        self.remedy = "set batching.packing: false" + (" and parallel.context: 1" if context > 1 else "")
+        self.engine, self._sharded, self._npu = engine_name(sharded), sharded, npu
+        self.packing = (packing or context > 1) and sharded
+        if sharded:
+            self.remedy = "set batching.packing: false" + (" and parallel.context: 1" if context > 1 else "")
 
     def build(self, config: Any) -> Any:
-        model = transformers_api.engine_model(config, self.scalar_head, config.get_text_config().vocab_size)
+        unsharded = None if self._sharded else torch.float32
+        model = transformers_api.engine_model(
+            config, self.scalar_head, config.get_text_config().vocab_size, unsharded=unsharded
+        )
         if self._npu and transformers_api.has_experts(model):
             transformers_api.use_experts(model.config, "eager", "a slice on the CPU has no operator of the NPU's")
         self._rotary = RotaryByLength(model)
@@ -355,32 +415,26 @@ class FsdpSubject(TransformersSubject):
         positions = [torch.arange(len(sample)) for sample in ids]
         sample_index = torch.cat([torch.full_like(sample, index) for index, sample in enumerate(positions)])
         self._rotary.enter_samples(sample_index.view(rows.shape), lengths)
-        packed = tuple(lengths) if self.packing else None
-        options: dict[str, Any] = {
-            attention.KEYWORD: attention.sample_lengths(packed, None, rows.device, torch.float32)
-        }
-        products: list[Any] = []
+        options: dict[str, Any] = {}
+        if self._sharded:
+            packed = tuple(lengths) if self.packing else None
+            options[attention.KEYWORD] = attention.sample_lengths(packed, None, rows.device, torch.float32)
+        options["position_ids"] = torch.cat(positions).view(rows.shape)
+        if images is not None:
+            options |= self.image_arguments(samples, rows, images, self.packing)
         # The head's product is replaced by the engine's own, chunked one: a model that scales or caps its logits
         # afterwards would silently lose that.
-        hook = output_layer(model).register_forward_hook(lambda module, inputs, product: products.append(product))
-        try:
-            options["position_ids"] = torch.cat(positions).view(rows.shape)
-            if images is not None:
-                options |= self.image_arguments(samples, rows, images, self.packing)
-            output = model(input_ids=rows, use_cache=False, **options)
-        finally:
-            hook.remove()
-        if len(products) != 1 or output.logits is not products[0]:  # identity: any change of the logits is a new tensor
-            raise more_than_product(model)
-        logits = output.logits.flatten(0, 1).split([len(sample) for sample in ids])
-        return [part[:length].float() for part, length in zip(logits, lengths, strict=True)]
+        logits = check_product(model, sharded=self._sharded, input_ids=rows, **options)
+        parts = logits.flatten(0, 1).split([len(sample) for sample in ids])
+        return [part[:length].float() for part, length in zip(parts, lengths, strict=True)]
 
 
-def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -> None:
+def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False, sharded: bool = True) -> None:
     """Raise ConfigError for settings that this engine does not support.
 
     Args:
         npu: the run is on NPUs.
+        sharded: False for engine ``single``.
     """
     fsdp, recompute, adapters = spec.fsdp, spec.recompute, spec.adapters
     if fsdp.compile and npu:
@@ -394,7 +448,7 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -
     if fsdp.compile and (topology.context > 1 or adapters is not None):
         conflict = "adapters" if adapters is not None else f"parallel.context={topology.context}"
         raise ConfigError(f"engine fsdp: fsdp.compile does not work with {conflict} (docs/fsdp.md); set compile: false")
-    refuse_megatron_settings(spec, "fsdp")
+    refuse_megatron_settings(spec, engine_name(sharded))
     if recompute.granularity == "selective" and recompute.modules != Recompute().modules:
         raise ConfigError(
             f"engine fsdp: recompute.modules={list(recompute.modules)} are names of Megatron's modules; selective recomputation "

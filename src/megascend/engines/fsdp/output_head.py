@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megascend.changes import patch
@@ -20,9 +21,29 @@ def more_than_product(model: Any) -> ConfigError:
     """Return the error for a model that changes its output layer's result, which the engine would omit."""
     kind = type(model).__name__.removeprefix("FSDP")  # fully_shard adds the prefix to the class
     return ConfigError(
-        f"engine fsdp: {kind} changes its logits after the output layer (a cap or a scale in its configuration?), which no "
-        "engine supports"
+        f"{kind} changes its logits after the output layer (a cap or a scale in its configuration?), which no engine supports"
     )
+
+
+def check_product(model: Any, *, sharded: bool, **inputs: Any) -> Tensor:
+    """Run a model with its own output layer, and return its logits; ConfigError if they are not that layer's result.
+
+    Args:
+        sharded: the backward pass begins at the model's output, which must then be that very tensor. A model on one rank may
+            change it without effect, such as by a scale of 1.
+    """
+    products: list[Tensor] = []
+    hook = output_layer(model).register_forward_hook(lambda module, args, product: products.append(product))
+    try:
+        logits = model(use_cache=False, **inputs).logits
+    finally:
+        hook.remove()
+    same = len(products) == 1 and (
+        logits is products[0] or (not sharded and torch.equal(logits.float(), products[0].float()))
+    )
+    if not same:
+        raise more_than_product(model)
+    return logits
 
 
 class LossHead:
@@ -33,11 +54,20 @@ class LossHead:
     Args:
         adapters: adapters of the model, including any on the output layer.
         scalar: the layer is a scalar head.
+        sharded: the model is sharded; if not, :func:`check_product` has accepted it.
     """
 
-    def __init__(self, model: Any, vocab_size: int, adapters: AppliedAdapters | None, *, scalar: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        vocab_size: int,
+        adapters: AppliedAdapters | None,
+        *,
+        scalar: bool = False,
+        sharded: bool = True,
+    ) -> None:
         self._model, self._layer, self._vocab_size = model, output_layer(model), vocab_size
-        self._adapters, self._scalar = adapters, scalar
+        self._adapters, self._scalar, self._sharded = adapters, scalar, sharded
         self._call: tuple[MicroBatch, OnOutput] | None = None
         self._result: tuple[Tensor, Any] | None = None
         patch(
@@ -57,7 +87,7 @@ class LossHead:
                 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
                 output = self._model(input_ids=batch.input_ids, use_cache=False, **options)
             # The layer returns the loss in place of logits: a model that scales or caps its logits would change it.
-            if self._result is None or output.logits is not self._result[0]:
+            if self._result is None or (self._sharded and output.logits is not self._result[0]):
                 raise more_than_product(self._model)
             return self._result
         finally:
@@ -66,13 +96,16 @@ class LossHead:
 
     def _forward(self, hidden: Tensor) -> Tensor:
         assert self._call is not None, "the model is called by the engine only"
-        batch, on_output = self._call
+        loss, _ = self._result = self._compute(hidden, *self._call)
+        # Models may look at the shape of their logits.
+        return loss if self._sharded else loss.view(1, 1, 1)
+
+    def _compute(self, hidden: Tensor, batch: MicroBatch, on_output: OnOutput) -> tuple[Tensor, Any]:
         if self._scalar:
             values = values_of(self._layer, hidden)
             if self._adapters is not None:
                 values = self._adapters.values(hidden, values)
-            self._result = on_output(batch, ScalarOutput(values))
-            return self._result[0]
+            return on_output(batch, ScalarOutput(values))
         down = lora_delta = None
         if self._adapters is not None:
             down, lora_delta = self._adapters.down_of_output(hidden), self._adapters.lora_delta(batch.segments)
@@ -85,5 +118,4 @@ class LossHead:
             lora_delta,
             batch.temperature,
         )
-        self._result = on_output(batch, head)
-        return self._result[0]
+        return on_output(batch, head)

@@ -37,7 +37,7 @@ class LocalShard:
 
     Attributes:
         name: transformers' name of the parameter or buffer.
-        source: the parameter (a DTensor) or buffer; under expert parallelism, of this rank's experts only.
+        source: the parameter (a DTensor if it is sharded) or buffer; under expert parallelism, of this rank's experts only.
         local: the shard, sharing its memory; empty if there are more ranks than rows.
         offsets: offsets of the shard in the global tensor.
         shape: shape of the global tensor.
@@ -53,7 +53,7 @@ class LocalShard:
 
     @property
     def is_parameter(self) -> bool:
-        """True for parameters, which are sharded; False for buffers."""
+        """True for parameters, False for buffers."""
         return isinstance(self.source, nn.Parameter)
 
     @property
@@ -65,7 +65,7 @@ class LocalShard:
 def shards(model: nn.Module, share: ExpertShare | None = None) -> Iterator[LocalShard]:
     """Yield this rank's shard of every persistent tensor of a model, tied weights once.
 
-    Its parameters must be sharded, not gathered.
+    Sharded parameters must not be gathered.
 
     Args:
         share: the share of experts that this rank holds; None: all.
@@ -77,8 +77,7 @@ def shards(model: nn.Module, share: ExpertShare | None = None) -> Iterator[Local
 
 def _shard(name: str, tensor: Any, share: ExpertShare | None) -> LocalShard:
     if not isinstance(tensor, DTensor):
-        assert not isinstance(tensor, nn.Parameter), f"{name} is not sharded"
-        return LocalShard(name, tensor, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+        return LocalShard(name, tensor, tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local, (first, *rest) = tensor._local_tensor.detach(), tensor.shape
     if share is None:
@@ -154,6 +153,15 @@ def _read(
         raise CheckpointError(f"model: {header.file}: {problem}")
     target.copy_(values.reshape(target.shape))
     return values.numel() * values.element_size()
+
+
+@torch.no_grad()
+def copy(shards: Sequence[LocalShard], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Fill complete tensors of a model that is on one rank from ``tensors``; see :func:`load`."""
+    for shard in shards:
+        if problem := out_of_range(shard.name, tensors[shard.name], dtype):
+            raise CheckpointError(f"model: {problem}")
+        shard.local.copy_(tensors[shard.name])
 
 
 class ShardAdamW(MainAdamW):

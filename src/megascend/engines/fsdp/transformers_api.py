@@ -6,8 +6,9 @@ a rank on which an expert has no token would wait for the others forever.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from megascend.engines.common.heads import (
     tie_embeddings,
     without_bias,
 )
+from megascend.engines.common.transformers_names import persistent_tensors
 from megascend.engines.common.vision import attention_of
 from megascend.engines.fsdp import attention, experts
 from megascend.engines.fsdp.expert_parallel import ExpertShare, compute_on_expert_ranks, keep_local_experts
@@ -35,7 +37,11 @@ from megascend.errors import CheckpointError, ConfigError, VersionError
 from megascend.models import architecture_named
 from megascend.models.base import IndexedAttention
 from megascend.models.checkpoint_files.architectures import transformers_config
-from megascend.models.checkpoint_files.scalar_head import ScalarHead
+from megascend.models.checkpoint_files.exported import abbreviated
+from megascend.models.checkpoint_files.info import ModelInfo
+from megascend.models.checkpoint_files.padding_rows import restore_padding_rows
+from megascend.models.checkpoint_files.quantised import read_tensor
+from megascend.models.checkpoint_files.scalar_head import BIAS, ScalarHead
 from megascend.training.kernels.npu import GroupedProduct
 
 OLDEST = "5.10"
@@ -65,41 +71,52 @@ def check_version() -> None:
         )
 
 
-def meta_model(model_dir: Path, tied: bool, scalar_head: ScalarHead | None = None) -> Any:
-    """Build the fp32 model of a directory's configuration on ``meta``, with tied parameters tied.
+def meta_model(
+    model_dir: Path, tied: bool, scalar_head: ScalarHead | None = None, unsharded: torch.dtype | None = None
+) -> Any:
+    """Build the model of a directory's configuration on ``meta``, with tied parameters tied.
 
     Args:
         tied: the output layer is the embedding; overrides the configuration.
         scalar_head: head that replaces a causal language model's output layer, or None.
+        unsharded: see :func:`engine_model`.
     """
     try:
         config = transformers_config(model_dir)
         tie_embeddings(config, tied)
         with torch.device("meta"):
-            model = engine_model(config, scalar_head)
+            model = engine_model(config, scalar_head, unsharded=unsharded)
     except (OSError, ValueError, KeyError) as error:
         # ConfigError is a ValueError too.
         if isinstance(error, ConfigError):
             raise
         raise CheckpointError(f"model: transformers cannot build {model_dir}: {error}") from error
     check_tied(model, tied)
-    _check_experts(model)
+    if unsharded is None:
+        _check_experts(model)
     return model
 
 
-def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: int | None = None) -> Any:
-    """Build the fp32 model of a configuration with this engine's attention and experts functions, tied parameters tied.
+def engine_model(
+    config: Any, scalar_head: ScalarHead | None = None, outputs: int | None = None, unsharded: torch.dtype | None = None
+) -> Any:
+    """Build the model of a configuration with this engine's attention and experts functions, tied parameters tied.
 
     Args:
         outputs: values per token of a scalar head; default: its labels.
+        unsharded: the model will be on one rank, one sample a row. It then has transformers' own attention, and this dtype but
+            for the tensors that transformers keeps in fp32. None: the shards of the parameters, and so the model, are fp32.
     """
     _register()
     kind = config.model_type
     indexed = IndexedAttention.from_config(config.get_text_config().to_dict()) is not None
-    implementation = MASKED if indexed else attention_of(NAME, architecture_named(kind).images)
+    # Any architecture is causal over plain rows, so that one rank needs no attention of this engine.
+    implementation = None
+    if unsharded is None:
+        implementation = MASKED if indexed else attention_of(NAME, architecture_named(kind).images)
     try:
         model = model_class(config, scalar_head, outputs).from_config(
-            config, dtype=torch.float32, attn_implementation=implementation
+            config, dtype=unsharded or torch.float32, attn_implementation=implementation
         )
     except (KeyError, ValueError) as error:
         if error.args == (NAME,):
@@ -119,10 +136,82 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
     head = output_layer(model)
     if (problem := not_plain(head, scalar_head)) is not None:
         raise ConfigError(f"engine fsdp: {type(model).__name__} has {problem}, which no engine supports")
-    _check_unshared_parameters(model)
+    if unsharded is None:
+        _check_unshared_parameters(model)
+    else:
+        _keep_in_fp32(model, unsharded)
     if has_experts(model):
         use_experts(config, NAME, "experts keep their routing in recomputation")
     return model
+
+
+def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """Convert the tensors to fp32 that transformers loads in fp32 whatever dtype a model is loaded in."""
+    patterns = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(re.search(pattern, name) for pattern in patterns):
+            tensor.data = tensor.data.float()
+
+
+def converted_tensors(model_dir: Path, info: ModelInfo, fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors as transformers loads them, fp32 on the CPU, by the model's names.
+
+    Args:
+        fresh: weights of a scalar head that are not in the checkpoint, and that the result has.
+    """
+    head = info.scalar_head
+    try:
+        config = transformers_config(model_dir)
+        loader = model_class(config, head)
+        if head is None:
+            tie_embeddings(config, info.shape.tied)
+        weights, files = None, dict[Path, Any]()
+        if info.quantised:  # transformers dequantises on some devices only
+            weights = {name: read_tensor(name, header, files) for name, header in info.tensors.items()}
+        with _quiet(head is not None):
+            model, report = loader.from_pretrained(
+                None if info.quantised else model_dir,
+                state_dict=weights,
+                config=config,
+                dtype=torch.float32,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"model: transformers cannot load {model_dir}: {error}") from error
+    # Not in the files: a new head's weights, and the bias that transformers adds to any token classifier.
+    expected = set() if head is None else {BIAS, *fresh} - (set() if head.fresh else {*head.names})
+    for kind in ("missing_keys", "mismatched_keys"):
+        if names := set(report[kind]) - expected:
+            raise CheckpointError(
+                f"model: {model_dir}: {kind.replace('_', ' ')}: {sorted(names)[:3]}: correct config.json, or fetch the files "
+                "again"
+            )
+    # info.tensors leaves out those that no engine builds, such as heads of multi-token prediction.
+    if unused := sorted(set(report["unexpected_keys"]) & set(info.tensors)):
+        raise CheckpointError(
+            f"{model_dir} holds tensors that the {type(model).__name__} of config.json has no place for: {abbreviated(unused)}: "
+            "correct config.json, or remove the tensors"
+        )
+    restore_padding_rows(model, info.tensors)
+    return persistent_tensors(model) | dict(fresh)
+
+
+@contextlib.contextmanager
+def _quiet(known_differences: bool) -> Iterator[None]:
+    """Switch off transformers' progress bars, and with ``known_differences`` its report of missing weights."""
+    from transformers.utils import logging
+
+    enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    if known_differences:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def use_experts(config: Any, name: str, reason: str) -> None:
@@ -168,6 +257,19 @@ def names_of_experts(model: nn.Module) -> list[str]:
     """Return the names of the parameters of fused experts."""
     modules = ((name, module) for name, module in model.named_modules() if is_fused_experts(module))
     return [f"{name}.{key}" for name, module in modules for key, _ in module.named_parameters()]
+
+
+def allocate_parameters(model: nn.Module, device: torch.device) -> None:
+    """Allocate the parameters of a model on ``meta`` on a device, uninitialised; shared ones stay shared."""
+    allocated: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in allocated:
+                values = torch.empty_like(parameter, device=device)
+                allocated[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            module._parameters[name] = allocated[id(parameter)]
 
 
 def compute_buffers(model: Any, device: torch.device) -> None:

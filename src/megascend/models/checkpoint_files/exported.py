@@ -63,7 +63,8 @@ def fused_part(name: str, names: Collection[str]) -> FusedPart | None:
 def differences(source: Mapping[str, TensorHeader], exported: Mapping[str, TensorHeader], dtype: str) -> list[str]:
     """List differences of an export from its source; empty if transformers can load it.
 
-    ``dtype``: of the export, as safetensors spells it. What is fp32 in the source may stay so, as routers' biases do.
+    ``dtype``: of the export, as safetensors spells it. What is fp32 in the source may stay so, as routers' biases do, and
+        integers do.
     """
     problems = []
     missing = [name for name in source if name not in exported]
@@ -79,8 +80,8 @@ def differences(source: Mapping[str, TensorHeader], exported: Mapping[str, Tenso
     dtypes = [
         f"{name} {e.dtype} instead of {dtype}"
         for name, s, e in common
-        # For example the correction bias of a router, which transformers keeps in fp32 as well.
-        if e.dtype != dtype and not e.dtype == s.dtype == "F32"
+        # For example the correction bias of a router, which transformers keeps in fp32 as well, or its integer table.
+        if e.dtype != dtype and not (e.dtype == s.dtype and (s.dtype == "F32" or "F" not in s.dtype))
     ]
     if dtypes:
         problems.append(f"other dtypes: {abbreviated(dtypes)}")

@@ -188,7 +188,7 @@ def _stage_bytes(
             config.base_weights, parameters, sum(with_experts), kind.bytes
         )
     if config.lora is not None:
-        states["adapters"] = parameters.adapter.bytes(kind.bytes, copied=True)
+        states["adapters"] = parameters.adapter.bytes(kind.bytes)
     temporaries = _later(config, topology, parameters, kind, embeds=first or predicts)
     # Megatron makes the main parameters on the device. Of their and the moments' bytes, a third is theirs.
     temporaries["main parameters at the start"] = 0 if kind.bytes == 4 else states.get(OFFLOADED, 0) // 3

@@ -46,12 +46,13 @@ class AdapterSizes:
     factors: float = 0.0
     stacked: float = 0.0
 
-    def bytes(self, element: int, *, copied: bool) -> int:
-        """Return the bytes of fp32 factors, gradients and two moments.
+    def bytes(self, element: int) -> int:
+        """Return the bytes of fp32 factors, gradients and two moments, and of the layers' copy with its fp32 gradients.
 
-        ``copied``: layers use a copy of the factors in the model's precision, of ``element`` bytes, with separate fp32 gradients.
+        Args:
+            element: bytes of an element in the model's precision, which the copy has.
         """
-        return int(16 * self.factors + (4 + element) * self.stacked * copied)
+        return int(16 * self.factors + (4 + element) * self.stacked)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def items(
         adapted_tower=images if config.vision_tower == "train" else None,
     )
     tokens = workload.tokens / topology.context
-    layers = [layer_bytes(sizes, kind, key, single=config.engine == "single") for key in sizes.layer_keys]
+    layers = [layer_bytes(sizes, kind, key) for key in sizes.layer_keys]
     saved, recomputed = _saved(config, layers, sizes, kind)
     activations = tokens * (saved + _norm(sizes.hidden, kind) + kind.bytes * sizes.hidden)
     head = head_bytes(sizes.hidden, parameters.vocabulary, tokens, kind, trained=not kind.frozen)
@@ -67,8 +67,8 @@ def items(
     else:
         stage_items, backward_parameters, later = _fsdp(config, info, sizes, topology, workload, parameters, kind)
     if config.lora is not None:
-        # Unsharded and unfused; peft's layers (engine single) use the factors without a copy.
-        stage_items["adapters"] = parameters.adapter.bytes(kind.bytes, copied=config.engine == "fsdp")
+        # Unsharded and unfused.
+        stage_items["adapters"] = parameters.adapter.bytes(kind.bytes)
     if sizes.indexed is not None:
         # transformers keeps the products of all of the indexer's heads at once, and a layer's mask for the backward pass.
         masks = 1 if config.recompute.granularity == "full" else len(layers)
@@ -96,7 +96,7 @@ def second_model(
     """Return the bytes of a second, frozen model, and those of its forward pass."""
     kind = replace(LayerKind.of(config, workload, kernels), frozen=True, rank=0, teacher=None)
     tokens = workload.tokens / topology.context
-    layers = [layer_bytes(sizes, kind, key, single=config.engine == "single") for key in sizes.layer_keys]
+    layers = [layer_bytes(sizes, kind, key) for key in sizes.layer_keys]
     # Without gradients a layer's results are freed as the next ones are computed: attention's before those of the MLP.
     passing = max(max(layer.attention, layer.mlp) for layer in layers) + kind.bytes * sizes.hidden
     head = head_bytes(sizes.hidden, sizes.vocabulary, tokens, kind, trained=False)
@@ -109,12 +109,8 @@ def second_model(
     return 0 if config.fsdp.offload else sharded, int(gathered + max(tokens * passing, head))
 
 
-def layer_bytes(sizes: ModelSizes, kind: LayerKind, key: LayerKey, *, single: bool) -> LayerBytes:
-    """Return the saved bytes per token of a kind of layer, without recomputation.
-
-    Args:
-        single: transformers' experts save outputs too.
-    """
+def layer_bytes(sizes: ModelSizes, kind: LayerKind, key: LayerKey) -> LayerBytes:
+    """Return the saved bytes per token of a kind of layer, without recomputation."""
     b = kind.bytes
     attention = _norm(sizes.hidden, kind)
     if key.mixer in SINGLE_MIXERS:
@@ -133,7 +129,7 @@ def layer_bytes(sizes: ModelSizes, kind: LayerKind, key: LayerKey, *, single: bo
     if key.mixer not in ("", *SINGLE_MIXERS):
         mlp = 0.0
     elif key.with_experts:
-        row_bytes = b * ((sizes.latent_experts or sizes.hidden) * (2 if single else 1) + 4 * sizes.expert_ffn)
+        row_bytes = b * ((sizes.latent_experts or sizes.hidden) + 4 * sizes.expert_ffn)
         mlp += sizes.topk * row_bytes + b * 4 * sizes.shared_ffn + 16 * sizes.experts
     else:
         mlp += b * (4 if sizes.gated else 2) * sizes.ffn

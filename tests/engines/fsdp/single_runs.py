@@ -1,6 +1,6 @@
-"""Programs of the single engine for tests: run as a script, so that no Megatron is imported in its process.
+"""Programs of engine single for tests: run as a script, so that no Megatron is imported in its process.
 
-    python worker.py JOB RESULT
+    python single_runs.py JOB RESULT
 
 JOB and RESULT are files of ``torch.save``: functions' names and arguments, and their results.
 """
@@ -213,13 +213,10 @@ def refused(checkpoint: str) -> dict[str, str]:
     from megascend.errors import ConfigError
 
     settings: dict[str, dict[str, Any]] = {
-        "recompute.granularity=selective": {"recompute": megascend.Recompute(granularity="selective")},
         "recompute.layers=2": {"recompute": megascend.Recompute(granularity="full", layers=2)},
-        "moe.aux_loss='megatron'": {"moe": megascend.Moe(aux_loss="megatron", aux_loss_coefficient=0.1)},
-        "moe.aux_loss is set": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},
+        "transformers has no such loss": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},
         "moe.bias_update_rate=0.1": {"moe": megascend.Moe(bias_update_rate=0.1)},
         "moe.experts='grouped'": {"moe": megascend.Moe(experts="grouped")},
-        "'lm_head'": {"adapters": megascend.Adapters(targets=("lm_head",))},
     }
     messages = {}
     for words, options in settings.items():
