@@ -174,7 +174,7 @@ def test_a_layer_that_sees_other_rows_than_the_tokens_is_refused():
     model, layers, stacked = linear_layers()
     (layer,) = model.model.layers
     layers.stacked = stacked
-    layers.segments = segments_of([3])
+    layers.segments = segments_of([2, 1])
     with pytest.raises(ConfigError, match=r"q_proj computes 6 rows in a micro batch of 3 tokens"):
         layer.q_proj(torch.randn(3, 2, HIDDEN))
     layers.stacked = layers.segments = None

@@ -154,7 +154,7 @@ class FsdpAdapterLayers(AppliedAdapters):
         self._not_called.pop(id(module), None)
         assert self.segments is not None, "the micro batch has no adapter segments"
         # Rows of one adapter need no tokens, unless these draw their dropout.
-        if self.segments.single is not None and self.segments.keys is None:
+        if self.segments.single is not None and self.segments.keys is None and not target.is_expert:
             return
         tokens, rows = len(self.segments.adapter_index), states.shape[:-1].numel()
         if rows != tokens:
