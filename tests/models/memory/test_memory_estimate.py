@@ -199,8 +199,8 @@ def test_an_adapter_has_its_factors_four_times_in_fp32_and_a_copy():
     lora = Lora(rank=8, targets=("q_proj", "down_proj"))
     [parameters] = stages(info.tensors, topology, 28, tied=True, lora=lora)
     factors = 28 * 8 * ((2048 + 2048) + (6144 + 2048))
-    assert parameters.adapter.bytes(2, copied=False) == 16 * factors
-    assert parameters.adapter.bytes(2, copied=True) == (16 + 6) * factors
+    assert parameters.adapter.factors == factors
+    assert parameters.adapter.bytes(2) == (16 + 6) * factors
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_gate_and_up_of_an_expert_have_one_a(names):
     lora = Lora(rank=16, targets=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
     [parameters] = stages(tensors, topology, 6, tied=False, lora=lora)
     factors = 6 * 128 * 16 * ((2048 + 2 * 768) + (768 + 2048))
-    assert parameters.adapter.bytes(2, copied=False) == 16 * factors
-    assert parameters.adapter.bytes(2, copied=True) == (16 + 6) * factors
+    assert parameters.adapter.factors == factors
+    assert parameters.adapter.bytes(2) == (16 + 6) * factors
 
 
 def test_there_is_no_estimate_for_engines_from_outside():

@@ -141,8 +141,10 @@ class FsdpEngine(TransformersEngine):
         self._load(spec)
         scalar = info.scalar_head is not None
         if not (sharded or scalar):  # the model itself: a slice is compared only with self_check
+            tokens = torch.arange(2, device=self.device)[None]
+            self._rotary.enter_samples(torch.zeros_like(tokens), [2])
             with torch.no_grad():
-                check_product(self.model, sharded=False, input_ids=torch.arange(2, device=self.device)[None])
+                check_product(self.model, sharded=False, input_ids=tokens)
         self._head = LossHead(self.model, info.shape.vocab_size, adapter_layers, scalar=scalar, sharded=sharded)
         self.model.train()
         self._replay = self.router_replay = BlockReplay.of(self.model, self.device)
