@@ -32,7 +32,7 @@ def check_product(model: Any, *, sharded: bool, **inputs: Any) -> Tensor:
         sharded: the backward pass begins at the model's output, which must then be that very tensor. A model on one rank may
             change it without effect, such as by a scale of 1.
     """
-    products: list[Tensor] = []
+    products: list[Any] = []
     hook = output_layer(model).register_forward_hook(lambda module, args, product: products.append(product))
     try:
         logits = model(use_cache=False, **inputs).logits
