@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from megascend.apps.train.run_report import read_run
 from megascend.testing import faults
+from support import families
 
 pytestmark = pytest.mark.slow
 CHATS = [("one?", "two"), ("red?", "blue and green"), ("up?", "down"), ("left?", "right, as ever")]
@@ -75,26 +77,19 @@ def train_command(*arguments: str, torchrun: Sequence[str] | None = None) -> lis
 
 
 @contextlib.contextmanager
-def started(command: list[str], folder: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command in its own process group, as a shell does; kill the group at the end of the context."""
-    as_in_a_terminal = [
-        "env",
-        "--default-signal=INT",
-        *command,
-    ]  # a shell ignores SIGINT for what it runs in the background
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            as_in_a_terminal, cwd=folder, stdout=file, stderr=file, env=environment(), start_new_session=True
-        )
-    try:
+def started(command: list[str], folder: Path, log: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a command in its own process group, as a shell does; all its processes have ended after the context."""
+    # A shell ignores SIGINT for what it runs in the background.
+    as_in_a_terminal = ["env", "--default-signal=INT", *command]
+    options: dict[str, Any] = {"cwd": folder, "env": environment(), "start_new_session": True}
+    with (
+        log.open("wb") as file,
+        families.started(as_in_a_terminal, stdout=file, stderr=file, **options) as process,
+    ):
         yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
 
 
-def wait_for_step(process: subprocess.Popen[bytes], output: Path, step: int, log: Path) -> None:
+def wait_for_step(process: subprocess.Popen[str], output: Path, step: int, log: Path) -> None:
     metrics, deadline = output / "metrics.jsonl", time.monotonic() + DEADLINE_S
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
         assert process.poll() is None, log.read_text()[-4000:]

@@ -15,14 +15,14 @@ import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from megascend.apps.train.run_report import read_run
 from megascend.runtime.stop_signals import STOPPING
-from support import forked_programs
+from support import families, forked_programs
 
 PLUGIN = """
 import os, pty, signal, threading, time
@@ -155,8 +155,8 @@ def test_run_with_lost_output_finishes(folder: Path, tmp_path: Path, output: str
 @contextlib.contextmanager
 def started(
     folder: Path, run: Path, *launcher: str, nproc: bool = False, shell: str = "", before: str = ""
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a run of two ranks from a shell, in its own session; kill all processes at the end of the context."""
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a run of two ranks from a shell, in its own session; all processes have ended after the context."""
     words = [
         sys.executable,
         *launcher,
@@ -167,25 +167,13 @@ def started(
         "engine=megatron",
     ]
     command = " ".join([*words, *(("--nproc", "2") if nproc else ())])
-    process = subprocess.Popen(
-        ["bash", "-c", f"exec {before}{command} {shell}"],
-        cwd=folder, env=variables(folder, run), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
+    options: dict[str, Any] = {"cwd": folder, "env": variables(folder, run), "start_new_session": True}
+    shell_command = ["bash", "-c", f"exec {before}{command} {shell}"]
+    with families.started(shell_command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options) as process:
         yield process
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(process.pid).children(
-                recursive=True
-            ):  # torchrun starts ranks in separate sessions
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-        process.kill()
-        process.wait(10)
 
 
-def wait_for_steps(process: subprocess.Popen[bytes], run: Path, steps: int = 3) -> None:
+def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int = 3) -> None:
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + DEADLINE_S
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= steps):
         assert process.poll() is None
