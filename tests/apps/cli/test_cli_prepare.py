@@ -95,10 +95,10 @@ def test_each_difference_is_an_error_that_names_it(prepared: Path, elsewhere: Pa
     with pytest.raises(DataError, match=r"from something else: tokenizer\.json\."):
         samples(elsewhere)
     tokenizer.write_text(content)
-    with (elsewhere / "tokens" / "0" / "tokens.int32").open("ab") as file:
+    with (elsewhere / "tokens" / "0" / "samples.arrow").open("ab") as file:
         file.truncate(4)
     with pytest.raises(
-        DataError, match=r"tokens\.int32 is missing or incomplete \(\d+ bytes were written\): copy it again"
+        DataError, match=r"samples\.arrow is missing or incomplete \(\d+ bytes were written\): copy it again"
     ):
         samples(elsewhere)
     (elsewhere / "tokens" / "prepared.json").unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 from collections.abc import Callable
@@ -74,6 +75,29 @@ def arrow(path: Path, records: list[dict]) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(records), path)
 
 
+def arrow_stream(path: Path, records: list[dict]) -> None:
+    table = pyarrow.Table.from_pylist(records)
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+def arrow_file(path: Path, records: list[dict]) -> None:
+    table = pyarrow.Table.from_pylist(records)
+    with pyarrow.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+def compressed(writer: Callable[[Path, list[dict]], None]) -> Callable[[Path, list[dict]], None]:
+    def write_compressed(path: Path, records: list[dict]) -> None:
+        plain = path.with_suffix("")
+        writer(plain, records)
+        with pyarrow.output_stream(path, compression="detect") as file:
+            file.write(plain.read_bytes())
+        plain.unlink()
+
+    return write_compressed
+
+
 def saved(path: Path, records: list[dict]) -> None:
     datasets.Dataset.from_list(records).save_to_disk(str(path))
 
@@ -89,6 +113,12 @@ WRITERS: dict[str, tuple[str, Callable[[Path, list[dict]], None]]] = {
     "CSV": ("a.csv", comma_separated),
     "TSV": ("a.tsv", tab_separated),
     "parquet": ("a.parquet", arrow),
+    "Arrow stream": ("a.arrow", arrow_stream),
+    "Arrow file": ("a.arrow", arrow_file),
+    "ndjson": ("a.ndjson", json_lines),
+    "JSONL, gzip": ("a.jsonl.gz", compressed(json_lines)),
+    "JSON, bzip2": ("a.json.bz2", compressed(json_list)),
+    "TSV, Zstandard": ("a.tsv.zst", compressed(tab_separated)),
     "saved by datasets": ("saved", saved),
     "saved by datasets, splits": ("splits", saved_splits),
 }
@@ -112,9 +142,10 @@ def test_every_format_gives_equal_documents(form: str, tmp_path: Path) -> None:
     assert documents[1].tools is None
     [tool] = documents[0].tools or ()
     assert tool["function"]["name"] == "look"
-    row = {".csv": ":3", ".tsv": ":3", "": "[1]", ".parquet": "[1]"}.get((tmp_path / name).suffix)
-    row = row or ("[1]" if form == "JSON" else ":2")
-    assert documents[1].source == f"{tmp_path / name}{row}"
+    rows = {".csv": ":3", ".tsv": ":3", ".tsv.zst": ":3", ".jsonl": ":2", ".ndjson": ":2", ".jsonl.gz": ":2"}
+    row = ":2" if form == "JSONL called JSON" else rows.get("".join((tmp_path / name).suffixes), "[1]")
+    file = tmp_path / name / "train" if name == "splits" else tmp_path / name
+    assert documents[1].source == f"{file}{row}"
 
 
 def test_csv_values_stay_text(tmp_path: Path) -> None:
@@ -244,6 +275,16 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda folder: write_content(folder / "a.parquet", b"PAR1 and nothing else"),
         "not a parquet file that can be read",
     ),
+    "no Arrow file": (
+        lambda folder: write_content(folder / "a.arrow", b"ARROW1 and nothing else"),
+        "not an Arrow file that can be read",
+    ),
+    "cut-off gzip": (
+        lambda folder: write_content(folder / "a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-20]),
+        r"a\.jsonl\.gz.* cannot be read",
+    ),
+    "no gzip": (lambda folder: write_content(folder / "a.csv.gz", b"text\na\n"), r"a\.csv\.gz.* cannot be read"),
+    "compressed parquet": (lambda folder: write_content(folder / "a.parquet.gz", b""), r"'\.gz' are not read"),
     "dangling link": (dangling, "it is a link to nowhere.jsonl, which does not exist"),
     "folder with a dangling link": (folder_with_dangling, "link.jsonl: a link to nowhere.jsonl, which does not exist"),
 }

@@ -16,11 +16,11 @@ from datasets import ClassLabel, Features, Json, List, Value
 from datasets.info import DatasetInfosDict
 from pyarrow import parquet
 
-from megascend.apps.data.files import BEGINNING, iterate_records, read_documents, stream_records
+from megascend.apps.data.files import iterate_records, read_documents, read_file
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.labels import LabelSet, label_name
-from megascend.apps.data.splits import Card, files_of
-from megascend.apps.data.streaming import BadRecords, RecordStream
+from megascend.apps.data.splits import SplitFiles
+from megascend.apps.data.streaming import StreamedBatches
 from megascend.config import Data
 from megascend.config.data import default_labels
 from megascend.errors import DataError
@@ -128,10 +128,10 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def streamed(path: Path) -> list[dict[str, Any]]:
-    findings, card = Findings(), Card.read(path, None, "data.path")
-    files = [path] if (path / "state.json").is_file() else files_of(path, "train", None, findings)
+    findings = Findings()
+    split = SplitFiles.of(path, "train", None, findings)
     values = [
-        record.value for file in files for record in stream_records(file, "train", findings, BEGINNING, card.features)
+        record.value for file in split.files for record in read_file(file, split.features, findings, streaming=True)
     ]
     findings.raise_problems()
     return values
@@ -234,7 +234,7 @@ def test_missing_shard_is_refused_by_the_cards_count(suffix: str, tmp_path: Path
     if suffix == "parquet":
         streaming = Data(path=tmp_path, streaming=True, on_too_long="skip")
         with pytest.raises(DataError, match="counts 3 examples, and the files hold 2"):
-            RecordStream(streaming.training_sources()[0], "0", BadRecords(0, Findings()))
+            StreamedBatches(streaming.training_sources(), 1, 0, lambda findings: None, {})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.jsonl", "a.json", "a.parquet", "a.md"])

@@ -25,7 +25,7 @@ from megascend.apps.data.images import ImageProcessor, decode
 from megascend.apps.data.order import fingerprint_of
 from megascend.apps.data.prepare import prepare_samples
 from megascend.apps.data.samples import Encoder, SampleLimits, build_samples
-from megascend.apps.data.store import SampleStore, write_store
+from megascend.apps.data.store import Samples, write_store
 from megascend.config import Data, DataImages
 from megascend.config.data import DataSource
 from megascend.errors import DataError
@@ -72,7 +72,7 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def samples_of(path: Path, model: Path, limits: SampleLimits = LIMITS, **settings: Any) -> SampleStore:
+def samples_of(path: Path, model: Path, limits: SampleLimits = LIMITS, **settings: Any) -> Samples:
     data = Data(path=path, **settings)
     return prepare_samples(DataSource(path, data, "data.path"), byte_tokenizer(2048, IMAGES), limits, model)
 
@@ -345,7 +345,7 @@ def test_image_that_grows_while_samples_are_written_is_not_read_again(
             yield number, samples
 
     write_store(tmp_path / "store", documents(), findings)
-    store = SampleStore(tmp_path / "store", processor)
+    store = Samples.open(tmp_path / "store", processor)
     with pytest.raises(DataError, match="has 68719476736 bytes, over the limit of 10000"):
         store[0].image_fields()
     assert store.changed_files() is not None

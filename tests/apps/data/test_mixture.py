@@ -10,7 +10,7 @@ import pytest
 
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.order import Batches, SourceTurns
-from megascend.apps.data.store import JoinedStores, SampleStore, all_samples, hold_out, write_store
+from megascend.apps.data.store import Samples, hold_out, write_store
 from megascend.errors import DataError
 from megascend.training.batch.sample import Sample
 
@@ -103,7 +103,7 @@ def test_mixture_of_other_weights_or_sources_is_not_resumed() -> None:
     assert {7, 8} < set(draws)
 
 
-def store(path: Path, first: int, documents: int, *, pairs: bool = False) -> SampleStore:
+def store(path: Path, first: int, documents: int, *, pairs: bool = False) -> Samples:
     def samples(number: int) -> list[Sample]:
         tokens = [[first + number, side, 2] for side in range(2 if pairs else 1)]
         return [
@@ -113,11 +113,12 @@ def store(path: Path, first: int, documents: int, *, pairs: bool = False) -> Sam
 
     sources = {f"data ({path.name})": path.name, "chat template": "x"}
     write_store(path, ((number, samples(number)) for number in range(documents)), Findings(), sources)
-    return SampleStore(path)
+    return Samples.open(path)
 
 
 def test_joined_stores_number_documents_and_pairs_through(tmp_path: Path) -> None:
-    joined = JoinedStores([store(tmp_path / "a", 0, 3, pairs=True), store(tmp_path / "b", 10, 2, pairs=True)])
+    stores = [store(tmp_path / "a", 0, 3, pairs=True), store(tmp_path / "b", 10, 2, pairs=True)]
+    joined = Samples.join(stores)
     assert [int(sample.input_ids[0]) for sample in joined] == [0, 0, 1, 1, 2, 2, 10, 10, 11, 11]
     assert [sample.pair for sample in joined] == joined.documents.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert joined.source_numbers.tolist() == [0] * 6 + [1] * 4
@@ -127,4 +128,4 @@ def test_joined_stores_number_documents_and_pairs_through(tmp_path: Path) -> Non
     parts = [held_out.source_samples(number) for number in range(2)]
     assert [s.pair for part in parts for s in part] == [s.pair for s in held_out]
     assert {s.pair for s in learned} | {s.pair for s in held_out} == {0, 1, 2, 3, 4}
-    assert all_samples(joined).fingerprint not in {store.fingerprint for store in joined._stores}
+    assert joined.fingerprint not in {store.fingerprint for store in stores}

@@ -19,7 +19,7 @@ from megascend.apps.data.labels import LabelSet
 from megascend.apps.data.order import fingerprint_of
 from megascend.apps.data.prepare import prepare_samples, write_prepared
 from megascend.apps.data.samples import SampleLimits, build_samples
-from megascend.apps.data.store import SampleStore
+from megascend.apps.data.store import Samples
 from megascend.config import Data
 from megascend.config.data import DataSource
 from megascend.errors import DataError
@@ -43,7 +43,7 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
-def samples_of(folder: Path, limits: SampleLimits = LIMITS, **settings: Any) -> SampleStore:
+def samples_of(folder: Path, limits: SampleLimits = LIMITS, **settings: Any) -> Samples:
     data = Data(path=folder / "data.jsonl", **settings)
     return prepare_samples(DataSource(data.path, data, "data.path"), byte_tokenizer(256), limits, folder / "model")
 
@@ -151,7 +151,7 @@ def test_prepared_samples_of_other_data_are_refused_where_the_data_are_missing(f
     write(folder / "other.jsonl", {"text": "others"})
     paths = {f"data.sources[{number}]": folder / name for number, name in enumerate(("data.jsonl", "other.jsonl"))}
 
-    def read(path: Path, setting: str, **settings: Any) -> SampleStore:
+    def read(path: Path, setting: str, **settings: Any) -> Samples:
         data = Data(path=path, **settings)
         return prepare_samples(DataSource(path, data, setting), byte_tokenizer(256), LIMITS, folder / "model")
 
@@ -227,7 +227,7 @@ def test_files_outside_of_the_folder_are_part_of_the_key(folder: Path, absolute:
         f"---\nconfigs:\n- config_name: a\n  data_files:\n  - split: train\n    path: {name}\n---\n"
     )
 
-    def prepared() -> SampleStore:
+    def prepared() -> Samples:
         data = Data(path=folder / "data")
         return prepare_samples(DataSource(data.path, data, "data.path"), byte_tokenizer(256), LIMITS, folder / "model")
 
@@ -306,7 +306,7 @@ def test_unreadable_chat_template_raises_data_error(folder: Path, content: bytes
 DATED = "{{ strftime_now('%d %b %Y %H:%M') }}{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
 
 
-def dated(folder: Path, day: date | None = None, *, model_template: Any = None) -> SampleStore:
+def dated(folder: Path, day: date | None = None, *, model_template: Any = None) -> Samples:
     """Prepare chats with a template that writes the date: the settings' or, if given, the tokenizer's."""
     write(folder / "data.jsonl", {"messages": CHAT})
     (folder / "dated.jinja").write_text(DATED)
@@ -318,7 +318,7 @@ def dated(folder: Path, day: date | None = None, *, model_template: Any = None) 
     )
 
 
-def text_of(store: SampleStore) -> str:
+def text_of(store: Samples) -> str:
     return str(byte_tokenizer(256).decode(store[0].input_ids))
 
 

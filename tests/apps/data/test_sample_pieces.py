@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megascend import Sample
+from megascend.apps.data import store as store_module
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.preview import SamplePiece, SampleStatistics, pieces
-from megascend.apps.data.store import BLOCK, SampleStore, all_samples, hold_out, write_store
+from megascend.apps.data.store import Samples, hold_out, write_store
 
 WORDS = ["▁he", "llo", "▁world", "!", "\u2581you"]
 
@@ -33,22 +34,26 @@ def test_split_character_is_replaced_in_both_pieces():
     assert [piece.text for piece in parts] == ["caf�", "�"]
 
 
+COUNT = 1034
+
+
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> SampleStore:
+def store(tmp_path_factory) -> Samples:
     path = tmp_path_factory.mktemp("samples") / "store"
-    # More than one block; sample n has n % 5 + 1 tokens, of which n % 5 + 1 - (n % 2) carry loss.
+    # Sample n has n % 5 + 1 tokens, of which n % 5 + 1 - (n % 2) carry loss.
     samples = [
-        Sample.causal(range(n, n + n % 5 + 2), weights=[1, float(n % 2 == 0), *[2.0] * (n % 5)])
-        for n in range(BLOCK + 10)
+        Sample.causal(range(n, n + n % 5 + 2), weights=[1, float(n % 2 == 0), *[2.0] * (n % 5)]) for n in range(COUNT)
     ]
-    write_store(path, ((number, [sample]) for number, sample in enumerate(samples)), Findings())
-    return SampleStore(path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(store_module, "BATCH_BYTES", 1000)  # many batches of rows
+        write_store(path, ((number, [sample]) for number, sample in enumerate(samples)), Findings())
+    return Samples.open(path)
 
 
-def test_statistics_count_tokens_with_weight(store: SampleStore):
-    count = BLOCK + 10
+def test_statistics_count_tokens_with_weight(store: Samples):
+    count = COUNT
     lengths = sorted(n % 5 + 1 for n in range(count))
-    statistics = SampleStatistics.of(all_samples(store))
+    statistics = SampleStatistics.of(store)
     assert statistics.samples == count
     assert statistics.tokens == sum(lengths)
     assert statistics.supervised == sum(lengths) - count // 2
@@ -57,9 +62,9 @@ def test_statistics_count_tokens_with_weight(store: SampleStore):
     assert statistics.p95 == 5
 
 
-def test_statistics_of_parts_sum_to_the_total(store: SampleStore):
+def test_statistics_of_parts_sum_to_the_total(store: Samples):
     learned, held_out = (SampleStatistics.of(part) for part in hold_out(store, 0.25, seed=3))
-    every = SampleStatistics.of(all_samples(store))
+    every = SampleStatistics.of(store)
     assert held_out.samples == round(0.25 * every.samples)
     for name in ("samples", "tokens", "supervised"):
         assert getattr(learned, name) + getattr(held_out, name) == getattr(every, name)

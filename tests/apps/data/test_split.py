@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from megascend.apps.cli.random_checkpoint import byte_tokenizer
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.labels import LabelSet
 from megascend.apps.data.samples import SampleLimits
-from megascend.apps.data.store import SampleStore, all_samples, hold_out, write_store
+from megascend.apps.data.store import Samples, hold_out, write_store
 from megascend.apps.train.measurement import Measurement
 from megascend.apps.train.run_samples import RunSamples, ambiguous_texts, padding_remark
 from megascend.config import Lora, RunConfig, Schedule
@@ -26,10 +27,10 @@ from megascend.training.batch.sample import Sample
 RUN = {"model": "m", "output": "o", "data": {"path": "d", "global_batch_size": 4}}
 
 
-def store(path: Path, documents: int, count: int = 2) -> SampleStore:
+def store(path: Path, documents: int, count: int = 2) -> Samples:
     """Write a store with ``count`` samples per document, whose first token is the document's number."""
     write_store(path, ((n, [Sample.causal([n, 1, 2]) for _ in range(count)]) for n in range(documents)), Findings())
-    return SampleStore(path)
+    return Samples.open(path)
 
 
 def test_whole_documents_are_held_out(tmp_path: Path) -> None:
@@ -44,7 +45,7 @@ def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     other, _ = hold_out(samples, 0.3, seed=2)
     assert [int(sample.input_ids[0]) for sample in repeated] == numbers[0]
     assert [int(sample.input_ids[0]) for sample in other] != numbers[0]
-    assert len({learned.fingerprint, held_out.fingerprint, other.fingerprint, all_samples(samples).fingerprint}) == 4
+    assert len({learned.fingerprint, held_out.fingerprint, other.fingerprint, samples.fingerprint}) == 4
     assert [len(part) for part in hold_out(samples, 0.001, seed=1)] == [18, 2]  # at least one
 
 
@@ -52,13 +53,13 @@ def test_copies_of_a_document_are_held_out_together(tmp_path: Path) -> None:
     # Of 12 documents with two samples each, 4 are different.
     documents = [(number, [Sample.causal([number % 4, 1]), Sample.causal([number % 4, 2])]) for number in range(12)]
     write_store(tmp_path / "s", documents, Findings())
-    sides = hold_out(SampleStore(tmp_path / "s"), 0.25, seed=1)
+    sides = hold_out(Samples.open(tmp_path / "s"), 0.25, seed=1)
     learned, held_out = ([int(sample.input_ids[0]) for sample in side] for side in sides)
     assert len(held_out) == 6
     assert len(set(held_out)) == 1
     assert set(learned) == set(range(4)) - set(held_out)
     with pytest.raises(DataError, match=r"0\.9 of 4 different documents leaves nothing to learn"):
-        hold_out(SampleStore(tmp_path / "s"), 0.9, seed=1)
+        hold_out(Samples.open(tmp_path / "s"), 0.9, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_copies_with_unlike_labels_are_held_out_together_and_reported(
     # Texts 0 and 1 have both labels, 2 and 3 one.
     documents = [(n, [Sample.scored([n % 4, 7], label=labels[n // 4 % 2 if n % 4 < 2 else 0])]) for n in range(12)]
     write_store(tmp_path / "s", documents, Findings(), scored=True)
-    samples = SampleStore(tmp_path / "s")
+    samples = Samples.open(tmp_path / "s")
     for seed in range(4):
         learned, held_out = hold_out(samples, 0.5, seed=seed)
         first, second = ({int(sample.input_ids[0]) for sample in side} for side in (learned, held_out))
@@ -85,7 +86,7 @@ def test_copies_with_unlike_labels_are_held_out_together_and_reported(
     (remark,) = ambiguous_texts([samples], LabelSet(("bad", "good"), problem_type))
     assert message in remark
     write_store(tmp_path / "t", documents[:4], Findings(), scored=True)
-    assert ambiguous_texts([SampleStore(tmp_path / "t")], LabelSet(("bad", "good"), problem_type)) == ()
+    assert ambiguous_texts([Samples.open(tmp_path / "t")], LabelSet(("bad", "good"), problem_type)) == ()
 
 
 def test_padding_token_other_than_the_tokenizers_is_reported() -> None:
@@ -111,16 +112,30 @@ def test_held_out_copies_of_learned_documents_are_reported(tmp_path: Path, monke
     assert [line[:54] for line in samples.remarks] == ["1 of 3 held-out documents are among those that are lea"]
 
 
+def damage(path: Path, values: np.ndarray) -> None:
+    """Write zeros over the last of ``values``, where they are last in a file, as a disk or a copy may leave it."""
+    content = path.read_bytes()
+    end = content.rindex(values.tobytes()) + values.nbytes
+    path.write_bytes(content[: end - values.itemsize] + bytes(values.itemsize) + content[end:])
+
+
 def test_damaged_bytes_of_a_store_are_an_error_of_their_sample(tmp_path: Path) -> None:
-    for name in ("tokens.int32", "weights.float32"):
-        samples = store(tmp_path / name, documents=3)
-        # As a disk or a copy that was cut off may leave it: zeros, and the same size.
-        with (tmp_path / name / name).open("r+b") as file:
-            file.seek(-4, 2)
-            file.write(bytes(4))
+    for name, values in (("tokens", np.array([2, 1, 2], np.int32)), ("weights", np.array([0, 1, 1], np.float32))):
+        store(tmp_path / name, documents=3)
+        damage(tmp_path / name / "samples.arrow", values)
+        samples = Samples.open(tmp_path / name)
         assert len(list(samples[:5])) == 5
         with pytest.raises(DataError, match=rf"sample 5 in .*{name} is not what was written there"):
             _ = samples[5]
+    # Places of the samples, and a file that was cut off, are noticed at once.
+    store(tmp_path / "places", documents=3)
+    damage(tmp_path / "places" / "samples.arrow", np.array([0, 3, 6, 9, 12, 15], np.int32))
+    with pytest.raises(DataError, match=r"samples\.arrow is damaged: .*prepare the data again"):
+        Samples.open(tmp_path / "places")
+    path = tmp_path / "tokens" / "samples.arrow"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"samples\.arrow is damaged"):
+        Samples.open(tmp_path / "tokens")
 
 
 def test_validation_path_within_the_data_raises_data_error(tmp_path: Path) -> None:
@@ -137,7 +152,7 @@ def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: 
     for number, day in enumerate(("2024-02-29", "2024-03-01")):
         sources = {"data (data.path)": "a", "date in the chat template": day}
         write_store(tmp_path / day, [(0, [Sample.causal([number, 1])])], Findings(), sources)
-        parts.append(all_samples(SampleStore(tmp_path / day)))
+        parts.append(Samples.open(tmp_path / day))
     samples = [RunSamples(part, None, 1, ()) for part in parts]
     gathered: list[Any] = []
 

@@ -172,8 +172,8 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
     ),
     "a card that is not YAML": (named("x.jsonl", README__md="---\n: [\n---\n"), {}, "datasets cannot tell its splits"),
     "two formats": (named("train.jsonl", "test.csv"), {}, "datasets cannot tell its splits.*data.split: all"),
-    "compressed files": (
-        named("train.jsonl", "train-2.jsonl.gz"), {}, r"train-2.jsonl.gz: .* split 'train', and '.gz' files are not read"
+    "compressed tables": (
+        named("train.jsonl", "train-2.parquet.gz"), {}, r"train-2.parquet.gz: .* split 'train', and '.gz' files are not read"
     ),
     "more texts than records": (
         named("a.txt", "b.txt", "c.jsonl"), {}, "takes the 2 text files .*leaves out c.jsonl.*move either out of the folder"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 import random
@@ -49,6 +50,19 @@ def write_parquet(path: Path, rows: list[dict[str, str]]) -> Path:
     return path
 
 
+def write_arrow(path: Path, rows: list[dict[str, str]]) -> Path:
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    return path
+
+
+def write_compressed(path: Path, rows: list[Any]) -> Path:
+    path.write_bytes(gzip.compress(write_jsonl(path.with_suffix(""), rows).read_bytes()))
+    path.with_suffix("").unlink()
+    return path
+
+
 def write_saved(path: Path, rows: list[dict[str, str]]) -> Path:
     import datasets
 
@@ -60,6 +74,8 @@ WRITERS: dict[str, Callable[[Path, list[Any]], Path]] = {
     "a.jsonl": write_jsonl,
     "a.csv": write_csv,
     "a.parquet": write_parquet,
+    "a.arrow": write_arrow,
+    "a.jsonl.gz": write_compressed,
     "saved": write_saved,
 }
 
@@ -101,11 +117,11 @@ def test_streamed_samples_equal_eager_ones_and_resume_anywhere(tmp_path: Path, n
     expected = contents(build_samples(read_documents(path), byte_tokenizer(256), LIMIT))
     in_order = open_stream(path, batch=1, shuffle=False)
     assert flat(take(in_order, 2 * len(rows))) == expected * 2
-    assert in_order.epochs == pytest.approx(2.0)
+    assert in_order.progress.epochs == pytest.approx(2.0)
     stream = open_stream(path)
     states, batches_read = [], []
     for _ in range(15):
-        states.append(json.loads(json.dumps(stream.state_dict())))
+        states.append(json.loads(json.dumps(stream.progress.state)))
         batches_read += take(stream, 1)
     first, second = flat(batches_read)[: len(rows)], flat(batches_read)[len(rows) : 2 * len(rows)]
     assert sorted(first) == sorted(second) == sorted(expected)
@@ -114,7 +130,7 @@ def test_streamed_samples_equal_eager_ones_and_resume_anywhere(tmp_path: Path, n
         resumed = open_stream(path)
         resumed.load_state_dict(states[number])
         assert take(resumed, 15 - number) == batches_read[number:]
-        assert resumed.state_dict() == stream.state_dict()
+        assert resumed.progress.state == stream.progress.state
 
 
 def test_saved_folder_is_streamed_without_writing_to_it(tmp_path: Path) -> None:
@@ -162,7 +178,7 @@ def test_pieces_of_a_text_file_cover_it_once(tmp_path: Path, monkeypatch: pytest
     tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     states, batches_read, end = [], [], 0
     while end < len(tokens):
-        states.append(stream.state_dict())
+        states.append(stream.progress.state)
         batches_read += take(stream, 1)
         [(inputs, targets, _)] = batches_read[-1]
         piece = [inputs[0], *targets]
@@ -170,7 +186,7 @@ def test_pieces_of_a_text_file_cover_it_once(tmp_path: Path, monkeypatch: pytest
         start = end - 1 if end and tokens[end - 1 : end - 1 + len(piece)] == piece else end
         assert tokens[start : start + len(piece)] == piece
         end = start + len(piece)
-    assert stream.epochs == 1.0
+    assert stream.progress.epochs == 1.0
     for number in range(0, len(states), 7):
         resumed = open_stream(tmp_path / "a.txt", batch=1, shuffle=False)
         resumed.load_state_dict(json.loads(json.dumps(states[number])))
@@ -190,21 +206,21 @@ def test_bad_records_name_their_line_and_are_skipped_up_to_a_limit(tmp_path: Pat
     batches_read = take(stream, 2)
     texts = [text_of(ids) for ids, *_ in flat(batches_read)]
     assert sorted(texts) == sorted(f"line {n}" for n in range(12) if n not in (3, 8))
-    assert stream.bad_records == 2
-    assert [line.partition(" at ")[0].partition(" that")[0] for line in stream.remarks] == [
+    assert stream.progress.bad_records == 2
+    assert [line.partition(" at ")[0].partition(" that")[0] for line in stream.progress.remarks] == [
         f"{path}:4: left out (data.max_bad_records): not valid JSON: Expecting value",
         f"{path}:9: left out (data.max_bad_records): 'text' must be a string",
     ]
     resumed = open_stream(path, batch=5, max_bad_records=5)
-    resumed.load_state_dict(stream.state_dict())
-    assert resumed.bad_records == 2
+    resumed.load_state_dict(stream.progress.state)
+    assert resumed.progress.bad_records == 2
     assert take(resumed, 2) == take(stream, 2)
     # One record, however many problems it has.
     message = {"role": "User", "content": "hello"}
     records = [{"messages": [message, message]}, *({"text": f"line {n}"} for n in range(3))]
     wrong = open_stream(write_jsonl(tmp_path / "c.jsonl", records), batch=3, max_bad_records=1, shuffle=False)
     take(wrong, 1)
-    assert wrong.bad_records == 1
+    assert wrong.progress.bad_records == 1
     # The rest of a file is not a record that may be skipped.
     write_csv(tmp_path / "b.csv", [{"text": "a"}, {"text": "b"}])
     with (tmp_path / "b.csv").open("a") as file:
@@ -218,14 +234,17 @@ def test_prefetched_batches_and_positions_are_those_of_the_stream(tmp_path: Path
     plain, prefetched = open_stream(path), PrefetchedBatches(open_stream(path))
     for number in range(9):
         assert contents(prefetched.take().samples) == contents(next(plain))
-        assert prefetched.state_dict() == plain.state_dict()
-        assert (prefetched.epochs, prefetched.source_epochs) == (plain.epochs, plain.source_epochs)
+        assert prefetched.progress.state == plain.progress.state
+        assert (prefetched.progress.epochs, prefetched.progress.source_epochs) == (
+            plain.progress.epochs,
+            plain.progress.source_epochs,
+        )
         # The position is that of the batch taken, although others have been read.
         resumed = PrefetchedBatches(open_stream(path))
-        resumed.load_state_dict(json.loads(json.dumps(prefetched.state_dict())))
+        resumed.load_state_dict(json.loads(json.dumps(prefetched.progress.state)))
         if number % 4 == 0:
             following = open_stream(path)
-            following.load_state_dict(plain.state_dict())
+            following.load_state_dict(plain.progress.state)
             assert contents(resumed.take().samples) == contents(next(following))
         resumed.close()
     prefetched.close()
@@ -288,8 +307,8 @@ def test_streams_of_several_sources_keep_their_shares(tmp_path: Path) -> None:
     stream = open_stream(sources=sources, batch=4)
     for batch in take(stream, 20):
         assert [text_of(ids)[0] for ids, *_ in batch].count("a") == 3
-    assert stream.source_epochs == pytest.approx([60 / 9, 20 / 50], abs=0.02)
-    states = [stream.state_dict()["streams"][number]["epoch"] for number in range(2)]
+    assert stream.progress.source_epochs == pytest.approx([60 / 9, 20 / 50], abs=0.02)
+    states = [stream.progress.state["streams"][number]["epoch"] for number in range(2)]
     assert states == [6, 0]
 
 
@@ -334,18 +353,38 @@ def test_data_without_a_sample_end_the_stream(tmp_path: Path) -> None:
         next(open_stream(tmp_path / "d.parquet"))
 
 
+def test_count_of_the_card_is_compared_after_a_pass(tmp_path: Path) -> None:
+    card = "---\ndataset_info:\n  splits:\n  - name: train\n    num_examples: {}\n    num_bytes: 1\n---\n"
+    write_jsonl(tmp_path / "train.jsonl", [{"text": f"line {n}"} for n in range(8)])
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write("{\n")  # a record, too
+    for count in (9, 10):
+        (tmp_path / "README.md").write_text(card.format(count))
+        stream = open_stream(tmp_path, batch=3, max_bad_records=1)
+        take(stream, 1)
+        resumed = open_stream(tmp_path, batch=3, max_bad_records=1)
+        resumed.load_state_dict(json.loads(json.dumps(stream.progress.state)))
+        for part in (stream, resumed):
+            assert not any("card counts" in line for line in part.progress.remarks)
+            take(part, 2)
+            remarks = [
+                line for line in part.progress.remarks if "card counts 10 examples, and the files hold 9" in line
+            ]
+            assert len(remarks) == (count == 10)
+
+
 def test_changed_files_are_not_resumed(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"line {n}"} for n in range(9)])
     stream = open_stream(path)
     take(stream, 1)
-    state = stream.state_dict() | {"sources": {"data": "y"}}
+    state = stream.progress.state | {"sources": {"data": "y"}}
     with pytest.raises(DataError, match=r"what samples are made from has changed: data; .* data\.on_changed: continue"):
         open_stream(path).load_state_dict(state)
     with pytest.raises(DataError, match="shuffle_buffer was 5 when it was saved and is 6 now"):
-        open_stream(path, shuffle_buffer=6).load_state_dict(stream.state_dict())
+        open_stream(path, shuffle_buffer=6).load_state_dict(stream.progress.state)
     resumed = open_stream(path, on_changed="continue")
     resumed.load_state_dict(state)
-    assert resumed.source_epochs == [1.0]
+    assert resumed.progress.source_epochs == [1.0]
     assert "a new epoch begins" in resumed.changes
 
 
@@ -409,7 +448,7 @@ first = bytes_read() - before
 for _ in range(30):
     batches.take()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-while batches.epochs < 1:
+while batches.progress.epochs < 1:
     batches.take()
 print(json.dumps([first, peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
 """

@@ -8,7 +8,7 @@ import pytest
 
 from megascend import Parallel, Sample
 from megascend.apps.data.findings import Findings
-from megascend.apps.data.store import SampleStore, all_samples, write_store
+from megascend.apps.data.store import Samples, write_store
 from megascend.apps.train.dry_run import StepPlan, plan_steps
 from megascend.apps.train.objectives import PreferenceObjective, TokenObjective
 from megascend.apps.train.run_samples import RunSamples
@@ -29,7 +29,7 @@ def samples_of(folder: Path, *, pairs: bool = False) -> RunSamples:
     else:
         documents = [(number, [sample]) for number, sample in enumerate(samples)]
     write_store(folder / "store", iter(documents), Findings())
-    return RunSamples(all_samples(SampleStore(folder / "store")), None, max(LENGTHS), ())
+    return RunSamples(Samples.open(folder / "store"), None, max(LENGTHS), ())
 
 
 def make_plan(samples: RunSamples, budget: int, batch: int = 4, world: int = 2, **layout) -> StepPlan:

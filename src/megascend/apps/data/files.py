@@ -1,4 +1,8 @@
-"""Read records from JSONL, JSON, CSV, parquet and plain text files, folders of these, and folders that datasets saved.
+"""Read records from JSONL, JSON, CSV, parquet, Arrow and plain text files, folders of these, and folders that datasets saved.
+
+datasets chooses the files and knows the types of columns; pyarrow reads tables and compressed files. Lines are parsed here, by
+Python's json and csv: pyarrow's readers end at the first line that cannot be parsed, and name no line; they convert values, give
+all objects of a column the same keys, and read a quote within a quoted field of CSV as text, where csv refuses the file.
 
 Records are read one by one; no file is held in memory as a whole, except JSON and texts that are not streamed. Readers begin at
 any :data:`Position`, so that a stream continues without reading what came before.
@@ -18,9 +22,9 @@ from megascend.apps.data.columns import parse_record
 from megascend.apps.data.document import Document
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.labels import label_name
-from megascend.apps.data.splits import ALL, Card, choose_split, files_of, is_saved, split_files
+from megascend.apps.data.splits import SplitFiles, is_saved
 from megascend.config import Data
-from megascend.config.registry import DATA_FORMATS
+from megascend.config.registry import COMPRESSIONS, DATA_FORMATS, TABLES, data_ending
 from megascend.errors import DataError
 
 Position = tuple[int, int]
@@ -53,6 +57,10 @@ LONGEST_LINE = 2**30
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TEXT_BLOCK = 2**16
 """Bytes of a text file that are one document of a stream, up to the end of the next line."""
+ROWS = 1024
+"""Rows of a table that are converted at once."""
+SAVED_ROWS = 64
+"""The same of folders that datasets saved, whose rows may hold images."""
 
 
 def read_documents(
@@ -90,48 +98,42 @@ def iterate_records(
     path: Path, split: str | None, findings: Findings, config_name: str | None = None
 ) -> Iterator[Record]:
     """Yield the records of a file, or of a split of a folder; a text file is one record, a :class:`Document`."""
-    if is_saved(path):
-        files_of(path, split, config_name, findings)
-        yield from _saved_records(path, split, findings)
-        return
-    files = split_files(path, split, config_name, findings)
-    count, card = 0, Card.read(path, config_name, findings.setting, split)
-    for file in files:
+    source, count = SplitFiles.of(path, split, config_name, findings), 0
+    for file in source.files:
         try:
-            for record in _typed(
-                READERS[DATA_FORMATS[file.suffix]].records(file, findings), file, card.features, findings
-            ):
+            for record in read_file(file, source.features, findings):
                 count += not isinstance(record.value, Document)
                 yield record
         except OSError as error:
             findings.problem(f"{file} cannot be read: {error.strerror or error}")
     if count and not findings.problems:
-        card.check_count(path, split, count, findings.setting)
+        source.check_count(count)
 
 
-# --- values as datasets' features declare them ---
-
-
-def _typed(
-    records: Iterable[Record], file: Path, card_features: Mapping[str, Any], findings: Findings
+def read_file(
+    path: Path,
+    card_features: Mapping[str, Any],
+    findings: Findings,
+    start: Position = BEGINNING,
+    *,
+    streaming: bool = False,
 ) -> Iterator[Record]:
-    """Yield the records of a file with values as its schema, or its folder's card, declares them."""
-    features = dict(card_features)
-    if file.suffix == ".parquet":
-        import datasets
-        from pyarrow import parquet
+    """Yield the records of one of the files of a split, with values as its schema, or its folder's card, declares them.
 
-        problem = "not a parquet file that can be read"
-        try:
-            schema = parquet.read_schema(file)
-            problem = f"datasets cannot load one of its columns: {' '.join(str(schema).split()):.80}; leave it out"
-            features = {**datasets.Features.from_arrow_schema(schema), **features}
-        except ValueError as error:  # pyarrow's errors, too
-            findings.file_problem(f"{file}: {problem}: {error}")
-            return
-    encoded = file.suffix not in (".json", ".jsonl")
+    Args:
+        start: position of the first.
+        streaming: long texts are several records, and what must be read as a whole is refused.
+    """
+    kind = "saved" if path.is_dir() else DATA_FORMATS[data_ending(path)]
+    reader = READERS[kind]
+    try:
+        features = {**_stored_features(path, kind, findings), **card_features}
+    except ValueError as error:  # pyarrow's errors, too
+        findings.file_problem(f"{path}: {error}")
+        return
+    encoded = kind not in ("json", "jsonl")
     converters = {name: convert for name, inner in features.items() if (convert := _converter(inner, encoded))}
-    for record in records:
+    for record in reader(path, findings, start, streaming):
         # Columns that are null stay, by which they are known to be there.
         columns = converters.keys() & (record.value if isinstance(record.value, dict) else ())
         with findings.collecting():
@@ -140,6 +142,44 @@ def _typed(
             except DataError as error:
                 raise DataError(f"{record.source}: {error}") from None
             yield record._replace(value=record.value | changes) if changes else record
+
+
+def _open(path: Path, offset: int = 0) -> io.BufferedReader:
+    """Open a file, or the content of a compressed one, at a place in it."""
+    if path.suffix not in COMPRESSIONS:
+        file = path.open("rb")
+        file.seek(offset)
+        return file
+    import pyarrow
+
+    content = io.BufferedReader(cast("Any", pyarrow.input_stream(str(path), compression="detect")), 2**20)
+    # No place in it is known but the beginning.
+    while offset and (skipped := len(content.read(min(offset, 2**20)))):
+        offset -= skipped
+    return content
+
+
+# --- values as datasets' features declare them ---
+
+
+def _stored_features(path: Path, kind: str, findings: Findings) -> Mapping[str, Any]:
+    """Return the types of a table's columns; none of other files."""
+    if kind not in (*TABLES, "saved"):
+        return {}
+    import datasets
+    from pyarrow import parquet
+
+    if kind == "saved":
+        return _loaded(path, findings).features
+    try:
+        schema = parquet.read_schema(path) if kind == "parquet" else _arrow_table(path).schema
+    except ValueError as error:
+        raise ValueError(f"not {NAMES[kind]} that can be read: {error}") from error
+    try:
+        return datasets.Features.from_arrow_schema(schema)
+    except ValueError as error:
+        columns = " ".join(str(schema).split())
+        raise ValueError(f"datasets cannot load one of its columns: {columns:.80}; leave it out: {error}") from error
 
 
 def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:
@@ -175,43 +215,33 @@ def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:
 # --- text and JSON ---
 
 
-def _text_records(path: Path, findings: Findings) -> Iterator[Record]:
-    with findings.collecting():
-        content = _decode(path.read_bytes().removeprefix(BYTE_ORDER_MARK), str(path))
-        if content.strip():
-            yield Record(str(path), Document(str(path), text=content), (len(content), 1))
-
-
-def _text_blocks(path: Path, findings: Findings, start: Position) -> Iterator[Record]:
-    """Yield a text file in blocks of lines, each a document that continues the one before."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(start[0])
+def _text_records(path: Path, findings: Findings, start: Position, streaming: bool) -> Iterator[Record]:
+    """Yield a text file or, of a stream, its blocks of lines, each a document that continues the one before."""
+    with _open(path, start[0]) as file:
         offset, number = start
-        while offset < size:
-            content = file.read(TEXT_BLOCK) + file.readline(TEXT_BLOCK)
-            cut = len(content)
-            if not content.endswith(b"\n") and offset + cut < size:
+        rest, ended = b"", False
+        while not ended:
+            content = rest + file.read(TEXT_BLOCK - len(rest) if streaming else -1) + file.readline(TEXT_BLOCK)
+            cut, ended = len(content), not file.peek(1)
+            if not content.endswith(b"\n") and not ended:
                 # A line longer than a block: not within a character, whose later bytes begin with the bits 10.
                 while cut > len(content) - 4 and content[cut - 1] & 0xC0 == 0x80:
                     cut -= 1
                 cut -= content[cut - 1] >= 0xC0
-            first, last = offset == 0, offset + cut >= size
+            source = f"{path}:{number + 1}" if streaming else str(path)
+            first, last, rest = offset == 0, ended, content[cut:]
             with findings.collecting():
-                text = _decode(content[:cut].removeprefix(BYTE_ORDER_MARK if first else b""), f"{path}:{number + 1}")
-                source = f"{path}:{number + 1}"
+                text = _decode(content[:cut].removeprefix(BYTE_ORDER_MARK if first else b""), source)
                 document = Document(source, text=text, begins=first, ends=last)
                 # As for a text that is read as a whole: one of spaces only does not count as a document.
                 if text.strip() or (text and not (first and last)):
                     yield Record(source, document, (offset + cut, number + content[:cut].count(b"\n")))
             offset, number = offset + cut, number + content[:cut].count(b"\n")
-            file.seek(offset)
 
 
-def _jsonl_records(path: Path, findings: Findings, start: Position = BEGINNING) -> Iterator[Record]:
+def _jsonl_records(path: Path, findings: Findings, start: Position, streaming: bool) -> Iterator[Record]:
     # Lines of bytes: JSON strings may hold U+2028 and similar characters, at which str.splitlines() would split.
-    with path.open("rb") as file:
-        file.seek(start[0])
+    with _open(path, start[0]) as file:
         offset = start[0]
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=start[1] + 1):
             if len(line) > LONGEST_LINE:
@@ -229,22 +259,30 @@ def _jsonl_records(path: Path, findings: Findings, start: Position = BEGINNING) 
                 yield Record(source, record, (offset, number))
 
 
-def _json_records(path: Path, findings: Findings) -> Iterator[Record]:
-    with findings.collecting():
-        content = _decode(path.read_bytes().removeprefix(BYTE_ORDER_MARK), str(path))
+def _json_records(path: Path, findings: Findings, start: Position, streaming: bool) -> Iterator[Record]:
+    """Yield the records of a list, or of JSON Lines under the name .json, as many data sets have it."""
+    if streaming:
+        with _open(path) as file:
+            if file.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
+                raise DataError(
+                    f"{path} ({findings.setting}) is a JSON list, which can only be read as a whole: write a record a line, as "
+                    ".jsonl, or set data.streaming: false"
+                )
+        yield from _jsonl_records(path, findings, start, streaming)
+        return
+    with findings.collecting(), _open(path) as file:
+        content = _decode(file.read().removeprefix(BYTE_ORDER_MARK), str(path))
         try:
             records = json.loads(content)
         except (ValueError, RecursionError) as error:
             if "Extra data" not in str(error):
                 raise DataError(_json_problem(error, str(path))) from None
-            records = None  # JSON Lines under the name .json, as many data sets have it
-        if records is None:
-            yield from _jsonl_records(path, findings)
-        elif isinstance(records, list):
-            for number, record in enumerate(records):
-                yield Record(f"{path}[{number}]", record, (number + 1, 0))
-        else:
+            yield from _jsonl_records(path, findings, start, streaming)
+            return
+        if not isinstance(records, list):
             raise DataError(f"{path}: expected a JSON list of objects, found {type(records).__name__}")
+        for number, record in enumerate(records):
+            yield Record(f"{path}[{number}]", record, (number + 1, 0))
 
 
 def parse_json(text: str, source: str) -> Any:
@@ -275,22 +313,10 @@ def _decode(content: bytes, source: str) -> str:
 # --- tables ---
 
 
-def _json_lines(path: Path, findings: Findings, start: Position) -> Iterator[Record]:
-    """Yield the records of JSON Lines under the name .json, as many data sets have it."""
-    with path.open("rb") as file:
-        beginning = file.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()
-    if beginning[:1] == b"[":
-        raise DataError(
-            f"{path} ({findings.setting}) is a JSON list, which can only be read as a whole: write a record a line, as .jsonl, "
-            "or set data.streaming: false"
-        )
-    yield from _jsonl_records(path, findings, start)
-
-
-def _csv_records(path: Path, findings: Findings, start: Position = BEGINNING) -> Iterator[Record]:
+def _csv_records(path: Path, findings: Findings, start: Position, streaming: bool) -> Iterator[Record]:
     offset, line_number = BEGINNING
 
-    def lines() -> Iterator[str]:
+    def lines(file: Iterable[bytes]) -> Iterator[str]:
         nonlocal offset, line_number
         for content in file:
             if line_number == 0 and content.startswith(BYTE_ORDER_MARK):
@@ -305,16 +331,15 @@ def _csv_records(path: Path, findings: Findings, start: Position = BEGINNING) ->
     try:
         # Values stay strings: a reader that infers types would turn NA into null and 007 into 7. Bytes, not text: their
         # positions are known.
-        with path.open("rb") as file:
-            rows = csv.reader(lines(), strict=True, delimiter=DELIMITERS[path.suffix])
+        with _open(path) as file, _open(path, start[0]) as rest:
+            rows = csv.reader(lines(file), strict=True, delimiter=DELIMITERS[data_ending(path)])
             header = _next_row(rows) or []
             if len(header) == 1 and (hint := _delimiter_hint(path)):
                 raise DataError(f"{path}:1: one column, {header[0]!r:.60}{hint}")
             if len(set(header)) != len(header):
                 raise DataError(f"{path}:1: two columns have one name: {', '.join(header)}")
             if start != BEGINNING:
-                file.seek(start[0])
-                rows = csv.reader(lines(), strict=True, delimiter=DELIMITERS[path.suffix])
+                rows = csv.reader(lines(rest), strict=True, delimiter=DELIMITERS[data_ending(path)])
                 offset, line_number = start
             # A quoted field may span several lines: a record's source is its first line.
             first_line = line_number + 1
@@ -347,19 +372,19 @@ def _next_row(rows: Iterator[list[str]]) -> list[str] | None:
 
 def _delimiter_hint(path: Path) -> str:
     """Return a guess at what separates the columns of a table, if the first line has no delimiter of its kind; or nothing."""
-    with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
-        line = file.readline()
-    kind = DELIMITERS[path.suffix]
+    with _open(path) as file:
+        line = file.readline(LONGEST_LINE).decode("utf-8-sig", errors="replace").strip("\r\n")
+    kind, ending = DELIMITERS[data_ending(path)], data_ending(path)
     for other in () if kind in line else (";", "\t", "|", ","):
-        if len(names := line.strip("\r\n").split(other)) > 1 and all(names):
+        if len(names := line.split(other)) > 1 and all(names):
             return (
-                f"; the first line seems to be separated by {other!r}, and {path.suffix} files are by {kind!r}: write the file "
+                f"; the first line seems to be separated by {other!r}, and {ending} files are by {kind!r}: write the file "
                 "with commas as .csv, or with tabs as .tsv"
             )
     return ""
 
 
-def _parquet_records(path: Path, findings: Findings, start: Position = BEGINNING) -> Iterator[Record]:
+def _parquet_records(path: Path, findings: Findings, start: Position, streaming: bool) -> Iterator[Record]:
     import pyarrow
     from pyarrow import parquet
 
@@ -369,94 +394,81 @@ def _parquet_records(path: Path, findings: Findings, start: Position = BEGINNING
         with parquet.ParquetFile(path, pre_buffer=False) as file:
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
-                if number + count <= start[0]:
-                    number += count
-                    continue
-                for batch in file.iter_batches(batch_size=1024, row_groups=[group]):
-                    skipped = min(max(start[0] - number, 0), len(batch))
-                    number += skipped
-                    for record in batch.slice(skipped).to_pylist():
-                        number += 1
-                        yield Record(f"{path}[{number - 1}]", record, (number, 0))
+                if number + count > start[0]:
+                    yield from _rows(path, file.iter_batches(batch_size=ROWS, row_groups=[group]), number, start[0])
+                number += count
     except pyarrow.ArrowException as error:
-        findings.file_problem(f"{path}: not a parquet file that can be read: {error}")
+        findings.file_problem(f"{path}: not {NAMES['parquet']} that can be read: {error}")
 
 
-class Reader(NamedTuple):
-    """Readers of a format: of whole files, and of a part of one at a time, which begins anywhere."""
-
-    records: Callable[[Path, Findings], Iterator[Record]]
-    stream: Callable[[Path, Findings, Position], Iterator[Record]]
+def _arrow_records(path: Path, findings: Findings, start: Position, streaming: bool) -> Iterator[Record]:
+    yield from _rows(path, _arrow_table(path).slice(start[0]).to_batches(ROWS), start[0], start[0])
 
 
-READERS = {
-    "jsonl": Reader(_jsonl_records, _jsonl_records),
-    "json": Reader(_json_records, _json_lines),
-    "csv": Reader(_csv_records, _csv_records),
-    "parquet": Reader(_parquet_records, _parquet_records),
-    "text": Reader(_text_records, _text_blocks),
-}
-"""Readers of the formats in ``DATA_FORMATS``."""
+def _arrow_table(path: Path) -> Any:
+    """Return the rows of an Arrow file, mapped into memory: of a stream, as datasets writes it, or of the file format."""
+    import pyarrow
 
-
-def stream_records(
-    path: Path, split: str | None, findings: Findings, start: Position, card_features: Mapping[str, Any]
-) -> Iterator[Record]:
-    """Yield the records of one of :func:`files_of` from a position on; ``split``: of a folder that datasets saved."""
-    if path.is_dir():
-        yield from _saved_records(path, split, findings, start)
-        return
-    yield from _typed(READERS[DATA_FORMATS[path.suffix]].stream(path, findings, start), path, card_features, findings)
-
-
-def stream_length(path: Path) -> int:
-    """Return the position after the last record of one of :func:`files_of`."""
-    if path.is_dir():
-        return len(_loaded(path, Findings()))
-    if path.suffix == ".parquet":
-        import pyarrow
-        from pyarrow import parquet
-
+    with pyarrow.memory_map(str(path)) as content:
         try:
-            return parquet.read_metadata(path).num_rows
-        except pyarrow.ArrowException as error:
-            raise DataError(f"{path}: not a parquet file that can be read: {error}") from None
-    return path.stat().st_size
+            return pyarrow.ipc.open_stream(content).read_all()
+        except pyarrow.ArrowInvalid:
+            return pyarrow.ipc.open_file(content).read_all()
 
 
-# --- folders that datasets has saved ---
-
-
-def _saved_records(path: Path, split: str | None, findings: Findings, start: Position = BEGINNING) -> Iterator[Record]:
-    import datasets
-
+def _saved_records(path: Path, findings: Findings, start: Position, streaming: bool) -> Iterator[Record]:
     rows = _loaded(path, findings)
-    if isinstance(rows, datasets.DatasetDict):
-        names = [str(name) for name in rows]
-        chosen = names if split == ALL else [choose_split(path, split, names, findings.setting)]
-        rows = datasets.concatenate_datasets([rows[name] for name in chosen])
-    remaining = rows.select(range(start[0], len(rows))) if start[0] else rows
-    # Few rows at a time: they may hold images.
-    tables = cast("Any", remaining.with_format("arrow").iter(batch_size=64))
-
-    def records() -> Iterator[Record]:
-        number = start[0]
-        for table in tables:
-            for record in table.to_pylist():
-                number += 1
-                yield Record(f"{path}[{number - 1}]", record, (number, 0))
-
-    yield from _typed(records(), path, rows.features, findings)
+    remaining = rows.select(range(start[0], len(rows))).with_format("arrow")
+    yield from _rows(path, remaining.iter(batch_size=SAVED_ROWS), start[0], start[0])
 
 
 def _loaded(path: Path, findings: Findings) -> Any:
-    """Return what datasets has saved in a folder."""
+    """Return what datasets has saved in the folder of a split."""
     import datasets
 
     try:
         return datasets.load_from_disk(str(path))
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{path} ({findings.setting}): datasets cannot load it: {error}") from error
+
+
+def _rows(path: Path, batches: Iterable[Any], number: int, first: int) -> Iterator[Record]:
+    """Yield the rows of Arrow batches, of which the first one's number is ``number``, from row ``first`` on."""
+    for batch in batches:
+        skipped = min(max(first - number, 0), len(batch))
+        number += skipped
+        for record in batch.slice(skipped).to_pylist():
+            number += 1
+            yield Record(f"{path}[{number - 1}]", record, (number, 0))
+
+
+READERS: dict[str, Callable[[Path, Findings, Position, bool], Iterator[Record]]] = {
+    "jsonl": _jsonl_records,
+    "json": _json_records,
+    "csv": _csv_records,
+    "parquet": _parquet_records,
+    "arrow": _arrow_records,
+    "saved": _saved_records,
+    "text": _text_records,
+}
+"""Readers of the formats in ``DATA_FORMATS``, and of a split that datasets has saved: of a file from a position on; with True,
+as a stream does."""
+NAMES = {"parquet": "a parquet file", "arrow": "an Arrow file"}
+
+
+def stream_length(path: Path) -> int:
+    """Return the position after the last record of one of the files of a split; 0 if it is unknown."""
+    kind = "saved" if path.is_dir() else DATA_FORMATS[data_ending(path)]
+    if kind == "saved":
+        return len(_loaded(path, Findings()))
+    if kind not in TABLES:
+        return 0 if path.suffix in COMPRESSIONS else path.stat().st_size
+    from pyarrow import parquet
+
+    try:
+        return parquet.read_metadata(path).num_rows if kind == "parquet" else len(_arrow_table(path))
+    except ValueError as error:  # pyarrow's errors, too
+        raise DataError(f"{path}: not {NAMES[kind]} that can be read: {error}") from None
 
 
 LARGE = 32 * 2**20
@@ -473,14 +485,12 @@ def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
     # Data prepared on another machine are compared when they are opened.
     if data.prepared is not None:
         return findings
-    if is_saved(path):
-        files_of(path, data.split, data.config_name, findings)
-        return findings
     try:
         size = 0
-        for file in split_files(path, data.split, data.config_name, findings):
-            size += file.stat().st_size
-            file.open("rb").close()
+        for file in SplitFiles.of(path, data.split, data.config_name, findings).files:
+            size += LARGE if is_saved(path) else file.stat().st_size
+            if not is_saved(path):
+                file.open("rb").close()
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
     # Small data is read here, before ranks start, so that its problems show at once; large data would be read twice.

@@ -169,7 +169,8 @@ def folder_of(source: str) -> Path:
     """Return the folder that paths in a record are relative to, from the record's ``file:line`` or ``file[row]``."""
     match = re.fullmatch(r"(.+?)(?::\d+|\[\d+\])", source, re.DOTALL)
     path = Path(match[1] if match else source)
-    return path if path.is_dir() else path.parent
+    # Of several splits that datasets saved, their common folder.
+    return path if path.is_dir() and not (path.parent / "dataset_dict.json").is_file() else path.parent
 
 
 # --- decoding ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -16,6 +17,25 @@ if TYPE_CHECKING:
     from megascend.training.batch.sample import Sample
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Position of a run in its data, after the last batch, and the figures up to it.
+
+    Attributes:
+        state: the position and what it depends on, as JSON.
+        epochs: number of passes over the data, with the fraction of the present one.
+        source_epochs: number of passes over each source.
+        bad_records: number of records that were skipped because they cannot be trained on.
+        remarks: what was left out, cut or converted since the run or its resumption began.
+    """
+
+    state: dict[str, Any]
+    epochs: float
+    source_epochs: list[float]
+    bad_records: int = 0
+    remarks: list[str] = field(default_factory=list)
 
 
 class SourceTurns:
@@ -157,6 +177,11 @@ class Batches(Generic[T]):
     def source_epochs(self) -> list[float]:
         """Return the number of passes over each source."""
         return [order.epoch + order.position / len(order.samples) for order in self._orders]
+
+    @property
+    def progress(self) -> Progress:
+        """Return the position, and the figures up to it."""
+        return Progress(self.state_dict(), self.epochs, self.source_epochs)
 
     @property
     def sizes(self) -> list[int]:

@@ -20,10 +20,10 @@ from megascend.apps.data.chat import check_template, writes_date
 from megascend.apps.data.document import Document
 from megascend.apps.data.files import iterate_documents, read_template
 from megascend.apps.data.findings import Findings
-from megascend.apps.data.images import ImageProcessor, file_state
+from megascend.apps.data.images import ImageProcessor
 from megascend.apps.data.samples import Encoder, SampleLimits
-from megascend.apps.data.splits import CARD, Card, files_of, is_saved
-from megascend.apps.data.store import SampleStore, write_store
+from megascend.apps.data.splits import CARD, SplitFiles, file_states, is_saved
+from megascend.apps.data.store import Samples, write_store
 from megascend.config import Data
 from megascend.config.data import DataSource
 from megascend.errors import DataError
@@ -69,7 +69,7 @@ def prepare_samples(
     limits: SampleLimits,
     model: Path,
     template_date: date | None = None,
-) -> SampleStore:
+) -> Samples:
     """Return the samples of a source, tokenised once on this machine and kept in the cache folder.
 
     One rank of a machine writes, the others wait for it, without a process group. ``model``: directory of the tokenizer;
@@ -79,13 +79,13 @@ def prepare_samples(
     if data.prepared is not None:
         return prepared_store(source, tokenizer, limits, model, template_date)
     # Also reports problems of the folder before anything is tokenised.
-    files_read = files_of(path, data.split, data.config_name, Findings(setting))
+    split = SplitFiles.of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
     template_date = template_date or date.today()
     image_processor = ImageProcessor.for_model(model, data.images)
     # Before the digests: what changes after them is noticed, and not kept as samples of the content that they are of.
-    states = _states(files_read)
-    content, files = content_of(source, files_read), tokenizer_of(model)
+    states = file_states(split.files)
+    content, files = content_of(split), tokenizer_of(model)
     sources = sample_inputs(json_digest(content[1]), data, tokenizer, limits, files, template_date, image_processor)
     # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
     # Paths of images are relative to the data, whose own path may be relative to the working directory.
@@ -96,9 +96,9 @@ def prepare_samples(
         findings = Findings(setting)
         encoder = make_encoder(data, tokenizer, limits, findings, template_date, image_processor)
         write_store(fresh, _encoded(path, data, encoder, findings), findings, sources, scored=limits.scored)
-        changed = [file for file, state in _states(files_read).items() if states.get(file) != state]
+        changed = [file for file, state in file_states(split.files).items() if states.get(file) != state]
         # A new time of modification is not a change.
-        if changed and content_of(source, files_read)[1] != content[1]:
+        if changed and content_of(split)[1] != content[1]:
             raise DataError(f"{changed[0]} ({setting}) has changed while it was read: start again once it is complete")
         # After write_store: raising here makes cached() discard the directory, so only data without problems is kept.
         findings.raise_problems()
@@ -115,7 +115,7 @@ def prepare_samples(
     return store
 
 
-def check_store(store: SampleStore, path: Path) -> None:
+def check_store(store: Samples, path: Path) -> None:
     """Raise DataError if there are no samples of the data at ``path``, or if they cannot be trained on together."""
     if not len(store):
         remarks = "".join(f"; {line}" for line in store.remarks)
@@ -132,7 +132,7 @@ def check_store(store: SampleStore, path: Path) -> None:
 
 
 def write_prepared(
-    folder: Path, stores: Mapping[str, SampleStore], limits: SampleLimits, paths: Mapping[str, Path]
+    folder: Path, stores: Mapping[str, Samples], limits: SampleLimits, paths: Mapping[str, Path]
 ) -> None:
     """Write stores, by the setting that names their data, to a new folder for ``data.prepared``.
 
@@ -165,7 +165,7 @@ def prepared_store(
     limits: SampleLimits,
     model: Path,
     template_date: date | None,
-) -> SampleStore:
+) -> Samples:
     """Return the samples that :func:`write_prepared` has written, after comparing what they were made from.
 
     The data themselves are compared if they are there.
@@ -200,8 +200,8 @@ def prepared_store(
             "were prepared"
         )
     if path.exists():
-        files_read = files_of(path, data.split, data.config_name, Findings(setting))
-        content = json_digest(content_of(source, files_read)[1])
+        split = SplitFiles.of(path, data.split, data.config_name, Findings(setting))
+        content = json_digest(content_of(split)[1])
     day = template_date or date.today()
     inputs = sample_inputs(content, data, tokenizer, limits, tokenizer_of(model), day, image_processor)
     now, saved = named_inputs(inputs, setting) | pair_inputs(limits), entry["inputs"]
@@ -220,7 +220,7 @@ def prepared_store(
             f"data.prepared: {folder} was prepared from something else: {values}. Prepare it again, or leave data.prepared out "
             f"to tokenise here{day}"
         )
-    store = SampleStore(folder / entry["folder"], image_processor)
+    store = Samples.open(folder / entry["folder"], image_processor)
     if (images_now := store.changed_files()) is not None:
         missing = next((file for file, size, _ in images_now if size < 0), None)
         problem = f"{missing} is missing" if missing else "files of images have changed"
@@ -304,18 +304,18 @@ def named_inputs(inputs: Mapping[str, str], setting: str) -> dict[str, str]:
     return {names.get(name, name): value for name, value in inputs.items()}
 
 
-def _in_cache(key: str, make: Callable[[Path], None], image_processor: ImageProcessor | None) -> SampleStore:
+def _in_cache(key: str, make: Callable[[Path], None], image_processor: ImageProcessor | None) -> Samples:
     """Return the samples that the cache folder has under ``key``; build them if it has none.
 
     One process of the machine makes them; the others wait at the lock and then map the same files.
     """
     limit, folder = cache_limit(), cache_folder() / "samples" / key
     is_new = not folder.exists()
-    store = SampleStore(cached(folder, make, PATIENCE_S), image_processor)
+    store = Samples.open(cached(folder, make, PATIENCE_S), image_processor)
     # The data are the same, and images that they name are not.
     if (files_now := store.changed_files()) is not None:
         folder = folder.with_name(json_digest([key, files_now]))
-        store = SampleStore(cached(folder, make, PATIENCE_S), image_processor)
+        store = Samples.open(cached(folder, make, PATIENCE_S), image_processor)
     # Only after adding an entry: the cache can only have grown then.
     if is_new:
         prune(folder.parent, limit, keep=folder)
@@ -374,10 +374,10 @@ def with_mismatches(documents: Iterator[Document], findings: Findings) -> Iterat
             )
 
 
-def content_of(source: DataSource, files: Sequence[Path]) -> list[Any]:
+def content_of(split: SplitFiles) -> list[Any]:
     """Return what identifies data: digests of the files read (of a folder that datasets saved: all), and all files' names."""
-    path, setting = source.path, source.setting
-    read = [entry for file in files for entry in (sorted(file.rglob("*")) if file.is_dir() else [file])]
+    path = split.path
+    read = [entry for file in split.files for entry in (sorted(file.rglob("*")) if file.is_dir() else [file])]
     # The names of all files, because datasets derives the splits from them.
     all_files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
     if is_saved(path):
@@ -385,17 +385,13 @@ def content_of(source: DataSource, files: Sequence[Path]) -> list[Any]:
     try:
         digests = [[relpath(file, path), digest(file, xxhash.xxh3_128)] for file in read if file.is_file()]
     except OSError as error:
-        raise DataError(f"{error.filename or path} cannot be read ({setting}): {error.strerror or error}") from None
+        raise DataError(
+            f"{error.filename or path} cannot be read ({split.setting}): {error.strerror or error}"
+        ) from None
     # Not all of the card, whose text does not matter.
-    if features := Card.read(path, source.data.config_name, setting, source.data.split).features:
-        digests.append([CARD, str(features)])
+    if split.features:
+        digests.append([CARD, str(split.features)])
     return [str(path), digests, [relpath(file, path) for file in all_files]]
-
-
-def _states(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
-    """Return size and time of change of files, those within folders included."""
-    entries = [entry for file in files for entry in (sorted(file.rglob("*")) if file.is_dir() else [file])]
-    return {entry: file_state(entry) for entry in entries if not entry.is_dir()}
 
 
 def json_digest(value: Any) -> str:

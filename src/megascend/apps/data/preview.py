@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from megascend.apps.data.store import SampleSubset
+from megascend.apps.data.store import Samples
 from megascend.training.batch.sample import Sample
 
 
@@ -36,7 +36,7 @@ class SampleStatistics:
     unit: str = "samples"
 
     @classmethod
-    def of(cls, part: SampleSubset) -> SampleStatistics:
+    def of(cls, part: Samples) -> SampleStatistics:
         """Compute the figures of at least one sample. Reads the weights of all."""
         lengths = part.lengths
         median, p95 = np.percentile(lengths, [50, 95], method="higher")
@@ -68,7 +68,7 @@ class SourceStatistics:
     histogram: dict[int, int]
 
     @classmethod
-    def measure(cls, name: str, kinds: dict[str, int], part: SampleSubset) -> SourceStatistics:
+    def measure(cls, name: str, kinds: dict[str, int], part: Samples) -> SourceStatistics:
         """Count the lengths of at least one sample."""
         edges = [1 << (int(length) - 1).bit_length() for length in part.lengths]
         first, last = min(edges).bit_length(), max(edges).bit_length()

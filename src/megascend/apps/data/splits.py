@@ -10,19 +10,20 @@ import json
 import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megascend.apps.data.findings import Findings
+from megascend.apps.data.images import file_state
 from megascend.config.documents import load_yaml
-from megascend.config.registry import DATA_FORMATS
+from megascend.config.registry import COMPRESSIONS, DATA_FORMATS, data_format
 from megascend.errors import DataError
 from megascend.models.checkpoint_files.files import A_POINTER, is_pointer
 from megascend.runtime.io.paths import real
 
 TEXT_SUFFIXES = tuple(suffix for suffix, kind in DATA_FORMATS.items() if kind == "text")
-RECORD_SUFFIXES = tuple(suffix for suffix, kind in DATA_FORMATS.items() if kind != "text")
-KNOWN_SUFFIXES = ", ".join(DATA_FORMATS)
+KNOWN_SUFFIXES = f"{', '.join(DATA_FORMATS)}, or one of {', '.join(COMPRESSIONS)} behind it"
 ALL = "all"
 """Names all readable files of a folder, or all splits of a saved one."""
 HELD_OUT = "validation"
@@ -48,6 +49,59 @@ READ_OF_CARDS = {
 """Keys of a card's config that are honoured, or that change nothing about text."""
 
 
+@dataclass(frozen=True)
+class SplitFiles:
+    """The files that a split is read from, and what their folder's card says of them (``dataset_info``).
+
+    Attributes:
+        path: the file or folder of the data.
+        setting: setting that names it.
+        files: in the order in which datasets reads them; of a folder that datasets saved its splits' folders.
+        features: datasets' types of the columns; empty if the card has none.
+        count: number of examples of the split; None if the card does not say.
+    """
+
+    path: Path
+    setting: str
+    files: list[Path]
+    features: Mapping[str, Any] = field(default_factory=dict)
+    count: int | None = None
+    _is_all: bool = False
+
+    @classmethod
+    def of(cls, path: Path, split: str | None, config_name: str | None, findings: Findings) -> SplitFiles:
+        """Find the files of a split of the file or folder ``path``.
+
+        Args:
+            split: None: ``validation``, or the only one; ``all``: every readable file of a folder or config.
+            findings: gets the folder's other files, and those of the split that cannot be read.
+        """
+        setting = findings.setting
+        if is_saved(path):
+            return cls(path, setting, _saved_splits(path, split, config_name, setting))
+        files = _split_files(path, split, config_name, findings)
+        features, counts = _read_card(path, config_name, setting, split)
+        count = None
+        if counts and (split in (None, ALL) or split in counts):
+            count = sum(counts.values()) if split == ALL else counts[choose_split(path, split, counts, setting)]
+        return cls(path, setting, files, features, count, split == ALL)
+
+    def count_problem(self, count: int) -> str | None:
+        """Return a message if the files do not hold as many records as the card says, as datasets has an error then."""
+        # All files may be more than those of the splits.
+        if self.count is None or count == self.count or (count > self.count and self._is_all):
+            return None
+        return (
+            f"{self.path} ({self.setting}): its card counts {self.count} examples, and the files hold {count}: download the "
+            f"missing ones, or correct {CARD}"
+        )
+
+    def check_count(self, count: int) -> None:
+        """Raise DataError if the files do not hold as many records as the card says."""
+        if problem := self.count_problem(count):
+            raise DataError(problem)
+
+
 def is_saved(path: Path) -> bool:
     """Check whether ``save_to_disk`` of datasets has written this folder."""
     return (path / "dataset_dict.json").is_file() or (
@@ -55,19 +109,15 @@ def is_saved(path: Path) -> bool:
     )
 
 
-def split_files(path: Path, split: str | None, config_name: str | None, findings: Findings) -> list[Path]:
-    """Return the files of a split of the file or folder ``path``, in the order in which datasets reads them.
-
-    ``split``: None: ``validation``, or the only one; ``all``: every readable file of a folder or config. ``findings`` gets the
-    folder's other files, and those of the split that cannot be read.
-    """
+def _split_files(path: Path, split: str | None, config_name: str | None, findings: Findings) -> list[Path]:
+    """Return the files of a split of a file, or of a folder that datasets has not saved."""
     # A dangling link is neither a file nor a folder, and would get a misleading message below.
     if path.is_symlink() and not path.exists():
         raise DataError(
             f"no training data at {path} ({findings.setting}): it is a link to {path.readlink()}, which does not exist"
         )
     if path.is_file():
-        if path.suffix not in DATA_FORMATS:
+        if data_format(path) is None:
             raise DataError(
                 f"{path}: files ending in {path.suffix!r} are not read ({findings.setting}); known: {KNOWN_SUFFIXES}"
             )
@@ -87,13 +137,13 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
     if split == ALL and config_name is None:
         return _complete(readable, findings)
     splits = folder_splits(
-        path, config_name, findings.setting, text=all(file.suffix in TEXT_SUFFIXES for file in readable)
+        path, config_name, findings.setting, text=all(data_format(file) == "text" for file in readable)
     )
     names = list(splits) if split == ALL else [choose_split(path, split, list(splits), findings.setting)]
     files = []
     for name in names:
         for file in splits[name]:
-            if file.suffix in DATA_FORMATS:
+            if data_format(file) is not None:
                 files.append(file)
             else:
                 findings.problem(
@@ -112,23 +162,21 @@ def _check_config_name(path: Path, config_name: str | None, setting: str) -> Non
         raise DataError(f"{path} is {kind} and has no configs (data.config_name: {config_name}): leave it out")
 
 
-def files_of(path: Path, split: str | None, config_name: str | None, findings: Findings) -> list[Path]:
-    """Return the files that a split is read from: as :func:`split_files`, and of a saved folder its splits' folders."""
-    if not is_saved(path):
-        return split_files(path, split, config_name, findings)
-    _check_config_name(path, config_name, findings.setting)
-    if not (path / "dataset_dict.json").is_file():
-        try:
-            split_name = json.loads((path / "state.json").read_bytes()).get("_split")
-        except (OSError, ValueError, AttributeError) as error:  # AttributeError: not an object
-            raise DataError(f"{path} ({findings.setting}): datasets cannot load it: {error}") from error
-        if split not in (None, "train", ALL, split_name):
-            raise DataError(
-                f"{path} is one saved dataset and has no split {split!r} ({_split_setting(findings.setting)}): leave it out"
-            )
-        return [path]
-    names = sorted(child.name for child in path.iterdir() if child.is_dir() and is_saved(child))
-    return [path / name for name in names if split == ALL or name == choose_split(path, split, names, findings.setting)]
+def _saved_splits(path: Path, split: str | None, config_name: str | None, setting: str) -> list[Path]:
+    """Return the folders of the splits of a folder that datasets has saved."""
+    _check_config_name(path, config_name, setting)
+    try:
+        if (path / "dataset_dict.json").is_file():
+            names = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
+            return [path / name for name in (names if split == ALL else [choose_split(path, split, names, setting)])]
+        split_name = json.loads((path / "state.json").read_bytes()).get("_split")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the latter: of other JSON
+        raise DataError(f"{path} ({setting}): datasets cannot load it: {error}") from error
+    if split not in (None, "train", ALL, split_name):
+        raise DataError(
+            f"{path} is one saved dataset and has no split {split!r} ({_split_setting(setting)}): leave it out"
+        )
+    return [path]
 
 
 def choose_split(path: Path, split: str | None, splits: Collection[str], setting: str) -> str:
@@ -188,53 +236,34 @@ def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bo
 # --- the card ---
 
 
-class Card(NamedTuple):
-    """What a folder's card says of the files of a config (``dataset_info``).
+def _read_card(
+    path: Path, config_name: str | None, setting: str, split: str | None
+) -> tuple[Mapping[str, Any], Mapping[str, int]]:
+    """Return the columns' types and the splits' numbers of examples by a folder's card.
 
-    Attributes:
-        features: datasets' types of the columns; empty if the card has none.
-        counts: number of examples of each split; empty if the card has none.
+    Both are empty of a file, of a folder without a card, or of all files where it cannot be read.
     """
+    if not any((path / name).is_file() for name in (CARD, "dataset_infos.json")):  # the latter of old versions
+        return {}, {}
+    from datasets.info import DatasetInfosDict
 
-    features: Mapping[str, Any] = {}
-    counts: Mapping[str, int] = {}
-
-    @classmethod
-    def read(cls, path: Path, config_name: str | None, setting: str, split: str | None = None) -> Card:
-        """Read the card of a folder; an empty one of a file, of a folder without, or of all files where it cannot be read."""
-        if not any((path / name).is_file() for name in (CARD, "dataset_infos.json")):  # the latter of old versions
-            return cls()
-        from datasets.info import DatasetInfosDict
-
-        try:
-            configs = card_configs(path)  # first: it bounds what aliases repeat
-            with _quiet():
-                infos = DatasetInfosDict.from_directory(str(path))
-                if len(infos) > 1 or configs:
-                    config_name = config_name if config_name in configs else _chosen_config(path, configs, None)
-                    infos = {config_name: infos.get(config_name or "default")}
-        except DataError:
-            return cls()  # no config can be chosen, which counts only where one is needed
-        except Exception as error:  # datasets, YAML and the card's reader raise many kinds of error
-            if split == ALL and config_name is None:
-                return cls()
-            raise DataError(f"{path / CARD} ({setting}): datasets cannot read it: {error}; correct it") from error
-        info = next(iter(infos.values()), None)
-        if info is None:
-            return cls()
-        return cls(info.features or {}, {name: split.num_examples for name, split in (info.splits or {}).items()})
-
-    def check_count(self, path: Path, split: str | None, count: int, setting: str) -> None:
-        """Raise DataError if the files of a split do not hold as many records as the card says, as datasets does."""
-        counts = self.counts
-        if not counts or (split not in (None, ALL) and split not in counts):
-            return
-        expected = sum(counts.values()) if split == ALL else counts[choose_split(path, split, counts, setting)]
-        if count < expected or (count > expected and split != ALL):  # all files may be more than those of the splits
-            raise DataError(
-                f"{path} ({setting}): its card counts {expected} examples, and the files hold {count}: download the missing "
-                f"ones, or correct {CARD}"
-            )
+    try:
+        configs = card_configs(path)  # first: it bounds what aliases repeat
+        with _quiet():
+            infos = DatasetInfosDict.from_directory(str(path))
+            if len(infos) > 1 or configs:
+                config_name = config_name if config_name in configs else _chosen_config(path, configs, None)
+                infos = {config_name: infos.get(config_name or "default")}
+    except DataError:
+        return {}, {}  # no config can be chosen, which counts only where one is needed
+    except Exception as error:  # datasets, YAML and the card's reader raise many kinds of error
+        if split == ALL and config_name is None:
+            return {}, {}
+        raise DataError(f"{path / CARD} ({setting}): datasets cannot read it: {error}; correct it") from error
+    info = next(iter(infos.values()), None)
+    if info is None:
+        return {}, {}
+    return info.features or {}, {name: split.num_examples for name, split in (info.splits or {}).items()}
 
 
 def card_configs(root: Path) -> dict[str, dict[str, Any]]:
@@ -307,7 +336,7 @@ def _readable_files(path: Path, findings: Findings) -> list[Path]:
             findings.remark("hidden files are not read", str(file))
         elif file.is_dir():
             findings.remark("is not read: a link to a folder", str(file))
-        elif file.suffix not in DATA_FORMATS:
+        elif data_format(file) is None:
             findings.remark(f"{file.suffix or file.name!r} files are not read", str(file))
         elif file.name.upper() == CARD.upper():
             findings.remark("is not read", str(file))
@@ -353,8 +382,8 @@ def _compare(
     """Report the readable files of a folder that no selected split contains, and why."""
     split_of_file = {file: split for split, split_files in splits.items() if split not in names for file in split_files}
     no_split = [file for file in readable if file not in set(files) and file not in split_of_file]
-    texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
-    records = [file for file in no_split if file.suffix in RECORD_SUFFIXES]
+    texts = [file for file in files if data_format(file) == "text"]
+    records = [file for file in no_split if data_format(file) != "text"]
     if texts and records:
         noun = "file" if len(texts) == 1 else "files"
         raise DataError(
@@ -366,3 +395,9 @@ def _compare(
             findings.remark(f"belongs to split {split_of_file[file]!r} and is not read", str(file))
     for file in no_split:
         findings.remark("is not read: datasets counts it to no split", str(file))
+
+
+def file_states(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
+    """Return size and time of change of files, those within folders included."""
+    entries = [entry for file in files for entry in (sorted(file.rglob("*")) if file.is_dir() else [file])]
+    return {entry: file_state(entry) for entry in entries if not entry.is_dir()}

@@ -2,6 +2,10 @@
 
 Every rank reads the same stream. A source is read in blocks of ``data.shuffle_buffer`` records, each drawn in an order of its
 own; a position is the block's beginning and the number of records drawn from it, so that a resumed run reads one block again.
+
+Not by streams of datasets, which measured (5.2, JSONL of 1 GB) break what a run promises: a resumed ``shuffle`` loses the records
+of its buffer, ``interleave_datasets`` draws sources at random in place of their shares, and a line that is not JSON ends its file
+without naming others. They parse at a third of the speed and read a file up to the position again.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +25,14 @@ import xxhash
 
 from megascend.apps.data.columns import parse_record
 from megascend.apps.data.document import Document
-from megascend.apps.data.files import BEGINNING, Position, Record, stream_length, stream_records
+from megascend.apps.data.files import BEGINNING, Position, Record, read_file, stream_length
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.images import ImageProcessor
-from megascend.apps.data.order import SourceTurns
+from megascend.apps.data.order import Progress, SourceTurns
 from megascend.apps.data.samples import Encoder
-from megascend.apps.data.splits import Card, files_of
+from megascend.apps.data.splits import SplitFiles, file_states
 from megascend.config.data import DataSource
+from megascend.config.registry import TABLES, data_format
 from megascend.errors import DataError
 from megascend.training.batch.image_sources import ImageSources
 from megascend.training.batch.images import DeferredImages
@@ -60,8 +65,8 @@ class BadRecords:
         """
         self.count, self._limit, self.findings = 0, limit, findings
 
-    def check(self, *, single: bool = False) -> None:
-        """Count the records with problems since the last call.
+    def check(self, *, single: bool = False) -> int:
+        """Count the records with problems since the last call, and return their number.
 
         Args:
             single: all problems are of one record; else each is of its own.
@@ -85,37 +90,39 @@ class BadRecords:
                     f"{error}{skipped} (data.max_bad_records: {self._limit}; correct the data, or raise it to skip more)"
                 ) from None
         findings.skip_problems("data.max_bad_records")
+        return new
 
 
 class SourceFiles:
     """Files of a source, which must not change while a run reads them.
 
     Attributes:
+        split: the files, and what their card says.
         files: in the order in which they are read without shuffling.
         remarks: descriptions of files that are not read.
         identity: digest of them, see :func:`file_identity`.
     """
 
     def __init__(self, source: DataSource) -> None:
-        data, findings = source.data, Findings(source.setting)
-        self.files = files_of(source.path, data.split, data.config_name, findings)
+        findings = Findings(source.setting)
+        self.split = SplitFiles.of(source.path, source.data.split, source.data.config_name, findings)
+        self.files = self.split.files
         findings.raise_problems()
         self.remarks = findings.lines()
         try:
             # Before the identity: what changes between them is noticed.
-            self._states = [_file_states(file) for file in self.files]
+            self._states = [file_states([file]) for file in self.files]
             self._identities = [file_identity(file) for file in self.files]
-            features = Card.read(source.path, data.config_name, source.setting, data.split).features
-            parts = [*self._identities, *([str(features)] if features else [])]
-            self.identity = xxhash.xxh3_128(" ".join(parts).encode()).hexdigest()
         except OSError as error:
             raise DataError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+        parts = [*self._identities, *([str(self.split.features)] if self.split.features else [])]
+        self.identity = xxhash.xxh3_128(" ".join(parts).encode()).hexdigest()
 
     def check(self, number: int) -> None:
         """Raise DataError if a file has changed; a new time of modification is not a change."""
         file = self.files[number]
         try:
-            if (states := _file_states(file)) == self._states[number]:
+            if (states := file_states([file])) == self._states[number]:
                 return
             if file_identity(file) == self._identities[number]:
                 self._states[number] = states
@@ -129,133 +136,8 @@ class SourceFiles:
         )
 
 
-class RecordStream:
-    """Endless records of one source, block by block."""
-
-    def __init__(self, source: DataSource, key: str, bad: BadRecords, files: SourceFiles | None = None) -> None:
-        """
-        Args:
-            key: seeds the orders of files and blocks, with the epoch.
-            files: those of the source, as they were when the run began; default: now.
-        """
-        data = source.data
-        self._source, self._key, self._bad = source, key, bad
-        self._buffer, self._shuffle = data.shuffle_buffer, data.shuffle
-        self._watched = SourceFiles(source) if files is None else files
-        self.files = self._watched.files
-        self._card = Card.read(source.path, data.config_name, source.setting, data.split)
-        lengths = [stream_length(file) for file in self.files]
-        # Others are measured in bytes.
-        if all(file.suffix == ".parquet" for file in self.files):
-            self._card.check_count(source.path, data.split, sum(lengths), source.setting)
-        self._lengths = [max(1, length) for length in lengths]
-        self.start(0)
-
-    def start(self, epoch: int, file: int = 0, position: Position = BEGINNING) -> None:
-        """Continue with a block that begins at a position of the epoch's file."""
-        self._records: Iterator[Record] | None = None
-        self._begin_epoch(epoch)
-        self._file, self._position = file, position
-        self._block: list[Record] = []
-        self._consumed = 0
-        self._mark_beginning()
-        self._end = self._beginning
-
-    def __next__(self) -> Record:
-        if self._consumed == len(self._block):
-            self._read_block()
-        self._consumed += 1
-        return self._block[self._consumed - 1]
-
-    @property
-    def epoch(self) -> int:
-        """Return the number of passes before the one of the last record."""
-        return self._block_start[0]
-
-    @property
-    def epochs(self) -> float:
-        """Return the number of passes, in files and the share of the present one that was read."""
-        share = self._consumed / len(self._block) if self._block else 0.0
-        return self._beginning + share * (self._end - self._beginning)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, as JSON."""
-        epoch, file, position = self._block_start
-        return {"epoch": epoch, "file": file, "position": list(position), "consumed": self._consumed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position."""
-        offset, lines = state["position"]
-        self.start(state["epoch"], state["file"], (offset, lines))
-        if state["consumed"]:
-            self._read_block()
-            self._consumed = state["consumed"]
-
-    def _begin_epoch(self, epoch: int) -> None:
-        self._epoch, self._file, self._position = epoch, 0, BEGINNING
-        self._order = list(range(len(self.files)))
-        if self._shuffle:
-            random.Random(f"{self._key}/{epoch}/files").shuffle(self._order)
-
-    def _mark_beginning(self) -> None:
-        self._block_start = (self._epoch, self._file, self._position)
-        self._beginning = self._progress()
-
-    def _progress(self) -> float:
-        """Return the number of passes up to the next record to be read."""
-        inside = 0.0
-        if self._file < len(self.files):
-            inside = min(1.0, self._position[0] / self._lengths[self._order[self._file]])
-        # Every file has the same weight: some are measured in bytes, others in rows.
-        return self._epoch + (self._file + inside) / len(self.files)
-
-    def _read_block(self) -> None:
-        """Read and shuffle the next block, which ends with the epoch at the latest."""
-        self._block, self._consumed, restarts = [], 0, 0
-        while not self._block:
-            if self._file == len(self.files):
-                restarts += 1
-                if restarts > 1:
-                    remarks = "".join(f"; {line}" for line in self._bad.findings.lines())
-                    raise DataError(
-                        f"no training data in {self._source.path} ({self._source.setting}): it holds no document{remarks}"
-                    )
-                self._begin_epoch(self._epoch + 1)
-            self._mark_beginning()
-            while len(self._block) < self._buffer and self._file < len(self.files):
-                record = self._next_record()
-                if record is None or len(self._block) + 1 == self._buffer:
-                    # Ranks that see another end of a growing file would go on with other samples than the rest.
-                    self._watched.check(self._order[self._file])
-                if record is None:
-                    self._file, self._position, self._records = self._file + 1, BEGINNING, None
-                else:
-                    self._block.append(record)
-                    self._position = record.end
-        self._end = self._progress()
-        if self._shuffle:
-            epoch, file, (offset, _) = self._block_start
-            random.Random(f"{self._key}/{epoch}/{file}/{offset}").shuffle(self._block)
-
-    def _next_record(self) -> Record | None:
-        """Return the next record of the present file; None at its end."""
-        self._bad.findings.setting = self._source.setting
-        try:
-            if self._records is None:
-                file, split = self.files[self._order[self._file]], self._source.data.split
-                features = self._card.features
-                self._records = stream_records(file, split, self._bad.findings, self._position, features)
-            record = next(self._records, None)
-        except OSError as error:  # of a parquet file's reader without the file's name
-            name = error.filename or self.files[self._order[self._file]]
-            raise DataError(f"{name} cannot be read: {error.strerror or error}") from error
-        # Readers report a bad record and go on with the next.
-        self._bad.check()
-        return record
-
-
 class SampleStream:
-    """Endless units of one source: a sample, or the two of a preference pair."""
+    """Endless units of one source, block by block: a sample, or the two of a preference pair."""
 
     def __init__(
         self,
@@ -268,50 +150,148 @@ class SampleStream:
     ) -> None:
         """
         Args:
+            key: seeds the orders of files and blocks, with the epoch.
             load: loads the images of a sample.
-            files: as of :class:`RecordStream`.
+            files: those of the source, as they were when the run began; default: now.
         """
-        self.records = RecordStream(source, key, bad, files)
-        self._path, self._columns = source.path, source.data.columns or None
-        self._bad, self._encoder, self._load = bad, encoder, load
-        self._units: list[list[Sample]] = []
-        self._consumed = 0
+        self._data, self._path, self._setting = source.data, source.path, source.setting
+        self._key, self._bad, self._encoder, self._load = key, bad, encoder, load
+        self._source = SourceFiles(source) if files is None else files
+        self._lengths = [stream_length(file) for file in self._source.files]
+        # Rows are known; records of other files are counted while they are read.
+        if all(file.is_dir() or data_format(file) in TABLES for file in self._source.files):
+            self._source.split.check_count(sum(self._lengths))
+        self.begin(0)
+
+    def begin(self, epoch: int, file: int = 0, position: Position = BEGINNING, records: int | None = 0) -> None:
+        """Continue with a block that begins at a position of the epoch's file.
+
+        Args:
+            records: number of records of the epoch before it; None: unknown.
+        """
+        self._epoch, self._file, self._position, self._count = epoch, file, position, records
+        self._order = list(range(len(self._source.files)))
+        if self._data.shuffle:
+            random.Random(f"{self._key}/{epoch}/files").shuffle(self._order)
+        self._records = self._rest_of_epoch()
+        self._start_block([])
 
     def __next__(self) -> list[Sample]:
-        first_epoch = self.records.epoch
-        while self._consumed == len(self._units):
-            self._units, self._consumed = self._encode(next(self.records)), 0
+        self._bad.findings.setting = self._setting
+        first_epoch = self.epoch
+        while self._taken == len(self._units):
+            if self._consumed == len(self._block):
+                self._read_block()
+            self._consumed += 1
+            self._units, self._taken = self._encode(self._block[self._consumed - 1]), 0
             # After a complete pass without a sample, there would be endless further ones.
-            if self.records.epoch > first_epoch + 1:
-                remarks = "".join(f"; {line}" for line in self._bad.findings.lines())
-                raise DataError(f"no training samples: {self._path} holds no token to predict{remarks}")
-        self._consumed += 1
-        return self._units[self._consumed - 1]
+            if self.epoch > first_epoch + 1:
+                raise DataError(f"no training samples: {self._path} holds no token to predict{self._remarks()}")
+        self._taken += 1
+        return self._units[self._taken - 1]
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of passes before the one of the last record."""
+        return self._beginning[0]
+
+    @property
+    def epochs(self) -> float:
+        """Return the number of passes, in files and the share of the present one that was read."""
+        share = self._consumed / len(self._block) if self._block else 0.0
+        return self._progress_at_beginning + share * (self._progress_at_end - self._progress_at_beginning)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, as JSON; ``units``: those drawn of the last record, if some are left."""
-        return {**self.records.state_dict(), "units": self._consumed if self._consumed < len(self._units) else 0}
+        epoch, file, position, records = self._beginning
+        units = self._taken if self._taken < len(self._units) else 0
+        return {
+            "epoch": epoch,
+            "file": file,
+            "position": list(position),
+            "records": records,
+            "consumed": self._consumed,
+            "units": units,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position."""
-        units = state["units"]
-        self.records.load_state_dict({**state, "consumed": state["consumed"] - (units > 0)})
-        self._units, self._consumed = [], 0
-        if units:
-            self._units, self._consumed = self._encode(next(self.records)), units
+        offset, lines = state["position"]
+        self.begin(state["epoch"], state["file"], (offset, lines), state["records"])
+        if state["consumed"]:
+            self._read_block()
+            self._consumed = state["consumed"]
+        if state["units"]:
+            self._units, self._taken = self._encode(self._block[self._consumed - 1]), state["units"]
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Continue with the first record."""
-        self.records.start(epoch)
-        self._units, self._consumed = [], 0
+    def _start_block(self, block: list[Record]) -> None:
+        self._block, self._consumed = block, 0
+        self._units: list[list[Sample]] = []
+        self._taken = 0
+        if not block:
+            self._beginning = self._epoch, self._file, self._position, self._count
+            self._progress_at_beginning = self._progress()
+        self._progress_at_end = self._progress()
+
+    def _progress(self) -> float:
+        """Return the number of passes up to the next record to be read."""
+        inside = 0.0
+        if self._file < len(self._order) and (length := self._lengths[self._order[self._file]]):
+            inside = min(1.0, self._position[0] / length)
+        # Every file has the same weight: some are measured in bytes, others in rows.
+        return self._epoch + (self._file + inside) / len(self._order)
+
+    def _read_block(self) -> None:
+        """Read and shuffle the next block, which ends with the epoch at the latest."""
+        self._start_block([])
+        block = list(islice(self._records, self._data.shuffle_buffer))
+        if not block:
+            self.begin(self._epoch + 1)
+            block = list(islice(self._records, self._data.shuffle_buffer))
+        if not block:
+            raise DataError(
+                f"no training data in {self._path} ({self._setting}): it holds no document{self._remarks()}"
+            )
+        # Ranks that see another end of a growing file would go on with other samples than the rest.
+        if self._file < len(self._order):
+            self._source.check(self._order[self._file])
+        if self._data.shuffle:
+            epoch, file, (offset, _), _ = self._beginning
+            random.Random(f"{self._key}/{epoch}/{file}/{offset}").shuffle(block)
+        self._start_block(block)
+
+    def _rest_of_epoch(self) -> Iterator[Record]:
+        """Yield the records from the present position on, which moves along."""
+        while self._file < len(self._order):
+            number = self._order[self._file]
+            file, features = self._source.files[number], self._source.split.features
+            try:
+                for record in read_file(file, features, self._bad.findings, self._position, streaming=True):
+                    # Readers report a bad record and go on with the next.
+                    self._count_records(self._bad.check() + (not isinstance(record.value, Document)))
+                    self._position = record.end
+                    yield record
+            except OSError as error:  # of a parquet file's reader without the file's name
+                raise DataError(f"{error.filename or file} cannot be read: {error.strerror or error}") from error
+            self._count_records(self._bad.check())
+            self._source.check(number)
+            self._file, self._position = self._file + 1, BEGINNING
+        if self._count and (problem := self._source.split.count_problem(self._count)):
+            # Not an error: the first pass is over. Shards that are missing by their names are reported at the start.
+            self._bad.findings.remark(problem, "")
+
+    def _count_records(self, number: int) -> None:
+        self._count = None if self._count is None else self._count + number
+
+    def _remarks(self) -> str:
+        return "".join(f"; {line}" for line in self._bad.findings.lines())
 
     def _encode(self, record: Record) -> list[list[Sample]]:
         """Return the units of a record; none if it is left out, or bad."""
         findings, value, samples = self._bad.findings, record.value, []
+        columns = self._data.columns or None
         with findings.collecting():
-            document = (
-                value if isinstance(value, Document) else parse_record(value, record.source, self._columns, findings)
-            )
+            document = value if isinstance(value, Document) else parse_record(value, record.source, columns, findings)
             if document.label is not None and not self._encoder.classifies:
                 raise DataError(
                     f"{record.source}: a completion with 'label' takes its counterpart from other records, which streams do not "
@@ -329,6 +309,7 @@ class StreamedBatches:
     """Endless global batches of streams, of each source its share (:class:`SourceTurns`).
 
     Attributes:
+        shares: share of each source in the batches.
         changes: how the data differ from a checkpoint's, where a run may continue with them.
         kind: samples are of preference pairs, have a teacher's candidates, have a margin; None until the first sample.
     """
@@ -367,6 +348,7 @@ class StreamedBatches:
             SampleStream(source, f"{seed}/source {number}", self._bad, encode, load, source_files)
             for number, (source, source_files) in enumerate(zip_longest(sources, files))
         ]
+        self.shares = self._turns.shares
         self.kind: tuple[bool, bool, bool] | None = None
         self.changes = ""
 
@@ -390,39 +372,19 @@ class StreamedBatches:
         return batch
 
     @property
-    def epochs(self) -> float:
-        """Return the mean number of passes over the sources, by their shares."""
-        return sum(share * passes for share, passes in zip(self._turns.shares, self.source_epochs, strict=True))
-
-    @property
-    def source_epochs(self) -> list[float]:
-        """Return the number of passes over each source."""
-        return [stream.records.epochs for stream in self._streams]
-
-    @property
-    def shares(self) -> list[float]:
-        """Return the share of each source in the batches."""
-        return self._turns.shares
-
-    @property
-    def bad_records(self) -> int:
-        """Return the number of records that were skipped because they cannot be trained on."""
-        return self._bad.count
-
-    @property
-    def remarks(self) -> list[str]:
-        """Return what was left out, cut or converted since the run or its resumption began."""
-        return self._findings.lines()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it depends on, as JSON."""
-        return {
+    def progress(self) -> Progress:
+        """Return the position and what it depends on, and the figures up to it."""
+        state = {
             "streams": [stream.state_dict() for stream in self._streams],
             "turns": self._turns.counts[:],
             "bad": self._bad.count,
             **self._settings,
             "sources": self._inputs,
         }
+        passes = [stream.epochs for stream in self._streams]
+        # The mean number of passes, by the sources' shares.
+        mean = sum(share * epochs for share, epochs in zip(self.shares, passes, strict=True))
+        return Progress(state, mean, passes, self._bad.count, self._findings.lines())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state``; :attr:`changes` describes differences of the data, if these are allowed."""
@@ -450,7 +412,7 @@ class StreamedBatches:
         for stream, position in zip(self._streams, state["streams"], strict=True):
             # Of a position in other files, or of other samples, only the epoch holds.
             if changed:
-                stream.begin_epoch(position["epoch"] + 1)
+                stream.begin(position["epoch"] + 1)
             else:
                 stream.load_state_dict(position)
         self._turns.counts = list(state["turns"])
@@ -460,20 +422,15 @@ class StreamedBatches:
 
 @dataclass(frozen=True)
 class StreamedBatch:
-    """A global batch, and the position and figures of its stream after it.
+    """A global batch, and the progress of its stream after it.
 
     Attributes:
         digest: of the tokens and their weights.
-        state, epochs, source_epochs, bad_records, remarks: of :class:`StreamedBatches`.
     """
 
     samples: list[Sample]
     digest: int
-    state: dict[str, Any]
-    epochs: float
-    source_epochs: list[float]
-    bad_records: int
-    remarks: list[str]
+    progress: Progress
 
     @classmethod
     def read(cls, stream: StreamedBatches) -> StreamedBatch:
@@ -483,28 +440,24 @@ class StreamedBatch:
         for sample in samples:
             for values in (sample.input_ids, sample.target_ids, sample.weights):
                 state.update(values.numpy().tobytes())
-        return cls(samples, state.intdigest(), *_position(stream))
-
-
-def _position(stream: StreamedBatches) -> tuple[dict[str, Any], float, list[float], int, list[str]]:
-    return stream.state_dict(), stream.epochs, stream.source_epochs, stream.bad_records, stream.remarks
+        return cls(samples, state.intdigest(), stream.progress)
 
 
 class PrefetchedBatches:
     """Batches of a stream that a thread reads and tokenises in advance, in the stream's order.
 
     A thread, since the tokenizer and the step's computations run without the interpreter's lock, and what the thread holds it
-    for would otherwise be done between the steps. Position and figures are those after the last batch that was taken. An error
-    is raised in place of the batch that it prevents, so that all ranks raise it in the same step.
+    for would otherwise be done between the steps. An error is raised in place of the batch that it prevents, so that all ranks
+    raise it in the same step.
 
     Attributes:
+        progress: that after the last batch that was taken.
         changes, shares: of :class:`StreamedBatches`.
     """
 
     def __init__(self, stream: StreamedBatches) -> None:
         self._stream = stream
-        self.shares, self.changes = stream.shares, ""
-        self._last = StreamedBatch([], 0, *_position(stream))
+        self.shares, self.changes, self.progress = stream.shares, "", stream.progress
         self._thread: BackgroundThread | None = None
         self._results: queue.SimpleQueue[StreamedBatch | BaseException] = queue.SimpleQueue()
         self._room = threading.Semaphore(PREFETCHED)
@@ -514,8 +467,7 @@ class PrefetchedBatches:
         """Resume from ``state``, before the first batch is taken; see :meth:`StreamedBatches.load_state_dict`."""
         assert self._thread is None, "a stream that is read ahead cannot be moved"
         self._stream.load_state_dict(state)
-        self.changes = self._stream.changes
-        self._last = StreamedBatch([], 0, *_position(self._stream))
+        self.changes, self.progress = self._stream.changes, self._stream.progress
 
     def take(self) -> StreamedBatch:
         """Return the next batch; the one after it is read meanwhile."""
@@ -530,7 +482,7 @@ class PrefetchedBatches:
         if isinstance(result, BaseException):
             self._results.put(result)  # raised again by later calls
             raise result
-        self._last = result
+        self.progress = result.progress
         self._room.release()
         return result
 
@@ -552,48 +504,15 @@ class PrefetchedBatches:
             if self._thread.is_alive():
                 logger.warning("the data are still being read after %g s; the process ends without them", CLOSE_S)
 
-    @property
-    def epochs(self) -> float:
-        """Return the mean number of passes over the sources, by their shares."""
-        return self._last.epochs
-
-    @property
-    def source_epochs(self) -> list[float]:
-        """Return the number of passes over each source."""
-        return self._last.source_epochs
-
-    @property
-    def bad_records(self) -> int:
-        """Return the number of records that were skipped because they cannot be trained on."""
-        return self._last.bad_records
-
-    @property
-    def remarks(self) -> list[str]:
-        """Return what was left out, cut or converted since the run or its resumption began."""
-        return self._last.remarks
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it depends on, as JSON."""
-        return self._last.state
-
 
 def _no_images(sources: ImageSources) -> Any:
     raise DataError("this model takes no images")
 
 
-def _file_states(path: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of change of a file; of a folder that datasets saved, of those in it."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    states = [(file.name, file.stat()) for file in files if not file.is_dir()]
-    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
-
-
 def file_identity(path: Path) -> str:
     """Return a digest of name, size and both ends of a file; of a folder that datasets saved, of those in it."""
     state = xxhash.xxh3_128()
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if not file.is_file():
-            continue
+    for file in [entry for entry in sorted(path.rglob("*")) if entry.is_file()] if path.is_dir() else [path]:
         size = file.stat().st_size
         state.update(f"{file.name} {size}".encode())
         with file.open("rb") as stream:

@@ -25,7 +25,7 @@ from megascend.training.batch.losses import BUILT_IN, resolve
 from megascend.training.batch.sample import Sample
 
 if TYPE_CHECKING:
-    from megascend.apps.data.store import SampleSubset
+    from megascend.apps.data.store import Samples
     from megascend.backend import Backend
 
 
@@ -73,7 +73,7 @@ class LearningObjective(ABC):
         return False
 
     @abstractmethod
-    def units(self, samples: SampleSubset) -> int:
+    def units(self, samples: Samples) -> int:
         """Count the units (samples or pairs) of which batches are drawn."""
 
     @abstractmethod
@@ -81,10 +81,10 @@ class LearningObjective(ABC):
         """Return the sample numbers of some units, each with the number of its pair among those units, or None."""
 
     @abstractmethod
-    def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
+    def batch(self, samples: Samples, units: Sequence[int]) -> list[Sample]:
         """Return the samples of some units."""
 
-    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch_size: int) -> None:
+    def prepare(self, backend: Backend, samples: Samples, units: Iterable[int], batch_size: int) -> None:
         """Precompute the values that steps need for these units of ``samples``, ``batch_size`` of them at a time."""
         return
 
@@ -101,11 +101,11 @@ class LearningObjective(ABC):
         return samples, self.trial_loss
 
     @abstractmethod
-    def measure(self, backend: Backend, samples: SampleSubset, scoring: Scoring) -> Measurement:
+    def measure(self, backend: Backend, samples: Samples, scoring: Scoring) -> Measurement:
         """Sum the loss over all of ``samples``, without learning. Collective."""
 
 
-def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjective:
+def make_objective(config: RunConfig, samples: Samples) -> LearningObjective:
     """Build the objective that the settings select."""
     settings = config.distillation
     if settings is not None and settings.teacher is not None:
@@ -132,7 +132,7 @@ def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjectiv
     return TokenObjective(loss)
 
 
-def run_loss(config: RunConfig, samples: SampleSubset) -> tuple[str, Loss]:
+def run_loss(config: RunConfig, samples: Samples) -> tuple[str, Loss]:
     """Return the setting that chooses the loss of a run, for messages, and the loss."""
     if config.distillation is not None:
         loss = BUILT_IN[config.distillation.loss]
@@ -165,7 +165,7 @@ KINDS: dict[LossUnit, str] = {
 """Data that losses of each unit learn from."""
 
 
-def _check_kind(config: RunConfig, samples: SampleSubset, needs: LossUnit, setting: str) -> None:
+def _check_kind(config: RunConfig, samples: Samples, needs: LossUnit, setting: str) -> None:
     """Raise ConfigError if a loss of this unit cannot learn from the data."""
     kind: LossUnit = "pair" if samples.has_pairs else "sample" if samples.has_labels else "token"
     if kind == needs:
@@ -181,7 +181,7 @@ def _check_kind(config: RunConfig, samples: SampleSubset, needs: LossUnit, setti
     )
 
 
-def _check_fields(config: RunConfig, samples: SampleSubset, setting: str, loss: Loss) -> None:
+def _check_fields(config: RunConfig, samples: Samples, setting: str, loss: Loss) -> None:
     """Raise ConfigError if a field that the loss requires is missing, or if the loss ignores a field of the data."""
     available = {"ref_logprobs"} if samples.members > 1 else set()
     available |= {"label"} if samples.has_labels else set()
@@ -217,16 +217,16 @@ SQUARED_VALUES = Loss(
 class TokenObjective(LearningObjective):
     """A loss of texts, conversations and completions: one value per token, or per sample."""
 
-    def units(self, samples: SampleSubset) -> int:
+    def units(self, samples: Samples) -> int:
         return len(samples)
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
         return [(unit, None) for unit in units]
 
-    def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
+    def batch(self, samples: Samples, units: Sequence[int]) -> list[Sample]:
         return [samples[unit] for unit in units]
 
-    def measure(self, backend: Backend, samples: SampleSubset, scoring: Scoring) -> Measurement:
+    def measure(self, backend: Backend, samples: Samples, scoring: Scoring) -> Measurement:
         """Return the weighted sum of :meth:`losses` and the sum of weights, or the number of samples."""
         total = weight = 0.0
         for batch in scoring.batches(len(samples)):
@@ -310,10 +310,10 @@ class PreferenceObjective(LearningObjective):
     def has_reference(self) -> bool:
         return "ref_logprobs" in self._loss.requires
 
-    def units(self, samples: SampleSubset) -> int:
+    def units(self, samples: Samples) -> int:
         return len(samples) // 2
 
-    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch_size: int) -> None:
+    def prepare(self, backend: Backend, samples: Samples, units: Iterable[int], batch_size: int) -> None:
         """Sum the reference's log-probabilities. To be called before a checkpoint is loaded."""
         if not self.has_reference:
             return
@@ -333,7 +333,7 @@ class PreferenceObjective(LearningObjective):
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
         return [(2 * unit + side, pair) for pair, unit in enumerate(units) for side in (0, 1)]
 
-    def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
+    def batch(self, samples: Samples, units: Sequence[int]) -> list[Sample]:
         """Return the samples of pairs. A batch that spans two epochs may hold a pair twice, so pairs are numbered by position."""
         batch = self._members(samples, units)
         for index, sample in enumerate(batch):
@@ -341,7 +341,7 @@ class PreferenceObjective(LearningObjective):
             sample.pair = index // 2
         return batch
 
-    def measure(self, backend: Backend, samples: SampleSubset, scoring: Scoring) -> Measurement:
+    def measure(self, backend: Backend, samples: Samples, scoring: Scoring) -> Measurement:
         """Return the sums of the loss and its metrics over the pairs, and their number."""
         sums = MetricSums()
         for units in scoring.batches(self.units(samples)):
@@ -364,7 +364,7 @@ class PreferenceObjective(LearningObjective):
         scores = backend.forward(samples, entropy=self._loss.entropy, adapter=adapter)
         return scores.logprobs, scores.entropy
 
-    def _members(self, samples: SampleSubset, units: Iterable[int]) -> list[Sample]:
+    def _members(self, samples: Samples, units: Iterable[int]) -> list[Sample]:
         """Return the two samples of each unit."""
         pairs = [samples[2 * unit + side] for unit in units for side in (0, 1)]
         for chosen, rejected in zip(pairs[::2], pairs[1::2], strict=True):
@@ -373,14 +373,14 @@ class PreferenceObjective(LearningObjective):
                 raise DataError("samples of preference pairs are out of order")
         return pairs
 
-    def _add_reference(self, samples: SampleSubset, sample: Sample) -> None:
+    def _add_reference(self, samples: Samples, sample: Sample) -> None:
         """Spread the reference's sum evenly over the tokens with a weight, if the loss requires it; it reads only the sum."""
         if self.has_reference:
             total, weight = self._reference[self._key(samples, sample)], float(sample.weights.double().sum())
             sample.ref_logprobs = torch.full((len(sample),), total / weight, dtype=torch.float32)
 
     @staticmethod
-    def _key(samples: SampleSubset, sample: Sample) -> tuple[str, int, bool]:
+    def _key(samples: Samples, sample: Sample) -> tuple[str, int, bool]:
         """Return the key of a sample: its data, its unit, and whether it is the unit's first one."""
         return samples.fingerprint, int(str(sample.pair)), bool(sample.chosen) or sample.label is not None
 
@@ -394,7 +394,7 @@ class ClassificationObjective(TokenObjective):
         super().__init__(BUILT_IN[problem_type])
         self._problem_type: ProblemType = problem_type
 
-    def measure(self, backend: Backend, samples: SampleSubset, scoring: Scoring) -> Measurement:
+    def measure(self, backend: Backend, samples: Samples, scoring: Scoring) -> Measurement:
         """Return the sums of the loss and its metrics over the samples, their number, and the outcomes of each label."""
         sums = MetricSums()
         for batch in scoring.batches(len(samples)):
@@ -449,7 +449,7 @@ class LabelledObjective(PreferenceObjective):
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
         return [(2 * unit, None) for unit in units]
 
-    def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
+    def batch(self, samples: Samples, units: Sequence[int]) -> list[Sample]:
         """Return the labelled samples of units; keep the others for :meth:`complete`."""
         batch = self._members(samples, units)
         for sample in batch:
@@ -459,7 +459,7 @@ class LabelledObjective(PreferenceObjective):
         self._mismatched = batch[1::2]
         return batch[::2]
 
-    def measure(self, backend: Backend, samples: SampleSubset, scoring: Scoring) -> Measurement:
+    def measure(self, backend: Backend, samples: Samples, scoring: Scoring) -> Measurement:
         """Return the sum of the loss over the samples, with the reference point of all of them, and their number."""
         labelled: list[tuple[Sample, torch.Tensor, torch.Tensor | None]] = []
         ratios: list[float] = []
@@ -496,7 +496,7 @@ class LabelledObjective(PreferenceObjective):
         gathered = [ratio for part in backend.gather_by_data_rank(ratios) for ratio in part]
         return max(0.0, sum(gathered) / len(gathered))
 
-    def _members(self, samples: SampleSubset, units: Iterable[int]) -> list[Sample]:
+    def _members(self, samples: Samples, units: Iterable[int]) -> list[Sample]:
         members = [samples[2 * unit + side] for unit in units for side in (0, 1)]
         for sample, mismatched in zip(members[::2], members[1::2], strict=True):
             if sample.pair != mismatched.pair or sample.label is None or mismatched.label is not None:

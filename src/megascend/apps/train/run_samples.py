@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import socket
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -29,16 +28,8 @@ from megascend.apps.data.prepare import (
 )
 from megascend.apps.data.preview import SourceStatistics
 from megascend.apps.data.samples import Encoder, SampleLimits
-from megascend.apps.data.splits import files_of
-from megascend.apps.data.store import (
-    JoinedStores,
-    SampleStore,
-    SampleSubset,
-    all_samples,
-    document_digests,
-    hold_out,
-    write_store,
-)
+from megascend.apps.data.splits import SplitFiles
+from megascend.apps.data.store import Samples, document_digests, hold_out, samples_in_memory
 from megascend.apps.data.streaming import PrefetchedBatches, SourceFiles, StreamedBatches
 from megascend.config import RunConfig
 from megascend.config.data import DataSource
@@ -81,10 +72,11 @@ def check_disjoint(training: Sequence[DataSource], validation: Sequence[DataSour
 
 def _source_files(source: DataSource) -> set[Path]:
     data = source.data
-    return {real(file) for file in files_of(source.path, data.split, data.config_name, Findings(source.setting))}
+    split = SplitFiles.of(source.path, data.split, data.config_name, Findings(source.setting))
+    return {real(file) for file in split.files}
 
 
-def check_one_kind(sources: Sequence[DataSource], stores: Sequence[SampleStore | SampleSubset]) -> None:
+def check_one_kind(sources: Sequence[DataSource], stores: Sequence[Samples]) -> None:
     """Raise DataError if only some sources have pairs, margins, labels or a teacher's distributions."""
     kinds = {
         "has_pairs": "one holds preference pairs and the other does not",
@@ -98,7 +90,7 @@ def check_one_kind(sources: Sequence[DataSource], stores: Sequence[SampleStore |
                 raise DataError(f"of {sources[0].path} and {source.path} {difference}")
 
 
-def copies(train: SampleStore | JoinedStores, held_out: SampleStore | JoinedStores) -> tuple[str, ...]:
+def copies(train: Samples, held_out: Samples) -> tuple[str, ...]:
     """Return a remark on held-out documents that are among the training data, if any."""
     contents = document_digests(held_out)[1]
     shared = int(np.isin(contents, document_digests(train)[1]).sum())
@@ -109,7 +101,7 @@ def copies(train: SampleStore | JoinedStores, held_out: SampleStore | JoinedStor
     )
 
 
-def ambiguous_texts(stores: Sequence[SampleStore | JoinedStores], labels: LabelSet) -> tuple[str, ...]:
+def ambiguous_texts(stores: Sequence[Samples], labels: LabelSet) -> tuple[str, ...]:
     """Return a remark on samples of a classifier that differ only in their labels, if any."""
     _, contents = np.unique(np.concatenate([store.digests for store in stores]), return_inverse=True)
     names, classes = np.unique(np.concatenate([store.classes for store in stores]), axis=0, return_inverse=True)
@@ -153,8 +145,8 @@ class RunSamples:
         ends: tokens that end an answer or a text, and are learned; of streams, those so far.
     """
 
-    train: SampleSubset
-    held_out: SampleSubset | None
+    train: Samples
+    held_out: Samples | None
     longest: int
     remarks: tuple[str, ...]
     kinds: tuple[dict[str, int], ...] = field(default=(), kw_only=True)
@@ -182,20 +174,15 @@ class RunSamples:
         longest = max(int(store.lengths.max()) for store in stores)
         kinds = tuple(store.kinds for store in stores[: len(training)])
         ends = {end for store in stores[: len(training)] for end in store.ends}
-        train, *held_out = [
-            part[0] if len(part) == 1 else JoinedStores(part)
-            for part in (stores[: len(training)], stores[len(training) :])
-            if part
-        ]
-        if config.validation is None or not config.validation.holds_out:
-            parts = all_samples(train), None
-        elif held_out:
-            remarks += copies(train, held_out[0])
-            parts = all_samples(train), all_samples(held_out[0])
-        else:
-            parts = hold_out(train, config.validation.fraction, config.seed)
+        train, held_out = Samples.join(stores[: len(training)]), None
+        if stores[len(training) :]:
+            held_out = Samples.join(stores[len(training) :])
+            remarks += copies(train, held_out)
         if limits.labels is not None:
-            remarks += ambiguous_texts([train, *held_out], limits.labels)
+            remarks += ambiguous_texts(stores, limits.labels)
+        if config.validation is not None and config.validation.fraction:
+            train, held_out = hold_out(train, config.validation.fraction, config.seed)
+        parts = train, held_out
         for part, subject in zip(parts, ("training samples", "held-out samples"), strict=True):
             if limits.labels is not None and part is not None:
                 remarks += tuple(limits.labels.remarks(part.classes, subject))
@@ -259,7 +246,7 @@ class RunSamples:
             for number, (name, kinds) in enumerate(zip(names, self.kinds, strict=False))
         ]
 
-    def held_out_parts(self, config: RunConfig) -> dict[str, SampleSubset]:
+    def held_out_parts(self, config: RunConfig) -> dict[str, Samples]:
         """Return the held-out samples by source; under one name, ``""``, for a single source and for labelled data."""
         assert self.held_out is not None
         numbers = sorted(set(self.held_out.source_numbers.tolist()))
@@ -374,21 +361,13 @@ class StreamedSamples(RunSamples):
 
         stream = open_stream()
         first = next(stream)
-        # In files, like eager samples, so that objectives and dry runs read both in the same way.
-        try:
-            with tempfile.TemporaryDirectory(prefix="megascend-stream-") as folder:
-                path = Path(folder) / "first"
-                write_store(path, enumerate(_documents(first)), Findings(), inputs, scored=limits.scored)
-                train = all_samples(SampleStore(path, image_processor))
-        except OSError as error:
-            raise DataError(
-                f"the first batch cannot be written to {tempfile.gettempdir()}: {error}; set TMPDIR to a folder with room"
-            ) from error
+        # As a store, so that objectives and dry runs read both in the same way.
+        train = samples_in_memory(enumerate(_documents(first)), inputs, image_processor, scored=limits.scored)
         stores = [
             prepare_samples(source, tokenizer, limits, config.model, config.template_date) for source in validation
         ]
         check_one_kind([*sources[:1], *validation], [train, *stores])
-        held_out = None if not stores else all_samples(stores[0] if len(stores) == 1 else JoinedStores(stores))
+        held_out = Samples.join(stores) if stores else None
         remarks = tuple(line for part in (*files, *stores) for line in part.remarks) + padding_remark(tokenizer, limits)
         all_files = tuple(file for part in files for file in part.files)
         return cls(train, held_out, limits.length, remarks, open_stream, stream.kind, all_files, ends=ends)

@@ -190,7 +190,7 @@ class SupervisedLearner(Learner):
                 run.event_log.event("samples_changed", changes=changes)
                 if run.main_rank:
                     logger.warning("data.on_changed: continue: %s", changes)
-        self._stream_state = self._stream.state_dict()
+        self._stream_state = self._stream.progress.state
 
         def check_stop() -> None:
             if backend.any_rank(run.stop)[0]:
@@ -242,7 +242,7 @@ class SupervisedLearner(Learner):
         # Updated at once: if an error follows, a checkpoint of this step is saved with these counts.
         seconds = time.perf_counter() - self._step_start
         self._batch, self.skipped_in_a_row = batch, step.skipped_in_a_row
-        self._stream_state = self._stream.state_dict()
+        self._stream_state = self._stream.progress.state
         totals.tokens += result.total_tokens
         totals.skipped += step.skipped
         totals.seconds += seconds
@@ -258,7 +258,7 @@ class SupervisedLearner(Learner):
             total_tokens=result.total_tokens,
             tokens_per_s=tokens_per_s,
             skipped=step.skipped,
-            epoch=self._stream.epochs,
+            epoch=self._stream.progress.epochs,
             peak_memory_bytes=backend.platform.memory().peak,
             step_seconds=seconds,
             dispatch_seconds=dispatched,
@@ -309,19 +309,19 @@ class SupervisedLearner(Learner):
         return f"{model_line(self._run.config, self._run.backend)}\n{self._description()}"
 
     def result(self) -> tuple[dict[str, Any], str]:
-        config, stream = self._run.config, self._stream
+        config, progress = self._run.config, self._stream.progress
         passes = {
             str(source.path): round(epochs, 4)
-            for source, epochs in zip(config.data.training_sources(), stream.source_epochs, strict=True)
+            for source, epochs in zip(config.data.training_sources(), progress.source_epochs, strict=True)
         }
         values: dict[str, Any] = {"loss": self.totals.loss, "epochs": passes}
         line = end_line(config, self.totals, self._last_step)
-        if isinstance(stream, PrefetchedBatches):
-            values["bad_records"] = stream.bad_records
+        if isinstance(self._stream, PrefetchedBatches):
+            values["bad_records"] = progress.bad_records
             # A stream's remarks are known at its end only; those of other data are printed at the start.
-            line = "".join(f"data: {remark}\n" for remark in stream.remarks) + line
-            if stream.bad_records:
-                line += f"; {stream.bad_records} bad records were skipped (data.max_bad_records)"
+            line = "".join(f"data: {remark}\n" for remark in progress.remarks) + line
+            if progress.bad_records:
+                line += f"; {progress.bad_records} bad records were skipped (data.max_bad_records)"
         return values, line
 
     def _print_start(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megascend.apps.data.store import SampleSubset
+from megascend.apps.data.store import Samples
 from megascend.apps.plan.search import MEMORY_SHARE
 from megascend.config import RunConfig
 from megascend.engines.common.checkpoints import random_state, set_random_state
@@ -177,7 +177,7 @@ def largest_fitting(smallest: int, largest: int, fits: Callable[[int], bool]) ->
 
 
 def trial_peak(
-    backend: Backend, samples: SampleSubset, objective: LearningObjective, tokens: int, adapter: str | None
+    backend: Backend, samples: Samples, objective: LearningObjective, tokens: int, adapter: str | None
 ) -> float:
     """Measure the peak memory of this rank, in bytes, of a forward and a backward pass of full micro batches."""
     backend.set_micro_batch_tokens(tokens)
@@ -199,7 +199,7 @@ def trial_peak(
     return float(backend.platform.memory().peak)
 
 
-def longest_samples(samples: SampleSubset, tokens: int, backend: Backend) -> list[Sample]:
+def longest_samples(samples: Samples, tokens: int, backend: Backend) -> list[Sample]:
     """Fill a micro batch of ``tokens`` with the longest of ``samples``, repeated if there are too few; cut the last one."""
     layout, batch, remaining = backend.engine.layout, [], tokens
     # The longest first: attention and the output head take most memory for them.

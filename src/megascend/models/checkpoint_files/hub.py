@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from megascend.config.registry import DATA_FORMATS
+from megascend.config.registry import COMPRESSIONS, DATA_FORMATS
 from megascend.errors import CheckpointError, DataError, HubError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings", bound="TrainerConfig | ServeConfig")
 NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 """A repository, ``owner/name``, optionally with a branch, a tag or a commit."""
-FILES = (*DATA_FORMATS, ".safetensors", ".yaml")
+FILES = (*DATA_FORMATS, *COMPRESSIONS, ".safetensors", ".yaml")
 """Endings of files, which are not names of repositories."""
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ckpt", "original/*", "metal/*")
 """Files of models that are not read: weights in other formats."""
