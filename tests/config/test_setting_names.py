@@ -229,7 +229,7 @@ def test_engine_is_the_backend_that_its_row_names(name: str) -> None:
 
 
 def test_every_format_of_data_has_a_reader() -> None:
-    assert READERS.keys() == {*DATA_FORMATS.values()}
+    assert READERS.keys() == {*DATA_FORMATS.values(), "saved"}
 
 
 @pytest.mark.parametrize("path", [row.factory for row in PROVIDERS.values()] + [row.open for row in TRACKERS.values()])
