@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from megascend.errors import ConfigError
@@ -274,18 +273,5 @@ DATA_FORMATS = {
     **dict.fromkeys((".txt", ".md", ".rst"), "text"),
 }
 """Formats of the files that are read, by their endings; ``apps/data/files.py`` has a reader for each."""
-TABLES = ("parquet", "arrow")
-"""Formats whose records are rows, at places that are known without reading."""
 COMPRESSIONS = (".gz", ".bz2", ".zst")
 """Second endings that files of all other formats may have."""
-
-
-def data_ending(path: Path) -> str:
-    """Return the ending of a data file that names its format, a compression apart."""
-    return path.with_suffix("").suffix if path.suffix in COMPRESSIONS else path.suffix
-
-
-def data_format(path: Path) -> str | None:
-    """Return the format of a data file by its ending; None if it is not read."""
-    kind = DATA_FORMATS.get(data_ending(path))
-    return None if kind in TABLES and path.suffix in COMPRESSIONS else kind

@@ -22,9 +22,9 @@ from megascend.apps.data.columns import parse_record
 from megascend.apps.data.document import Document
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.labels import label_name
-from megascend.apps.data.splits import SplitFiles, is_saved
+from megascend.apps.data.splits import TABLES, SplitFiles, data_ending, is_saved
 from megascend.config import Data
-from megascend.config.registry import COMPRESSIONS, DATA_FORMATS, TABLES, data_ending
+from megascend.config.registry import COMPRESSIONS, DATA_FORMATS
 from megascend.errors import DataError
 
 Position = tuple[int, int]

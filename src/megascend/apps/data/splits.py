@@ -17,11 +17,13 @@ from typing import Any
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.images import file_state
 from megascend.config.documents import load_yaml
-from megascend.config.registry import COMPRESSIONS, DATA_FORMATS, data_format
+from megascend.config.registry import COMPRESSIONS, DATA_FORMATS
 from megascend.errors import DataError
 from megascend.models.checkpoint_files.files import A_POINTER, is_pointer
 from megascend.runtime.io.paths import real
 
+TABLES = ("parquet", "arrow")
+"""Formats whose records are rows, at places that are known without reading."""
 TEXT_SUFFIXES = tuple(suffix for suffix, kind in DATA_FORMATS.items() if kind == "text")
 KNOWN_SUFFIXES = f"{', '.join(DATA_FORMATS)}, or one of {', '.join(COMPRESSIONS)} behind it"
 ALL = "all"
@@ -47,6 +49,17 @@ READ_OF_CARDS = {
     "drop_labels",
 }
 """Keys of a card's config that are honoured, or that change nothing about text."""
+
+
+def data_ending(path: Path) -> str:
+    """Return the ending of a data file that names its format, a compression apart."""
+    return path.with_suffix("").suffix if path.suffix in COMPRESSIONS else path.suffix
+
+
+def data_format(path: Path) -> str | None:
+    """Return the format of a data file by its ending; None if it is not read."""
+    kind = DATA_FORMATS.get(data_ending(path))
+    return None if kind in TABLES and path.suffix in COMPRESSIONS else kind
 
 
 @dataclass(frozen=True)

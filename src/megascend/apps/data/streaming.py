@@ -30,9 +30,8 @@ from megascend.apps.data.findings import Findings
 from megascend.apps.data.images import ImageProcessor
 from megascend.apps.data.order import Progress, SourceTurns
 from megascend.apps.data.samples import Encoder
-from megascend.apps.data.splits import SplitFiles, file_states
+from megascend.apps.data.splits import TABLES, SplitFiles, data_format, file_states
 from megascend.config.data import DataSource
-from megascend.config.registry import TABLES, data_format
 from megascend.errors import DataError
 from megascend.training.batch.image_sources import ImageSources
 from megascend.training.batch.images import DeferredImages
