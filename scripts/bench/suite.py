@@ -38,8 +38,7 @@ from bench.running import Outcome, run
 BENCHMARKS = SCRIPTS.parent / "benchmarks"
 TINY_DEADLINE_S = 300.0
 """Deadline of a tiny line; it takes seconds, but the cores may be busy."""
-FOLDER = Path("of this device")
-"""``--compare`` without a file."""
+FOLDER = Path("of this device")  # --compare without a file
 
 
 def choose_sizes(lines: Sequence[Line], memory_gib: float, report: dict[str, Any]) -> list[Line]:
