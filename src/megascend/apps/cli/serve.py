@@ -114,7 +114,10 @@ def serve_command(
         # Before the ranks start: with several, all must know the same keys, and one generated key is printed once.
         keys, generated_key = keys_of(settings, dict(os.environ))
         arguments = (settings.model_dump_json(), keys, generated_key, client)
-        serve_process(*arguments) if under_torchrun(nproc) else start_ranks(serve_process, *arguments, nproc=nproc or 1)
+        if under_torchrun(nproc):
+            serve_process(*arguments)
+        else:
+            start_ranks(serve_process, *arguments, nproc=nproc or 1)
 
 
 def given(**values: Any) -> dict[str, Any]:
