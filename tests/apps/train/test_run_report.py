@@ -165,7 +165,9 @@ def test_attempt_that_failed_before_its_first_step(tmp_path: Path) -> None:
     report = read_run(tmp_path)
     assert not report.ok
     assert report.attempts[0].started is None
-    assert "DataError: chat.jsonl:7: broken" in text_of(report)
+    text = text_of(report)
+    assert "failed before its first step; 2 ranks" in text
+    assert "DataError: chat.jsonl:7: broken" in text
     assert next_steps(report)[-1] == "start it again"
 
 

@@ -95,11 +95,12 @@ def attempt_lines(attempt: Attempt, report: RunReport) -> list[str]:
     ranks = f"{attempt.world_size} rank{'s' * (attempt.world_size != 1)}" if attempt.world_size else "ranks unknown"
     on = f" on {attempt.platform}" if attempt.platform else ""
     restarted = f", restarted by the launcher (restart {attempt.restart})" if attempt.restart else ""
-    lines = []
-    if attempt.started is not None:
+    lines, end = [], ending(attempt, report)
+    if attempt.started is None:
+        end += f"; {ranks}{restarted}"
+    else:
         since = f"resumed after step {attempt.resumed_after}" if attempt.resumed_after else "began with step 1"
         lines.append(f"{clock(attempt.started)}: {since}; {ranks}{on}{restarted}")
-    end = ending(attempt, report)
     lines.append(f"{clock(attempt.ended)}: {end}" if attempt.ended else end)
     if attempt.outcome == "no end" and not attempt.running:
         lines.append("no rank has left an error: all were killed at once (out of memory? SIGKILL? power?)")
