@@ -11,10 +11,11 @@ from torch.func import functional_call
 from transformers import Qwen3Config
 
 from megascend import Adam, Adapters, Lora, Schedule
-from megascend.engines.fsdp.adapters import FsdpAdapterLayers
+from megascend.engines.fsdp.adapters import add_hooks
 from megascend.engines.fsdp.transformers_api import COMPUTED_BY
 from megascend.errors import ConfigError
 from megascend.training.lora.adapter import Adapter
+from megascend.training.lora.adapter_layers import AdapterLayers
 from megascend.training.lora.registry import AdapterRegistry, AdapterSettings
 from megascend.training.lora.segments import TokenSegments, token_segments
 from megascend.training.lora.stacked_adapters import StackedAdapters
@@ -107,7 +108,7 @@ def test_adapted_experts_match_transformers_with_merged_weights(kind, counts):
     mlp.experts = module
     model = Model(mlp=mlp)
     registry = registry_of(model)
-    layers = FsdpAdapterLayers(model, registry.shape_groups)
+    layers = add_hooks(model, registry.shape_groups)
     adapters = [registry.create(name, Lora(rank=rank, alpha=3.0)) for name, rank in (("a", 2), ("b", 3), ("c", 1))]
     for adapter in adapters:
         nn.init.normal_(adapter.values, std=0.5)
@@ -149,10 +150,10 @@ def test_adapted_experts_match_transformers_with_merged_weights(kind, counts):
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def linear_layers() -> tuple[Model, FsdpAdapterLayers, StackedAdapters]:
+def linear_layers() -> tuple[Model, AdapterLayers, StackedAdapters]:
     model = Model(q_proj=nn.Linear(HIDDEN, HIDDEN), k_proj=nn.Linear(HIDDEN, HIDDEN))
     registry = registry_of(model)
-    layers = FsdpAdapterLayers(model, registry.shape_groups)
+    layers = add_hooks(model, registry.shape_groups)
     stacked = StackedAdapters([registry.create("a", Lora(rank=2))], registry.shape_groups, torch.float32, CPU)
     stacked.fill()
     return model, layers, stacked

@@ -219,7 +219,7 @@ def test_dropout_drops_the_right_share_and_differs_by_step_seed_and_layer(dense)
     """Measure through B: with B = 1 and A = 1 on one feature, A x is 0 exactly where that feature is dropped."""
 
     def on_rank():
-        import megascend.training.lora.applied_adapters as layers
+        import megascend.training.lora.adapter_layers as layers
 
         backend = make_backend(dense)
         for name, seed, rate in (("a", 1, 0.25), ("b", 1, 0.25), ("c", 2, 0.25), ("d", 1, 0.75)):

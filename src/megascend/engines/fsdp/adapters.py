@@ -21,8 +21,8 @@ from megascend.engines.fsdp.experts import SortedRows, frozen_experts
 from megascend.engines.fsdp.transformers_api import compute_experts_by, experts_products
 from megascend.errors import ConfigError
 from megascend.models import Images
-from megascend.training.lora.adapter_set import MixedAdapters
-from megascend.training.lora.applied_adapters import AppliedAdapters, start_graph
+from megascend.training.lora.adapter_layers import AdapterLayers, AdapterSlot, start_graph
+from megascend.training.lora.adapter_set import AdapterSet
 from megascend.training.lora.layout import ShapeGroup
 from megascend.training.lora.registry import AdapterRegistry, check_limits
 from megascend.training.lora.segments import ExpertAdapterRows, by_expert_and_adapter
@@ -33,139 +33,117 @@ from megascend.training.lora.transformers_targets import (
     embedding_and_output,
     experts_without_gate,
     head_targets,
-    is_transposed,
     layer_targets,
 )
 
-AdapterSlot = tuple[int, int, TargetModule]
-"""Index of the shape group, index in it, target module."""
 
-
-class FsdpAdapterLayers(AppliedAdapters):
-    """Forward hooks on a model's adapted layers, and the adapters that they currently apply.
+def add_hooks(model: Any, shape_groups: Sequence[ShapeGroup], *, divided: bool = False) -> AdapterLayers:
+    """Add forward hooks to a model's adapted layers, and return the layers.
 
     Args:
         divided: ranks hold different experts, to which tokens are sent (expert parallelism).
     """
+    layers = AdapterLayers()
+    # gate_up and down are parameters of one module, so one function computes both with their adapters.
+    expert_slots: dict[int, tuple[Any, dict[str, AdapterSlot]]] = {}
+    for number, shape_group in enumerate(shape_groups):
+        for layer, target in enumerate(shape_group.target_modules):
+            module = target.module
+            # Both are applied by the loss head, not by a hook.
+            if target.is_output:
+                layers.output = number, target
+                continue
+            if target.is_head:
+                layers.head = number, target
+                continue
+            layers.expect_call(target)
+            if target.is_expert:
+                slots = expert_slots.setdefault(id(module), (module, {}))[1]
+                # By the parameter's own name (gate_up_proj, down_proj), by which the experts function looks it up.
+                slots[target.slices[0].name.rsplit(".", 1)[-1]] = number, layer, target
+            elif target.is_embedding:
+                module.register_forward_hook(partial(_after_embedding, layers, number, target))
+            else:
+                module.register_forward_hook(partial(_after, layers, (number, layer, target)))
+    for module, slots in expert_slots.values():
+        compute_experts_by(module, partial(_experts, layers, slots, divided), partial(_adapters_of_tokens, layers))
+    # Recomputation needs an input that requires a gradient, and the embedding is frozen.
+    model.get_input_embeddings().register_forward_hook(start_graph)
+    return layers
 
-    def __init__(self, model: Any, shape_groups: Sequence[ShapeGroup], *, divided: bool = False) -> None:
-        super().__init__()
-        self._divided = divided
-        self._not_called: dict[int, str] = {}
-        # gate_up and down are parameters of one module, so one function computes both with their adapters.
-        expert_slots: dict[int, tuple[Any, dict[str, AdapterSlot]]] = {}
-        for number, shape_group in enumerate(shape_groups):
-            for layer, target in enumerate(shape_group.target_modules):
-                name, module = target.slices[0].name, target.module
-                if target.is_output:
-                    self._output = number, target  # applied by the loss head, not by a hook
-                    continue
-                if target.is_head:
-                    self._head = number, target  # by the loss head, too
-                    continue
-                self._not_called[id(module)] = name
-                if target.is_expert:
-                    slots = expert_slots.setdefault(id(module), (module, {}))[1]
-                    # By the parameter's own name (gate_up_proj, down_proj), by which the experts function looks it up.
-                    slots[name.rsplit(".", 1)[-1]] = number, layer, target
-                elif target.is_embedding:
-                    module.register_forward_hook(partial(self._after_embedding, number, target))
-                else:
-                    module.register_forward_hook(partial(self._after, number, layer, target))
-        for module, slots in expert_slots.values():
-            compute_experts_by(module, partial(self._experts, slots), self._adapters_of_tokens)
-        # Recomputation needs an input that requires a gradient, and the embedding is frozen.
-        model.get_input_embeddings().register_forward_hook(start_graph)
 
-    def require_called(self) -> None:
-        """Check after a forward pass that the hooks of all adapted layers ran."""
-        if self.stacked is not None and self._not_called:
-            raise ConfigError(
-                f"engine fsdp: the model does not call its layer {next(iter(self._not_called.values()))}, so adapters of it "
-                "would have no effect; leave it out of adapters.targets"
-            )
+def _after(layers: AdapterLayers, slot: AdapterSlot, module: Any, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+    if layers.stacked is None:
+        return out
+    # Rows of a vision tower are those of images, which to_linear checks.
+    layers.record_call(slot[2], inputs[0] if slot[2].rows == "tokens" else None)
+    return layers.to_linear(*slot, inputs[0], out)
 
-    def _after(
-        self, shape_group: int, layer: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], out: Tensor
-    ) -> Tensor:
-        if self.stacked is None:
+
+def _after_embedding(
+    layers: AdapterLayers, shape_group: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], out: Tensor
+) -> Tensor:
+    if layers.stacked is None:
+        return out
+    layers.record_call(target, out)
+    return layers.to_embedding(shape_group, target, inputs[0], out)
+
+
+def _adapters_of_tokens(layers: AdapterLayers) -> Tensor | None:
+    """Return each token's adapter, int64 [n]; None if all tokens have the same one."""
+    return None if layers.mixed is None else layers.mixed.adapter_index
+
+
+def _experts(
+    layers: AdapterLayers,
+    slots: dict[str, AdapterSlot],
+    divided: bool,
+    module: Any,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    row_adapters: Tensor | None = None,
+) -> Tensor:
+    """Compute experts with adapters; see :func:`megascend.engines.fsdp.experts.frozen_experts`.
+
+    Args:
+        row_adapters: int64 [n], each row's adapter; None: all rows have the same one.
+    """
+    if layers.stacked is None:
+        return experts_products()(module, hidden, index, weights)
+    # With divided experts, rows come from other ranks: their number differs from the micro batch's.
+    layers.record_call(next(iter(slots.values()))[2], None if divided else hidden)
+    adapters = len(layers.stacked.adapters)
+    # Computed at the first product and used for both, which have the same rows.
+    grouped: ExpertAdapterRows | None = None
+
+    def add(parameter: str, rows: SortedRows, x: Tensor, out: Tensor) -> Tensor:
+        nonlocal grouped
+        if parameter not in slots:
             return out
-        if target.rows == "tokens":
-            self._record_call(module, target, inputs[0])
-        else:  # its rows are those of images, which to_linear checks
-            self._not_called.pop(id(module), None)
-        return self.to_linear(shape_group, layer, target, inputs[0], out)
-
-    def _after_embedding(
-        self, shape_group: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], out: Tensor
-    ) -> Tensor:
-        if self.stacked is None:
-            return out
-        self._record_call(module, target, out)
-        return self.to_embedding(shape_group, target, inputs[0], out)
-
-    def _adapters_of_tokens(self) -> Tensor | None:
-        """Return each token's adapter, int64 [n]; None if all tokens have the same one."""
-        return None if self.mixed is None else self.mixed.adapter_index
-
-    def _experts(
-        self,
-        slots: dict[str, AdapterSlot],
-        module: Any,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        row_adapters: Tensor | None = None,
-    ) -> Tensor:
-        """Compute experts with adapters; see :func:`megascend.engines.fsdp.experts.frozen_experts`.
-
-        Args:
-            row_adapters: int64 [n], each row's adapter; None: all rows have the same one.
-        """
-        if self.stacked is None:
-            return experts_products()(module, hidden, index, weights)
-        if self._divided:  # rows come from other ranks: their number differs from the micro batch's
-            self._not_called.pop(id(module), None)
-        else:
-            self._record_call(module, next(iter(slots.values()))[2], hidden)
-        adapters = len(self.stacked.adapters)
-        # Computed at the first product and used for both, which have the same rows.
-        grouped: ExpertAdapterRows | None = None
-
-        def add(parameter: str, rows: SortedRows, x: Tensor, out: Tensor) -> Tensor:
-            nonlocal grouped
-            if parameter not in slots:
-                return out
-            shape_group, layer, target = slots[parameter]
-            if grouped is None:
-                grouped = (
-                    ExpertAdapterRows(rows.segments)
-                    if row_adapters is None
-                    else by_expert_and_adapter(
-                        rows.expert, row_adapters[rows.token], target.experts, adapters, in_order=False
-                    )
+        shape_group, layer, target = slots[parameter]
+        if grouped is None:
+            grouped = (
+                ExpertAdapterRows(rows.segments)
+                if row_adapters is None
+                else by_expert_and_adapter(
+                    rows.expert, row_adapters[rows.token], target.experts, adapters, in_order=False
                 )
-            return self.to_experts(shape_group, layer, grouped, x, out)
-
-        return frozen_experts(module, hidden, index, weights, add)
-
-    def _record_call(self, module: Any, target: TargetModule, states: Tensor) -> None:
-        """Record the call of a layer with ``states`` [..., features], and check that it has a row for each token."""
-        self._not_called.pop(id(module), None)
-        assert self.segments is not None, "the micro batch has no adapter segments"
-        # Rows of one adapter need no tokens, unless these draw their dropout.
-        if self.segments.single is not None and self.segments.keys is None and not target.is_expert:
-            return
-        tokens, rows = len(self.segments.adapter_index), states.shape[:-1].numel()
-        if rows != tokens:
-            raise ConfigError(
-                f"engine fsdp: {target.slices[0].name} computes {rows} rows in a micro batch of {tokens} tokens, so the adapters "
-                "of its rows are unknown; leave it out of adapters.targets"
             )
+        return layers.to_experts(shape_group, layer, grouped, x, out)
+
+    return frozen_experts(module, hidden, index, weights, add)
 
 
-class FsdpAdapters(MixedAdapters):
-    """Adapters in the layers of a frozen transformers model, many in one batch.
+def sharded_adapters(
+    model: Any,
+    spec: EngineSpec,
+    context: EngineContext,
+    targets: Sequence[TargetModule],
+    share: ExpertShare | None,
+    refused_targets: RefusedTargets | None = None,
+) -> AdapterSet:
+    """Return the adapters that the layers of a transformers model apply.
 
     Every rank has all factors (under expert parallelism, those of its own experts) and makes the same step; gradients are
     summed over the ranks once a step.
@@ -174,39 +152,17 @@ class FsdpAdapters(MixedAdapters):
         model: the model before it is sharded; may be on ``meta``.
         targets: result of :func:`adapter_targets`.
         share: share of the experts that this rank will hold; None: all.
-
-    Attributes:
-        layers: hooks that apply the adapters.
-        transposed: projections whose weight is stored as [experts, in, out].
     """
-
-    def __init__(
-        self,
-        model: Any,
-        spec: EngineSpec,
-        context: EngineContext,
-        targets: Sequence[TargetModule],
-        share: ExpertShare | None,
-        refused_targets: RefusedTargets | None = None,
-    ) -> None:
-        settings = adapter_settings(spec, context.info, context.groups.device)
-        # Before the registry exists, which allocates factors by each target's number of experts.
-        targets = [_local_experts(target, share) for target in targets]
-        names = sorted(target.slices[0].name for target in targets)
-        allowed = [name for name in names if matches(name, settings.limits.targets)]
-        drawn_targets = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
-        registry = AdapterRegistry.for_model(drawn_targets, names, settings, refused_targets)
-        self.layers = FsdpAdapterLayers(model, registry.shape_groups, divided=share is not None)
-        self.transposed = {target.slices[0].name for target in targets if is_transposed(target)}
-        super().__init__(
-            registry,
-            context.topology,
-            context.groups,
-            context.model_dir,
-            layers=self.layers,
-            sequence_first=False,
-            merge=None if context.info.image_layout is None else context.info.image_layout.merge,
-        )
+    settings = adapter_settings(spec, context.info, context.groups.device)
+    # Before the registry exists, which allocates factors by each target's number of experts.
+    targets = [_local_experts(target, share) for target in targets]
+    names = sorted(target.slices[0].name for target in targets)
+    allowed = [name for name in names if matches(name, settings.limits.targets)]
+    drawn_targets = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
+    registry = AdapterRegistry.for_model(drawn_targets, names, settings, refused_targets)
+    layers = add_hooks(model, registry.shape_groups, divided=share is not None)
+    merge = None if context.info.image_layout is None else context.info.image_layout.merge
+    return AdapterSet(registry, context.topology, context.groups, context.model_dir, layers, merge)
 
 
 def adapter_targets(

@@ -31,7 +31,7 @@ from megascend.engines.common.transformers_engine import (
 from megascend.engines.common.transformers_names import check_rows, tensor_slices
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
-from megascend.engines.fsdp.adapters import FsdpAdapters, adapter_targets
+from megascend.engines.fsdp.adapters import adapter_targets, sharded_adapters
 from megascend.engines.fsdp.attention import HeadExchange, check_heads
 from megascend.engines.fsdp.expert_parallel import ExpertShare, keep_local_experts
 from megascend.engines.fsdp.named_weights import named_weights
@@ -49,8 +49,10 @@ from megascend.runtime.topology.topology import Receivers, Topology
 from megascend.training.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.training.checkpoint.hf_slices import HfSlices
 from megascend.training.checkpoint.slices import TensorSlices
+from megascend.training.lora.adapter_set import AdapterSet
 from megascend.training.lora.factors import merged
 from megascend.training.lora.target_modules import RefusedTargets, TargetModule
+from megascend.training.lora.transformers_targets import is_transposed
 
 
 class FsdpEngine(TransformersEngine):
@@ -106,14 +108,15 @@ class FsdpEngine(TransformersEngine):
         self._share = None
         if topology.expert > 1:
             self._share = ExpertShare(groups.device_group("ep"), topology.expert, groups.coordinates.expert)
-        self.adapters: FsdpAdapters | None = None
+        self.adapters: AdapterSet | None = None
         if spec.adapters is not None:
-            self.adapters = FsdpAdapters(
+            self.adapters = sharded_adapters(
                 self.model, spec, context, checked.adapter_targets, self._share, checked.refused_targets
             )
             if sharded:  # before sharding, which takes the dtype of the shards from the parameters
                 freeze(self.model, self.dtype)
             self.model.requires_grad_(False)
+            self._transposed = {target.slices[0].name for target in checked.adapter_targets if is_transposed(target)}
         self._router_loss: RouterLoss | None = None
         if spec.moe.aux_loss != "none":
             self._router_loss = RouterLoss(self.model, spec.moe, groups, frozen=spec.adapters is not None)
@@ -281,7 +284,7 @@ class FsdpEngine(TransformersEngine):
         if adapter is not None:
             assert self.adapters is not None
             factors = self.adapters.factors(adapter, everywhere=receivers != "main")
-            merge = merged(factors, self.adapters.transposed)
+            merge = merged(factors, self._transposed)
         yield from named_weights(
             self.model,
             self.groups,

@@ -14,7 +14,7 @@ from megascend.engines.common import vision
 from megascend.engines.common.heads import PlainOutput, output_layer, values_of
 from megascend.errors import ConfigError
 from megascend.training.batch.micro_batch import MicroBatch
-from megascend.training.lora.applied_adapters import AppliedAdapters
+from megascend.training.lora.adapter_layers import AdapterLayers
 
 
 def more_than_product(model: Any) -> ConfigError:
@@ -61,7 +61,7 @@ class LossHead:
         self,
         model: Any,
         vocab_size: int,
-        adapters: AppliedAdapters | None,
+        adapters: AdapterLayers | None,
         *,
         scalar: bool = False,
         sharded: bool = True,

@@ -39,7 +39,7 @@ CONVOLUTION, DELTA_RULE = "causal_conv1d", "chunk_gated_delta_rule"
 """Names of fla's functions in mcore-bridge's module."""
 
 if TYPE_CHECKING:
-    from megascend.training.lora.layers import AdapterLayers
+    from megascend.training.lora.adapter_layers import AdapterLayers
 
 
 def unsupported_reason(chunks: Sequence[Any], config: Any, topology: Topology, platform: str) -> str | None:
@@ -173,7 +173,7 @@ class CachedAttention:
 
     def _watch(self, up: Any, stack: contextlib.ExitStack, reason: str) -> None:
         """Take the latents that ``up`` multiplies in each call, normalised, of all tokens, until ``stack`` is closed."""
-        from megascend.training.lora.layers import split_output
+        from megascend.training.lora.megatron_layers import split_output
 
         # A norm that is fused into the layer shows its output on demand; adapters have asked for it already.
         hidden = getattr(up, "return_layernorm_output", True) is False

@@ -67,7 +67,7 @@ from megascend.training.lora.factors import merged
 if TYPE_CHECKING:
     from megascend.engines.megatron.graphed_steps import GraphedSteps
     from megascend.models.selfcheck.process import Worker
-    from megascend.training.lora.layers import AdapterManager
+    from megascend.training.lora.adapter_set import AdapterSet
 
 LARGE_LAYER = 2**29
 """Parameters per layer above which an export gathers layers in host memory instead of on the device: 1 GiB in bf16, beside the
@@ -98,7 +98,7 @@ class MegatronEngine(Engine):
         super().__init__(spec, context)
         self.runtime, self.adam = context.runtime, spec.optimizer
         platform, info, graphs = self.runtime.platform, self.info, spec.batching.cuda_graphs
-        self.adapters: AdapterManager | None = None
+        self.adapters: AdapterSet | None = None
         self.graphs: GraphedSteps | None = None
         self.optimizer: MegatronOptimizer | None = None
         self._hf_slices: HfSlices | None = None
@@ -165,16 +165,16 @@ class MegatronEngine(Engine):
 
     def _add_adapters(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Freeze the model, and add the set of adapters that are trained in its place."""
-        from megascend.training.lora.layers import AdapterManager
+        from megascend.training.lora.megatron_layers import megatron_adapters
         from megascend.training.lora.transformers_targets import divided_tower, head_targets
 
         images = self.info.architecture.images
         towers = [tower for chunk in self.bare_chunks if (tower := vision.tower(chunk, images)) is not None]
         for tower in towers:
-            tower.requires_grad_(False)  # the manager freezes the language models only
+            tower.requires_grad_(False)  # megatron_adapters freezes the language models only
         last = self.decoders[-1]
         scalar_head = last.output_layer if last.post_process and self.info.scalar_head is not None else None
-        self.trainable = self.adapters = AdapterManager(
+        self.trainable = self.adapters = megatron_adapters(
             self.decoders,
             self.config,
             self.topology,

@@ -26,8 +26,8 @@ from megascend.runtime.diagnostics.hang_monitor import HangMonitor
 from megascend.training.batch.micro_batch import MicroBatch
 from megascend.training.batch.step_shapes import StepKind, StepShape, step_shape
 from megascend.training.kernels.linear_divergence import TeacherDivergence
+from megascend.training.lora.adapter_set import AdapterSet
 from megascend.training.lora.grouped import kernel_of
-from megascend.training.lora.layers import AdapterManager
 from megascend.training.lora.stacked_adapters import StackedAdapters
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class GraphedSteps:
         forward: Callable[[MicroBatch], Tensor],
         eager: Callable[[MicroBatch], Any],
         head: OutputHead,
-        adapters: AdapterManager | None,
+        adapters: AdapterSet | None,
         monitor: HangMonitor,
         settings: CudaGraphs,
         device: torch.device,

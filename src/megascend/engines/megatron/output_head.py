@@ -26,7 +26,7 @@ class OutputHead:
 
     The model's output layer remains a module of the model, for the hooks of Megatron's DDP and for checkpoints, but its forward
     only gathers the hidden states of sequence parallel ranks. Adapters of it append ``A x`` to them there
-    (:mod:`megascend.training.lora.applied_adapters`); the ``lora_delta`` that multiplies those columns by B is passed to every
+    (:mod:`megascend.training.lora.adapter_layers`); the ``lora_delta`` that multiplies those columns by B is passed to every
     call.
     """
 

@@ -1,4 +1,4 @@
-"""Adapters on a frozen model, for every engine: optimizer, saving, loading, and many adapters in one batch."""
+"""Adapters in the layers of a frozen model, for every engine: optimizer, saving, loading, and many adapters in one batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megascend.training.kernels.host_copy import to_device
 from megascend.training.lora import peft_format
 from megascend.training.lora.adapter import Adapter
 from megascend.training.lora.adapter_io import COUNTERS, STATE, SavedAdapter, check_base_weights, read, write
-from megascend.training.lora.applied_adapters import AppliedAdapters, token_keys
+from megascend.training.lora.adapter_layers import AdapterLayers, token_keys
 from megascend.training.lora.factors import Factors
 from megascend.training.lora.optimizer import AdapterOptimizer
 from megascend.training.lora.peft_format import to_config
@@ -38,10 +38,31 @@ from megascend.training.lora.transfer import gather, scatter
 
 
 class AdapterSet:
-    """Adapters of a model: optimizer, saving and loading. Subclasses apply them to the layers."""
+    """The adapters of a model, as its :class:`megascend.engines.base.Trainable`.
 
-    def __init__(self, registry: AdapterRegistry, topology: Topology, groups: ProcessGroups, model_dir: Path) -> None:
+    An engine finds the targets in its model, builds the registry from them, and adds hooks to the layers.
+
+    Args:
+        merge: side of the square of patches that makes one feature of an image, if adapters act on a vision tower.
+
+    Attributes:
+        layers: the layers, which apply adapters.
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        topology: Topology,
+        groups: ProcessGroups,
+        model_dir: Path,
+        layers: AdapterLayers,
+        merge: int | None = None,
+    ) -> None:
         self.registry, self._shape_groups = registry, registry.shape_groups
+        self.layers, self._merge = layers, merge
+        self._dtype, self._device = registry.settings.dtype, registry.settings.device
+        self._stacked: StackedAdapters | None = None
+        self._pool: StackPool | None = None
         self._topology, self._groups, self._model_dir = topology, groups, model_dir
         self.optimizer = AdapterOptimizer(topology, groups)
         self.step_count = 0
@@ -278,53 +299,7 @@ class AdapterSet:
         lora, factors = settings_and_factors
         return to_config(lora, factors, base_model, list(self.registry.adaptable)), to_tensors(factors, lora.rank)
 
-    def forget(self, name: str) -> None:
-        """Remove an adapter and its state."""
-        self.registry.remove(name)
-
-
-def loaded_settings(saved: SavedAdapter, lora: Lora | None, projections: Sequence[str], path: Path) -> Lora:
-    """Return the settings of a loaded adapter: ``lora``, or the saved ones; they target exactly what was saved."""
-    settings = lora or saved.lora
-    if settings.rank != saved.lora.rank or settings.scaling != saved.lora.scaling:
-        raise ConfigError(
-            f"{path} has rank {saved.lora.rank} and scaling {saved.lora.scaling:g}; the settings passed have "
-            f"{settings.rank} and {settings.scaling:g}"
-        )
-    different = sorted({name for name in projections if matches(name, settings.targets)} ^ saved.values.keys())
-    if different and lora is not None:
-        has = "adapts" if different[0] in saved.values else "does not adapt"
-        raise ConfigError(f"{path} {has} {different[0]}, unlike the targets passed, {lora.targets}")
-    # A targeted layer without saved factors would start with A = 0 and B = 0, and never learn.
-    names = tuple(sorted(saved.values.keys() - {HEAD}))
-    return settings.model_copy(update={"targets": names}) if different else settings
-
-
-class MixedAdapters(AdapterSet):
-    """Adapters in the layers of a frozen model, many in one batch.
-
-    Args:
-        layers: applies them.
-        sequence_first: layers see the tokens of a plain batch as [sequence, batch], not [batch, sequence].
-        merge: side of the square of patches that makes one feature of an image, if adapters act on a vision tower.
-    """
-
-    def __init__(
-        self,
-        registry: AdapterRegistry,
-        topology: Topology,
-        groups: ProcessGroups,
-        model_dir: Path,
-        *,
-        layers: AppliedAdapters,
-        sequence_first: bool,
-        merge: int | None = None,
-    ) -> None:
-        super().__init__(registry, topology, groups, model_dir)
-        self._applied, self._sequence_first, self._merge = layers, sequence_first, merge
-        self._dtype, self._device = registry.settings.dtype, registry.settings.device
-        self._stacked: StackedAdapters | None = None
-        self._pool: StackPool | None = None
+    # --- in the layers ---
 
     def keep_stacks(self, limit: int, on_drop: Callable[[StackedAdapters], None]) -> StackPool:
         """Create a pool to take stacks from, so that they keep their addresses; see :class:`StackPool`."""
@@ -337,11 +312,11 @@ class MixedAdapters(AdapterSet):
     @contextlib.contextmanager
     def applying(self, names: Sequence[str]) -> Iterator[None]:
         """Apply adapters (``""``: the base model) by their indices in ``names`` within the context."""
-        self._applied.stacked = self._filled_stack(names) if any(names) else None
+        self.layers.stacked = self._filled_stack(names) if any(names) else None
         try:
             yield
         finally:
-            self._applied.stacked = self._applied.segments = None
+            self.layers.stacked = self.layers.segments = None
 
     def _filled_stack(self, names: Sequence[str]) -> StackedAdapters:
         """Return a stack filled with the current factors of these adapters."""
@@ -412,7 +387,7 @@ class MixedAdapters(AdapterSet):
         if parts is None:
             return None
         # Megatron's layers see a plain batch as [sequence, batch]: samples alternate.
-        interleaved = self._sequence_first and batch.packed is None
+        interleaved = self.layers.sequence_first and batch.packed is None
         keys = torch.stack(parts, dim=1).flatten() if interleaved else torch.cat(parts)
         return to_device(keys, self._device)
 
@@ -432,3 +407,20 @@ class MixedAdapters(AdapterSet):
                 else token_keys(adapter.seed, adapter.step_count, sample, rows)
             )
         return parts
+
+
+def loaded_settings(saved: SavedAdapter, lora: Lora | None, projections: Sequence[str], path: Path) -> Lora:
+    """Return the settings of a loaded adapter: ``lora``, or the saved ones; they target exactly what was saved."""
+    settings = lora or saved.lora
+    if settings.rank != saved.lora.rank or settings.scaling != saved.lora.scaling:
+        raise ConfigError(
+            f"{path} has rank {saved.lora.rank} and scaling {saved.lora.scaling:g}; the settings passed have "
+            f"{settings.rank} and {settings.scaling:g}"
+        )
+    different = sorted({name for name in projections if matches(name, settings.targets)} ^ saved.values.keys())
+    if different and lora is not None:
+        has = "adapts" if different[0] in saved.values else "does not adapt"
+        raise ConfigError(f"{path} {has} {different[0]}, unlike the targets passed, {lora.targets}")
+    # A targeted layer without saved factors would start with A = 0 and B = 0, and never learn.
+    names = tuple(sorted(saved.values.keys() - {HEAD}))
+    return settings.model_copy(update={"targets": names}) if different else settings

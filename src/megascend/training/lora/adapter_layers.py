@@ -1,8 +1,9 @@
-"""Add ``scaling * B A x`` to ``W x``, with each token's adapter. Called by hooks on a model's layers."""
+"""Add ``scaling * B A x`` to ``W x``, with each token's adapter. Called by the hooks that an engine adds to its layers."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,26 +17,40 @@ from megascend.training.lora.segments import ExpertAdapterRows, TokenSegments
 from megascend.training.lora.stacked_adapters import FactorsAndGrads, StackedAdapters
 from megascend.training.lora.target_modules import TargetModule, matches
 
+AdapterSlot = tuple[int, int, TargetModule]
+"""An adapted layer: index of its shape group, its index in the group, target module."""
 
-class AppliedAdapters:
+
+class AdapterLayers:
     """Adapters that a model's layers currently apply, and the arithmetic for each kind of layer.
 
-    A layer is identified by the index of its shape group, its index in the group, and the target module.
-
     Args:
+        exchange: communicates ``A x`` from the ranks that apply A to those that apply B; None: they are the same.
         sequence_parallel: tensor parallel ranks hold slices of the tokens between layers.
+        sequence_first: layers see the tokens of a plain batch as [sequence, batch], not [batch, sequence].
 
     Attributes:
         stacked: adapters of the current call, or None while adapters are off.
         segments: per-token adapter segments of the current micro batch.
+        output, head: the output layer and the scalar head, with the index of their shape groups; None if they are not adapted.
+        linear: the adapted linear layers by module.
     """
 
-    def __init__(self, *, sequence_parallel: bool = False) -> None:
-        self._sequence_parallel = sequence_parallel
+    def __init__(
+        self,
+        *,
+        exchange: Callable[[Tensor, TargetModule], Tensor] | None = None,
+        sequence_parallel: bool = False,
+        sequence_first: bool = False,
+    ) -> None:
+        self._exchange, self._sequence_parallel = exchange, sequence_parallel
+        self.sequence_first = sequence_first
         self.stacked: StackedAdapters | None = None
         self.segments: TokenSegments | None = None
-        self._output: tuple[int, TargetModule] | None = None
-        self._head: tuple[int, TargetModule] | None = None
+        self.output: tuple[int, TargetModule] | None = None
+        self.head: tuple[int, TargetModule] | None = None
+        self.linear: dict[Any, AdapterSlot] = {}
+        self._not_called: dict[int, str] = {}
         self._root = torch.empty(0, requires_grad=True)  # makes autograd call LookUp.backward; token ids cannot
 
     @property
@@ -45,7 +60,62 @@ class AppliedAdapters:
 
     def exchange(self, down: Tensor, target: TargetModule) -> Tensor:
         """Communicate ``A x`` from the ranks that apply A to those that apply B."""
-        return down
+        return down if self._exchange is None else self._exchange(down, target)
+
+    def watch(self, output: Tensor) -> None:
+        """Restore this micro batch's segments when its backward pass begins, for layers that are recomputed."""
+        if self.stacked is not None and output.requires_grad:
+            segments = self.segments
+            # With pipelining, ``segments`` is already a later micro batch's at the time of the backward pass.
+            output.register_hook(lambda _: setattr(self, "segments", segments))
+
+    def deltas(self, module: Any) -> list[tuple[slice, Tensor]]:
+        """Return the micro batch's additions to the weight of a linear layer: (tokens, scaling * B A [out, in]) for each adapter.
+
+        Adapters that do not act on the layer are left out.
+        """
+        if self.stacked is None or module not in self.linear:
+            return []
+        shape_group, layer, target = self.linear[module]
+        stacked, segments = self._active()
+        a, _, b, _ = stacked.factors(shape_group, layer, segments.single)
+        return [(tokens, (a[index] @ b[index]).mT) for index, tokens in adapted_segments(stacked, segments, target)]
+
+    # --- layers that a model may leave out ---
+
+    def expect_call(self, target: TargetModule) -> None:
+        """Let :meth:`require_called` raise until this layer has been called."""
+        self._not_called[id(target.module)] = target.slices[0].name
+
+    def record_call(self, target: TargetModule, states: Tensor | None) -> None:
+        """Record the call of a layer.
+
+        Args:
+            states: [..., features], checked to have a row for each token; None: its rows are not those of the tokens.
+        """
+        self._not_called.pop(id(target.module), None)
+        if states is None:
+            return
+        _, segments = self._active()
+        # Rows of one adapter need no tokens, unless these draw their dropout.
+        if segments.single is not None and segments.keys is None and not target.is_expert:
+            return
+        tokens, rows = len(segments.adapter_index), states.shape[:-1].numel()
+        if rows != tokens:
+            raise ConfigError(
+                f"{target.slices[0].name} computes {rows} rows in a micro batch of {tokens} tokens, whose adapters are unknown; "
+                "leave it out of adapters.targets"
+            )
+
+    def require_called(self) -> None:
+        """Check after a forward pass that all layers of :meth:`expect_call` were called."""
+        if self.stacked is not None and self._not_called:
+            raise ConfigError(
+                f"the model does not call its layer {next(iter(self._not_called.values()))}, so adapters of it would have no "
+                "effect; leave it out of adapters.targets"
+            )
+
+    # --- arithmetic ---
 
     def to_linear(self, shape_group: int, layer: int, target: TargetModule, x: Tensor, out: Tensor) -> Tensor:
         """Return ``out`` plus the adapters' part of a linear layer; both are [..., features]."""
@@ -105,10 +175,10 @@ class AppliedAdapters:
             x: [..., h], the head's input for this rank's tokens.
             out: fp32, the values of the model's head: [..., labels], or without that dimension for one label.
         """
-        if self.stacked is None or self._head is None:
+        if self.stacked is None or self.head is None:
             return out
         stacked, segments = self._active()
-        a, a_grads, _, _ = stacked.factors(self._head[0], 0, segments.single)
+        a, a_grads, _, _ = stacked.factors(self.head[0], 0, segments.single)
         # The first row of A is the weight [labels, h] of each adapter's head.
         weight, grads = (factor[..., 0].unflatten(-1, (-1, x.shape[-1])).mT for factor in (a, a_grads))
         # In fp32, as the model's head.
@@ -125,9 +195,9 @@ class AppliedAdapters:
         """Return ``A x`` [..., r] of the output layer's input; None if no adapter of the micro batch acts on that layer."""
         if self.lora_delta(self.segments) is None:
             return None
-        assert self._output is not None
+        assert self.output is not None
         stacked, segments = self._active()
-        shape_group, target = self._output
+        shape_group, target = self.output
         a, a_grads, _, _ = stacked.factors(shape_group, 0, segments.single)
         x = drop(x, stacked, segments, target, local=self._sequence_parallel)
         down = SegmentedLinear.apply(x.flatten(0, -2), a, a_grads, segments.local, None).unflatten(0, x.shape[:-1])
@@ -135,10 +205,10 @@ class AppliedAdapters:
 
     def lora_delta(self, segments: TokenSegments | None) -> LowRank | None:
         """Return the adapters' low-rank addition to a micro batch's logits; None if none acts on the output layer."""
-        if self.stacked is None or self._output is None:
+        if self.stacked is None or self.output is None:
             return None
         assert segments is not None
-        shape_group, target = self._output
+        shape_group, target = self.output
         adapted = adapted_segments(self.stacked, segments, target)
         if not adapted:
             return None
