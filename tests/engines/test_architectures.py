@@ -42,10 +42,16 @@ SINGLE = {
     "beam": "changes its logits",
     "deepseek_v4": "right",
     "dory": "more than the product",
+    "falcon": "right",
+    "granite": "right",
+    "inkling_text": "right",
     "llama, longrope": "right",
     "phimoe, longrope": "right",
     "qwen3_next": "right",
+    "sarvam_moe": "right",
+    "zamba2": "right",
 }
+"""Among them attention classes of its own, a scale of 1, weights stored in another order, and layers that share parameters."""
 RECURRENT_COUNT = 30
 """Architectures with recurrent layers in transformers 5.24, about."""
 MULTIMODAL = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
