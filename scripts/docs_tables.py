@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -27,9 +27,11 @@ from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.commented import description, type_text
 from megascend.config.rl import RlConfig
 from megascend.config.rl_presets import PRESETS
+from megascend.config.rules import Rule
 from megascend.config.section import section_in, section_of
 from megascend.config.serve import ServeConfig
-from megascend.engines.context import EngineSpec
+from megascend.engines.context import EVERY_ENGINE, EngineSpec
+from megascend.engines.rules import MEGATRON, MEGATRON_MODEL
 from megascend.models.base import IndexedAttention, LatentAttention, expert_count
 from megascend.models.families.qwen3_vl import UNDECLARED
 from megascend.models.memory.parameters import stages
@@ -396,6 +398,17 @@ def recipes() -> str:
     return table(header, rows)
 
 
+def rules(table_of_rules: Sequence[Rule[Any]]) -> str:
+    """Format the settings that an engine or a model refuses."""
+    words = {"{model}": "the model", "{platform.name}": "the platform", "{engine}": "this one"}
+
+    def text(template: str) -> str:
+        return re.sub(r"\{[^}]*\}", lambda match: words.get(match[0], "..."), template)
+
+    rows = [[f"`{rule.setting}`", text(rule.beside), text(f"{rule.because}; {rule.remedy}")] for rule in table_of_rules]
+    return table(["setting", "with", "because, and what to do"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings of train and rl": lambda: settings(TrainerConfig),
     "settings of train": lambda: settings(RunConfig, base=TrainerConfig),
@@ -413,6 +426,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "compared layouts": compared_layouts,
     "families": families,
     "published models": published_models,
+    "rules of every engine": lambda: rules(EVERY_ENGINE),
+    "rules of megatron": lambda: rules((*MEGATRON, *MEGATRON_MODEL)),
     "recipes": recipes,
 }
 

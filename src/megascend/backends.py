@@ -30,8 +30,9 @@ from megascend.config import (
     VisionTower,
 )
 from megascend.config.registry import ENGINES, EngineEntry, load
-from megascend.engines.base import check_model_settings
-from megascend.engines.context import EngineContext, EngineSpec, engine_context
+from megascend.config.rules import Rule, enforce
+from megascend.engines.context import EVERY_ENGINE, EngineContext, EngineSpec, Setup, engine_context
+from megascend.engines.rules import MEGATRON
 from megascend.errors import ConfigError, TopologyError
 from megascend.models.checkpoint_files.hub import snapshot
 from megascend.models.checkpoint_files.info import inspect_checkpoint
@@ -132,8 +133,8 @@ def check_backend(
     if _is_built_in(backend):
         # Class methods instead of the constructor, because a dry run has no process groups.
         spec = EngineSpec.of(model, settings)
+        enforce((*EVERY_ENGINE, *backend.rules), Setup(engine, spec, runtime.platform, topology, info))
         backend._check_spec(spec, runtime, topology)
-        check_model_settings(spec, info)
         if spec.adapters is not None:
             spec.optimizer.check_for_adapters()
         elif spec.optimizer.by_weight:
@@ -166,11 +167,13 @@ class EngineBackend(Backend, ABC):
     Attributes:
         engine_name: its name in run files.
         unsupported_settings: parameters of the constructor that this engine refuses.
+        rules: values of the others that it refuses.
         shares_process: a process may hold several models of this engine.
     """
 
     engine_name: ClassVar[str]
     unsupported_settings: ClassVar[frozenset[str]]
+    rules: ClassVar[Sequence[Rule[Setup]]] = ()
     shares_process: ClassVar[bool] = True
 
     def __init__(
@@ -244,8 +247,10 @@ class EngineBackend(Backend, ABC):
             self_check=trained.self_check,
             fsdp=trained.fsdp.model_copy(update={"compile": False}),
         )
-        self._check_spec(spec, context.runtime, context.topology)
         info = inspect_checkpoint(spec.model)
+        setup = Setup(self.engine_name, spec, context.runtime.platform, context.topology, info)
+        enforce((*EVERY_ENGINE, *self.rules), setup)
+        self._check_spec(spec, context.runtime, context.topology)
         return self._build(spec, replace(context, info=info, model_dir=spec.model), None)
 
     @classmethod
@@ -256,7 +261,7 @@ class EngineBackend(Backend, ABC):
             cls._check_spec(spec, runtime, topology)
             return cls._prepare(spec, runtime)
 
-        return engine_context(cls.engine_name, spec, prepare)
+        return engine_context(cls.engine_name, spec, prepare, cls.rules)
 
     @classmethod
     @abstractmethod
@@ -292,6 +297,7 @@ class MegatronBackend(EngineBackend):
 
     engine_name = "megatron"
     unsupported_settings = frozenset({"fsdp"})
+    rules = MEGATRON
     shares_process = False  # its parallel state and its patches are one model's
 
     @classmethod

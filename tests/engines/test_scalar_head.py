@@ -182,7 +182,7 @@ def test_unsupported_combinations_with_a_scalar_head_raise(parity_folder):
 def test_adapters_on_a_critic_are_refused_by_name(parity_folder, tmp_path, engine):
     checkpoint, layout = checkpoint_of(parity_folder, "critic"), Layout(engine=engine)
     (message,) = on_ranks(tmp_path, "lora_refused", layout, checkpoint, layout)
-    assert "LoRA on a token classifier (a critic) is not supported" in message
+    assert "adapters with a token classifier: an adapter stores neither" in message
 
 
 def test_token_classifier_dropout_acts_only_in_training(parity_folder):

@@ -30,9 +30,7 @@ NO_EXPERTS = r"TopologyError: parallel\.expert=2, but the model has no experts; 
 BIASES = (
     r"TopologyError: parallel\.expert_tensor=2 .+ does not divide experts that have biases; set expert_tensor to 1, .+"
 )
-WITH_IMAGES = (
-    r"ConfigError: parallel\.context: 2 with \w+, whose images are not divided over context parallel ranks: .+"
-)
+WITH_IMAGES = r"ConfigError: parallel\.context: 2 with \w+: its images are not divided over context parallel ranks; .+"
 OLDER_STACK = r"VersionError: \w+: Megatron-Core has its layers from \S+ on, and \S+ is installed; install stack .+"
 NOT_BUILT = r"CheckpointError: \S+ mcore-bridge \S+ has no model for model_type '\w+'; .+"
 

@@ -6,14 +6,13 @@ import dataclasses
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megascend.config import Adapters, Parallel, Recompute
-from megascend.errors import CheckpointError, ConfigError, DataError, DistributedTestError
+from megascend.config import Parallel, Recompute
+from megascend.errors import CheckpointError, DataError
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
@@ -243,19 +242,6 @@ def assert_adapter_equals_peft(run: PeftTrajectory, folder: Path, checkpoint: Pa
 
 
 @first_stack_only
-def test_adapter_of_the_embedding_is_refused(parity_folder: Path) -> None:
-    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
-
-    def on_rank() -> str:
-        with pytest.raises(ConfigError) as raised:
-            case_backend(Case("single"), checkpoint, adapters=Adapters(targets=("q_proj", "embed_tokens")))
-        return str(raised.value)
-
-    [problem] = run_distributed(on_rank, 1, init=False, timeout_s=60)
-    assert "adapters.targets names embed_tokens of qwen3_vl" in problem
-
-
-@first_stack_only
 def test_text_alone_trains_as_transformers(parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
     reference = hf_reference(
@@ -418,43 +404,6 @@ def test_samples_and_settings_that_do_not_fit_are_refused(parity_folder: Path) -
 
     for expected, problem in run_distributed(on_rank, 1, init=False, timeout_s=120)[0].items():
         assert expected in problem
-
-
-@first_stack_only
-@pytest.mark.parametrize(
-    ("case", "settings", "message"),
-    [
-        (Case("CP2", 2, Parallel(context=2)), {}, "whose images are not divided over context parallel ranks: set 1"),
-        (
-            Case("PP4", 4, Parallel(pipeline=4)),
-            {},
-            "the first of 4 pipeline stages has 1: lower parallel.pipeline or parallel.virtual_pipeline",
-        ),
-        (Case("tower"), {"vision_tower": "yes"}, "vision_tower: Input should be 'frozen' or 'train' (got 'yes')"),
-    ],
-    ids=lambda value: value.name if isinstance(value, Case) else None,
-)
-def test_layouts_that_are_not_supported_are_refused(
-    case: Case, settings: dict[str, Any], message: str, parity_folder: Path
-) -> None:
-    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
-
-    def on_rank() -> str:
-        with pytest.raises(ConfigError) as raised:
-            case_backend(case, checkpoint, **settings)
-        return str(raised.value)
-
-    for problem in run_distributed(on_rank, case.world_size, init=False, timeout_s=120):
-        assert message in problem
-
-
-@first_stack_only
-def test_tower_of_a_text_model_is_refused(parity_folder: Path) -> None:
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-    with pytest.raises(DistributedTestError, match="vision_tower: train, but qwen3 has no vision tower"):
-        run_distributed(
-            lambda: case_backend(Case("single"), checkpoint, vision_tower="train"), 1, init=False, timeout_s=60
-        )
 
 
 @first_stack_only

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megascend.config import Adapters, Batching, CudaGraphs, Moe, Parallel, Recompute
+from megascend.config import Moe, Parallel, Recompute
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.memory.parameters import stages
@@ -399,8 +399,6 @@ def test_copies_that_differ_from_the_model_are_reported_and_replaced(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"adapters": Adapters()}, "the base model, which is frozen"),
-        ({"batching": Batching(cuda_graphs=CudaGraphs())}, "captured steps have one output layer"),
         ({"mtp_loss_weight": 0.0}, "mtp_loss_weight: Input should be greater than 0"),
         ({"mtp": "on"}, "mtp: Input should be 'train', 'keep' or 'drop' (got 'on')"),
         ({"arch": "qwen3"}, "the checkpoint of qwen3 has no head"),

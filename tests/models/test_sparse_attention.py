@@ -152,20 +152,6 @@ def test_ring_over_context_ranks_is_refused(parity_folder: Path) -> None:
 
 
 @needs_stack
-def test_padded_pipeline_that_would_recompute_another_choice_is_refused(parity_folder: Path) -> None:
-    checkpoint = case_checkpoint(parity_folder, "glm_moe_dsa")
-    case = Case("PP2", 2, Parallel(pipeline=2), packing=False, recompute=Recompute(granularity="full"))
-
-    def on_rank() -> str:
-        with pytest.raises(ConfigError) as caught:
-            case_backend(case, checkpoint)
-        return str(caught.value)
-
-    messages = run_distributed(on_rank, 2, init=False, timeout_s=60)
-    assert all("set batching.packing: true" in message for message in messages)
-
-
-@needs_stack
 @pytest.mark.parametrize(
     "case",
     [

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from megascend.config import Adam, Precision
+from megascend.config.rules import Rule, enforce
 from megascend.engines.common.export import check_export, export
 from megascend.engines.common.heads import fresh_weights
 from megascend.engines.common.router_replay import RouterReplay
-from megascend.engines.context import EngineContext, EngineSpec
-from megascend.errors import ConfigError
+from megascend.engines.context import EngineContext, EngineSpec, Setup
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.checkpoint_files.scalar_head import WEIGHT
 from megascend.models.selfcheck.verdict import Verdict
@@ -238,9 +238,6 @@ class Engine(ABC):
         self_check_s: seconds spent waiting for its verdict.
         router_replay: replays the experts of samples with ``routed_experts``; None for a model without experts.
         replay_unsupported_reason: reason why this engine cannot replay experts, or None.
-
-    Raises:
-        ConfigError: adapters on a token classifier.
     """
 
     kind: str
@@ -260,10 +257,9 @@ class Engine(ABC):
         self.precision: Precision = spec.precision
         self.dtype = DTYPES[spec.precision]
         self.max_length = longest_sample(spec, self.info)
-        check_model_settings(spec, self.info)
         self.base_weights = spec.base_weights
         if not self.quantises_base:
-            refuse_quantised_base(spec, self.kind)
+            enforce((UNQUANTISED,), Setup(self.kind, spec, context.runtime.platform, self.topology, self.info))
 
     # --- running micro batches ---
 
@@ -402,25 +398,11 @@ def adapter_settings(spec: EngineSpec, info: ModelInfo, device: torch.device) ->
     return replace(settings, head=head, labels=scalar_head.labels, problem_type=scalar_head.problem_type)
 
 
-def refuse_quantised_base(spec: EngineSpec, engine: str) -> None:
-    """Raise ConfigError for quantised base weights on an engine that does not support them."""
-    if spec.base_weights != "unquantised":
-        raise ConfigError(
-            f"base_weights: {spec.base_weights} is a setting of engine megatron, and this is engine {engine}: leave it "
-            "out, or set engine: megatron"
-        )
-
-
-def check_model_settings(spec: EngineSpec, info: ModelInfo) -> None:
-    """Raise ConfigError for settings that no engine supports with this model: its head, vision tower or adapters."""
-    if spec.vision_tower == "train" and info.image_layout is None:
-        raise ConfigError(f"vision_tower: train, but {info.architecture.model_type} has no vision tower; leave it out")
-    if info.image_layout is not None and info.scalar_head is not None:
-        raise ConfigError(
-            f"head: a scalar head on {info.architecture.model_type}, which takes images, is not supported"
-        )
-    if info.scalar_head is not None and info.scalar_head.unit == "token" and spec.adapters is not None:
-        raise ConfigError(
-            "adapters: LoRA on a token classifier (a critic) is not supported: an adapter stores neither its head's bias nor "
-            "its dropout; leave adapters out"
-        )
+UNQUANTISED: Rule[Setup] = Rule(
+    "base_weights",
+    "engine {engine}",
+    lambda setup: setup.spec.base_weights != "unquantised",
+    "only engine megatron quantises a frozen model",
+    "leave it out, or set engine: megatron",
+)
+"""Of engines that do not support other :attr:`Engine.base_weights`."""

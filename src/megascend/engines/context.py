@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from megascend.config import Adapters, BaseWeights, Checkpoint
+from megascend.config.rules import Rule, enforce
 from megascend.config.training import EngineSettings
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.files import weight_files
@@ -25,6 +26,7 @@ from megascend.runtime.distributed.engine_groups import GroupFactory
 from megascend.runtime.distributed.groups import LEAVE_S
 from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.distributed.process_groups import ProcessGroups
+from megascend.runtime.platforms.base import Platform
 from megascend.runtime.topology.topology import Topology, plan
 from megascend.surroundings import announce
 
@@ -87,6 +89,61 @@ class EngineSpec(EngineSettings):
 
 
 @dataclass(frozen=True)
+class Setup:
+    """Settings, device, layout and model of an engine that is about to be built, on which rules are evaluated."""
+
+    engine: str
+    spec: EngineSpec
+    platform: Platform
+    topology: Topology
+    info: ModelInfo
+
+    @property
+    def model(self) -> str:
+        """Return the type of the model."""
+        return self.info.architecture.model_type
+
+    @property
+    def frozen(self) -> bool:
+        """Return True if adapters are trained in place of the model."""
+        return self.spec.adapters is not None
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a setting by its key, or an attribute by its name."""
+        first, *rest = key.split(".")
+        value = getattr(self, first) if hasattr(self, first) else getattr(self.spec, first)
+        for name in rest:
+            value = getattr(value, name)
+        return value
+
+
+EVERY_ENGINE: tuple[Rule[Setup], ...] = (
+    Rule(
+        "vision_tower",
+        "{model}",
+        lambda setup: setup.spec.vision_tower == "train" and setup.info.image_layout is None,
+        "it has no vision tower",
+        "leave it out",
+    ),
+    Rule(
+        "head",
+        "{model}",
+        lambda setup: setup.info.image_layout is not None and setup.info.scalar_head is not None,
+        "a scalar head on a model that takes images is not supported",
+        "leave it out",
+    ),
+    Rule(
+        "adapters",
+        "a token classifier",
+        lambda setup: setup.frozen and setup.info.scalar_head is not None and setup.info.scalar_head.unit == "token",
+        "an adapter stores neither its head's bias nor its dropout",
+        "leave adapters out",
+    ),
+)
+"""Settings that no engine supports with a model."""
+
+
+@dataclass(frozen=True)
 class EngineContext:
     """Process, layout, groups and checkpoint that an engine is built on.
 
@@ -108,13 +165,16 @@ class EngineContext:
 Prepare = Callable[[Runtime, Topology], GroupFactory | None]
 """(runtime, topology) -> factory of the engine's groups; None: plain torch groups.
 
-Called before ranks communicate: rejects settings that the engine does not support, and imports the packages that it needs.
+Called before ranks communicate: rejects checkpoints and layouts that the engine does not support, and imports its packages.
 """
 
 
 @contextmanager
 def engine_context(
-    engine: str, spec: EngineSpec, prepare: Prepare = lambda runtime, topology: None
+    engine: str,
+    spec: EngineSpec,
+    prepare: Prepare = lambda runtime, topology: None,
+    rules: Sequence[Rule[Setup]] = (),
 ) -> Iterator[EngineContext]:
     """Yield the context to build an engine in; if the block raises, the process groups are destroyed. Collective.
 
@@ -122,6 +182,7 @@ def engine_context(
         engine: the name under which it is registered.
         spec: its settings.
         prepare: called before ranks communicate.
+        rules: settings that the engine does not support.
 
     Raises:
         MegascendError: the settings, the checkpoint, the platform or the installed versions do not fit, or a rank is missing.
@@ -146,6 +207,7 @@ def engine_context(
             )
         topology = plan(spec.parallel, launch.world_size, info.shape)
         # Settings and packages are checked before ranks connect: a rank that failed later would keep the others waiting.
+        enforce((*EVERY_ENGINE, *rules), Setup(engine, spec, runtime.platform, topology, info))
         factory = prepare(runtime, topology)
         runtime.configure_topology(topology, spec.timeout_s)
         if launch.world_size > 1:

@@ -27,20 +27,9 @@ LORA = {"lora": {"rank": 4}}
 RECOMPUTED = {"recompute": {"granularity": "full", "layers": 2}}
 REFUSED: dict[str, dict[str, tuple[str, Changes, str]]] = {
     "megatron": {
-        "cuda graphs": ("qwen3", {"batching": {"cuda_graphs": {}}}, "needs a CUDA device"),
-        "loss of experts": (
-            "qwen3",
-            {"moe": {"aux_loss": "megatron", "aux_loss_coefficient": 0.01}},
-            "has no experts to balance",
-        ),
-        "loss with adapters": (
-            "qwen3_moe",
-            {"moe": {"aux_loss": "megatron", "aux_loss_coefficient": 0.01}, **LORA},
-            "with adapters",
-        ),
+        "cuda graphs": ("qwen3", {"batching": {"cuda_graphs": {}}}, "graphs need a CUDA device"),
         "bias": ("qwen3_moe", {"moe": {"bias_update_rate": 0.1}}, "have no correction bias"),
         "grouped experts": ("qwen3", {"moe": {"experts": "grouped"}}, "has no experts"),
-        "modules": ("qwen3", {"recompute": {"granularity": "selective", "modules": ["moe_act"]}}, "has no experts"),
         "options": ("qwen3", {"provider_options": {"use_flash_attn": True}}, "use_flash_attn"),
     },
     "fsdp": {
@@ -58,12 +47,12 @@ REFUSED: dict[str, dict[str, tuple[str, Changes, str]]] = {
         ),
         "dropout on experts": ("qwen3_moe", {"lora": {"rank": 4, "dropout": 0.1}}, "dropout 0.1 on experts"),
         "layers": ("qwen3", RECOMPUTED, "recompute.layers=2"),
-        "base weights": ("qwen3", {"base_weights": "nf4", **LORA}, "setting of engine megatron"),
+        "base weights": ("qwen3", {"base_weights": "nf4", **LORA}, "only engine megatron"),
         "replicas": ("qwen3", {"fsdp": {"replicate": 2}}, "does not divide the 1 processes"),
         "options": ("qwen3", {"provider_options": {"use_flash_attn": True}}, "no setting provider_options"),
     },
     "single": {
-        "base weights": ("qwen3", {"base_weights": "nf4", **LORA}, "setting of engine megatron"),
+        "base weights": ("qwen3", {"base_weights": "nf4", **LORA}, "only engine megatron"),
         "selective": ("qwen3", {"recompute": {"granularity": "selective"}}, "recompute.granularity=selective"),
         "layers": ("qwen3", RECOMPUTED, "recompute.layers=2"),
         "loss of experts": (

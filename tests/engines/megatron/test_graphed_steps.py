@@ -4,12 +4,11 @@ CUDA graphs themselves are tested in tests/gpu/test_cuda_graphs.py; here a stand
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megascend import Adam, Adapters, Batching, ConfigError, CudaGraphs, Lora, Moe, Parallel, Recompute, Sample
+from megascend import Adam, Adapters, Batching, ConfigError, CudaGraphs, Lora, Moe, Parallel, Sample
 from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
@@ -233,7 +232,7 @@ def test_upstream_keeps_no_rotary_table_that_captured_work_reads(parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
 
     def tables():
-        from megascend.engines.megatron.graph_support import without_rotary_cache
+        from megascend.engines.megatron.graphed_steps import without_rotary_cache
 
         backend = make_backend(checkpoint)
         model = backend.engine.bare_chunks[0]
@@ -386,48 +385,6 @@ def test_captures_that_made_room_for_something_else_are_made_again(parity_folder
     assert run_distributed(counts, 1, init=False) == [([1, 0, 1, 0], 2)]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, None),
-        ({"precision": "bf16"}, None),
-        ({"adam": None}, None),
-        ({"precision": "fp16"}, "does not support fp16"),
-        ({"recompute": Recompute(granularity="full")}, "recompute.granularity=full"),
-        ({"tensor": 2}, "parallel.tensor=2"),
-        ({"device": "npu"}, "needs a CUDA device, and this is npu"),
-        ({"experts": 8, "adam": None, "grouped": True}, None),
-        ({"experts": 8, "adam": None}, "moe.experts: grouped"),
-        ({"experts": 8, "grouped": True}, "training experts"),
-        ({"rope": "dynamic"}, "rotary"),
-        ({"dropout": 0.1}, "dropout"),
-        ({"adam": Adam(overlap_grad_reduce=True)}, "optimizer.overlap_grad_reduce"),
-    ],
-    ids=str,
-)
-def test_refusals(change, message):
-    from megascend.engines.megatron.graph_support import unsupported_reason
-
-    rope, dropout = {"rope_type": change["rope"]} if "rope" in change else None, change.get("dropout", 0.0)
-    config = SimpleNamespace(
-        rope_scaling=rope, num_moe_experts=change.get("experts"), hidden_dropout=dropout, attention_dropout=0.0
-    )
-    topology = SimpleNamespace(tensor=change.get("tensor", 1), pipeline=1, context=1, expert=1)
-    precision, recompute = change.get("precision", "fp32"), change.get("recompute", Recompute())
-    adam, grouped = change.get("adam", Adam()), change.get("grouped", False)
-    device = change.get("device", "cuda")
-    problem = unsupported_reason(device, topology, precision, recompute, config, adam, grouped=grouped)
-    assert (problem is None) if message is None else (message in problem)
-
-
-@pytest.mark.parametrize(("target", "message"), [("o_proj", None), ("lm_head", "lm_head or embed_tokens")])
-def test_refused_targets(target, message):
-    from megascend.engines.megatron.graph_support import unsupported_targets_reason
-
-    problem = unsupported_targets_reason(["model.layers.0.self_attn.q_proj", target])
-    assert (problem is None) if message is None else (message in problem)
-
-
 def test_the_setting_needs_cuda(parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
 
@@ -440,7 +397,7 @@ def test_the_setting_needs_cuda(parity_folder):
             return str(error)
         return ""
 
-    assert "batching.cuda_graphs needs a CUDA device, and this is cpu" in run_distributed(refused, 1, init=False)[0]
+    assert "batching.cuda_graphs with cpu: graphs need a CUDA device" in run_distributed(refused, 1, init=False)[0]
 
 
 def test_other_engines_refuse_the_setting():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,47 +73,9 @@ def test_unsupported_model_settings_raise_before_start_up(parity_folder, arch, o
     assert run_distributed(on_rank, 1, init=False) == [False]
 
 
-@pytest.mark.parametrize(
-    ("arch", "module", "message"),
-    [
-        ("qwen3", "moe", "recompute.modules: moe, but qwen3 has no experts"),
-        ("qwen3_moe", "shared_experts", "recompute.modules: shared_experts, but qwen3_moe has no shared experts"),
-        ("qwen3_moe", "mla_up_proj", "recompute.modules: mla_up_proj, but qwen3_moe has no latent attention"),
-    ],
-)
-def test_recomputing_missing_modules_raises_config_error(parity_folder, arch, module, message):
-    from megascend.backends import MegatronBackend
-
-    checkpoint = case_checkpoint(parity_folder, arch)
-
-    def on_rank():
-        with pytest.raises(ConfigError, match=message):
-            MegatronBackend(checkpoint, precision="fp32", recompute=selective(module), timeout_s=60)
-
-    run_distributed(on_rank, 1, init=False)
-
-
 def test_unknown_recompute_module_raises_config_error():
     with pytest.raises(ConfigError, match=r"modules\.0: Input should be 'core_attn', 'layernorm', 'mlp', 'moe'"):
         selective("attention")
-
-
-@pytest.mark.parametrize(
-    ("softmax", "kernels", "packing"), itertools.product(("vanilla", "learnable"), (False, True), (False, True))
-)
-def test_packed_samples_with_sinks_are_refused_on_transformer_engine(
-    softmax: str, kernels: bool, packing: bool
-) -> None:
-    from megascend.engines.megatron.build import check_packing
-
-    config: Any = SimpleNamespace(softmax_type=softmax, hf_model_type="gpt_oss")
-    platform: Any = SimpleNamespace(has_transformer_engine_kernels=kernels)
-    refused = softmax == "learnable" and kernels and packing
-    expected = (
-        pytest.raises(ConfigError, match=r"set batching\.packing: false") if refused else contextlib.nullcontext()
-    )
-    with expected:
-        check_packing(config, platform, packing=packing)
 
 
 @pytest.mark.parametrize(

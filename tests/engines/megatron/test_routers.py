@@ -251,27 +251,6 @@ def test_coefficient_without_a_formula_raises_with_the_setting():
     assert Moe(aux_loss_coefficient=0.0).aux_loss == "none"  # a file of 0.1 with everything spelt out
 
 
-@pytest.mark.parametrize(
-    ("arch", "parallel", "settings", "message"),
-    [
-        ("qwen3_moe", Parallel(pipeline=2), {"aux_loss": "transformers"}, r"parallel\.pipeline=2: .* all layers"),
-        ("glm4_moe", Parallel(), {"aux_loss": "transformers"}, r"computes no auxiliary loss for glm4_moe"),
-        ("qwen3", Parallel(), {"aux_loss": "megatron"}, r"qwen3 has no experts to balance"),
-        ("qwen3_moe", Parallel(), {"bias_update_rate": 0.001}, r"routers of qwen3_moe have no correction bias"),
-    ],
-)
-def test_unsupported_router_settings_raise_config_error(parity_folder, arch, parallel, settings, message):
-    checkpoint = case_checkpoint(parity_folder, arch)
-    if "aux_loss" in settings:
-        settings = settings | {"aux_loss_coefficient": 0.1}
-
-    def on_rank():
-        with pytest.raises(ConfigError, match=message):
-            backend_of(checkpoint, parallel, Moe(**settings))
-
-    run_distributed(on_rank, parallel.pipeline, init=False)
-
-
 # --- the correction bias, and other state that a step could change ---
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megascend import Adapters, Lora, Parallel
 from megascend.config import Recompute, RunConfig
 from megascend.config.rl import RlConfig
-from megascend.errors import CheckpointError, ConfigError
+from megascend.errors import CheckpointError
 from megascend.testing import run_distributed
 from megascend.testing.artifact_cache import make_once
 from megascend.testing.parity import STEPS, Case, case_backend, case_checkpoint, first_of_equals, token_lists
@@ -224,32 +224,6 @@ def test_runs_resume_bit_for_bit_with_the_same_base_weights(parity_folder, tmp_p
     checkpoint = case_checkpoint(parity_folder, "qwen3", **DENSE)
     adapter = case_adapter(checkpoint, CASES["one process, fp8"][0])
     run_distributed(resume, 1, checkpoint, adapter, tmp_path / "checkpoint", init=False, timeout_s=180)
-
-
-def refusals(checkpoint: Path, experts: Path) -> list[str]:
-    """Return the messages about layouts that would cut blocks, on one of two ranks."""
-    messages = []
-    for path, arch, parallel in (
-        (checkpoint, "qwen3", Parallel(tensor=2)),
-        (experts, "qwen3_moe", Parallel(tensor=2, expert_tensor=2)),
-    ):
-        with pytest.raises(ConfigError) as error:
-            case_backend(Case("", 2, parallel, arch=arch), path, adapters=Adapters(base_weights="fp8"))
-        messages.append(str(error.value))
-    return messages
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("megatron_imported")
-def test_layouts_that_cut_blocks_raise_config_error(parity_folder):
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-    experts = case_checkpoint(parity_folder, "qwen3_moe", **EXPERTS | {"moe_intermediate_size": 64})
-    for messages in run_distributed(refusals, 2, checkpoint, experts, init=False):
-        assert "base_weights: fp8: parallel.tensor=2 divides the" in messages[0]
-        assert (
-            "parallel.expert_tensor=2 divides the 64 features of an expert into 32, no multiple of the 128"
-            in messages[1]
-        )
 
 
 def test_settings_without_a_frozen_model_raise_config_error():

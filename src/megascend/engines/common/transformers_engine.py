@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.engines.base import Engine, refuse_quantised_base
+from megascend.engines.base import UNQUANTISED, Engine
 from megascend.engines.common import linear_attention
 from megascend.engines.common.adamw import MainAdamW, WeightMap
 from megascend.engines.common.heads import plain_slice
@@ -70,7 +70,10 @@ class TransformersEngine(Engine):
 
 def refuse_megatron_settings(spec: EngineSpec, engine: str) -> None:
     """Raise ConfigError for settings of engine megatron, which the engines on transformers' models do not have."""
-    refuse_quantised_base(spec, engine)
+    if spec.base_weights != "unquantised":
+        raise ConfigError(
+            f"base_weights: {spec.base_weights} with engine {engine}: {UNQUANTISED.because}; {UNQUANTISED.remedy}"
+        )
     spec.optimizer.check_without_offload(f"engine {engine}")
     recompute, moe = spec.recompute, spec.moe
     for setting, present, remedy in (

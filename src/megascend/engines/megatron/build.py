@@ -173,7 +173,6 @@ def build_config(
     arguments["deallocate_pipeline_outputs"] = platform.backend != "gloo"
     # Megatron refuses the fusion for most activations other than SwiGLU.
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
-    check_recompute(recompute, arguments)
     if arguments.get("multi_latent_attention"):
         if rope:
             # mcore-bridge reads both from every YaRN; without them transformers leaves the scale of scores as it is.
@@ -195,7 +194,6 @@ def build_config(
         # From 0.18 on Megatron-Core moves the setting to cuda_graph_modules; mcore-bridge looks for names in it.
         config.cuda_graph_scope = []
     check_output_layer(config)
-    check_dropout(config)
     return config
 
 
@@ -256,24 +254,15 @@ def _is_rotary(value: Any, module: str) -> bool:
 patch(gpt_model, "get_rope_inv_freq", rotary_frequencies, "rotary frequencies are those of transformers")
 
 
-def check_rotary(config: ModelConfig, longest: int) -> None:
-    """Raise ConfigError if rotary frequencies do not fit a head, or samples may be so long that theirs depend on others."""
-    if config.multi_latent_attention:
-        width, rotated = 2 * len(rotary_frequencies(config)[0]), config.qk_pos_emb_head_dim
-        if width != rotated:
-            raise ConfigError(
-                f"head_dim and partial_rotary_factor rotate {width} features of a head, qk_rope_head_dim {rotated}; correct "
-                "config.json"
-            )
-    rope: Any = config.rope_scaling or {}
-    kind, name = rope.get("rope_type"), "max_position_embeddings"
-    limit: Any = config.max_position_embeddings
-    if kind == "longrope":
-        name, limit = "original_max_position_embeddings", config.original_max_position_embeddings
-    if kind in ("longrope", "dynamic") and longest > (limit or longest):
+def check_rotary(config: ModelConfig) -> None:
+    """Raise ConfigError if rotary frequencies do not fit a head."""
+    if not config.multi_latent_attention:
+        return
+    width, rotated = 2 * len(rotary_frequencies(config)[0]), config.qk_pos_emb_head_dim
+    if width != rotated:
         raise ConfigError(
-            f"rope_type {kind}: above {name} ({limit}) Megatron's positions depend on the micro batch, not on the sample: "
-            f"set batching.max_length: {limit}"
+            f"head_dim and partial_rotary_factor rotate {width} features of a head, qk_rope_head_dim {rotated}; correct "
+            "config.json"
         )
 
 
@@ -394,22 +383,6 @@ def recompute_arguments(recompute: Recompute) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
 
 
-def check_recompute(recompute: Recompute, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for ``recompute.modules`` that the model does not have."""
-    if recompute.granularity != "selective":
-        return
-    missing = {
-        **dict.fromkeys(("moe", "moe_act"), not arguments.get("num_moe_experts") and "experts"),
-        "shared_experts": not arguments.get("moe_shared_expert_intermediate_size") and "shared experts",
-        "mla_up_proj": not arguments.get("multi_latent_attention") and "latent attention",
-    }
-    for module in recompute.modules:
-        if missing.get(module):
-            raise ConfigError(
-                f"recompute.modules: {module}, but {arguments['hf_model_type']} has no {missing[module]}; leave it out"
-            )
-
-
 def check_output_layer(config: ModelConfig) -> None:
     """Raise ConfigError, on every rank, for models whose logits are more than a product with the output weight."""
     kind: Any = config.model_meta.loader(config).model_cls  # type: ignore[reportOptionalCall]
@@ -430,60 +403,6 @@ def check_output_layer(config: ModelConfig) -> None:
                 f"architecture {kind.__name__} computes its logits in its own way ({name}); megascend's chunked output "
                 "head would leave that out"
             )
-
-
-def check_window(config: ModelConfig, longest: int) -> None:
-    """Raise ConfigError if samples may exceed a sliding window that mcore-bridge has dropped.
-
-    Args:
-        longest: tokens of the longest sample allowed.
-    """
-    # mcore-bridge drops sliding_window for most architectures; the model would silently attend to all tokens.
-    hf: Any = config.hf_config.get_text_config()  # type: ignore[reportOptionalMemberAccess]
-    window = getattr(hf, "sliding_window", None)
-    sliding = getattr(hf, "use_sliding_window", True) and "sliding_attention" in (
-        getattr(hf, "layer_types", None) or ["sliding_attention"]
-    )
-    if window is not None and sliding and getattr(config, "window_size", None) is None and longest > window:
-        raise ConfigError(
-            f"{config.hf_model_type} has a sliding_window of {window} tokens, which mcore-bridge leaves out, and samples may "
-            f"have {longest}: set batching.max_length: {window} or less"
-        )
-
-
-def check_packing(config: ModelConfig, platform: Platform, *, packing: bool) -> None:
-    """Raise ConfigError where samples would be packed for an attention that takes padded ones only."""
-    if packing and platform.has_transformer_engine_kernels and config.softmax_type != "vanilla":
-        raise ConfigError(
-            f"{config.hf_model_type} has attention sinks, for which Transformer Engine has no kernel that takes packed samples; "
-            "set batching.packing: false"
-        )
-    # The choice is stored with the boundaries of packed samples, an object of each micro batch. Padded ones have no such object.
-    if (
-        not packing
-        and getattr(config, "dsa_indexer_topk_freq", 1) > 1
-        and config.pipeline_model_parallel_size > 1
-        and config.recompute_granularity is not None
-    ):
-        raise ConfigError(
-            f"{config.hf_model_type} shares the choice of keys (indexer_types: shared), which a pipeline loses in recomputing "
-            "padded batches: set batching.packing: true"
-        )
-
-
-def check_dropout(config: ModelConfig) -> None:
-    """Raise ConfigError for settings under which recomputation draws other dropout masks (megatron-core 0.16.1)."""
-    if (
-        config.sequence_parallel
-        and config.tensor_model_parallel_size > 1
-        and config.recompute_granularity is not None
-        and config.hidden_dropout > 0
-        and config.attention_dropout > 0
-    ):
-        raise ConfigError(
-            "sequence parallelism with recomputation and both hidden and attention dropout draws other dropout masks in "
-            "recomputing; set recompute.granularity: none"
-        )
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from torch import Tensor
 from megascend.changes import patched
 from megascend.engines.common import linear_attention
 from megascend.engines.common.key_values import DecodeStep, Prefill
-from megascend.engines.megatron.graph_support import ROPE_OF_LENGTH
+from megascend.engines.rules import ROPE_OF_LENGTH
 from megascend.runtime.topology.topology import Topology
 from megascend.training.batch.micro_batch import MicroBatch
 

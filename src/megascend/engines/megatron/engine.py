@@ -36,7 +36,6 @@ from megascend.engines.megatron import (
     cached_attention,
     embedding_gradient,
     fused_qkv,
-    graph_support,
     grouped_experts,
     hf_slices,
     mtp,
@@ -192,10 +191,6 @@ class MegatronEngine(Engine):
         # No DDP: a frozen model has no gradients to reduce.
         self.chunks = [self._in_precision(chunk) for chunk in self.bare_chunks]
         grouped_experts.build_views(expert_weights, self.chunks)
-        if spec.batching.cuda_graphs is not None:
-            graph_support.raise_unsupported(
-                graph_support.unsupported_targets_reason(self.adapters.registry.projections)
-            )
 
     def _add_optimizer(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Add the optimizer of the DDP-wrapped chunks."""
@@ -293,7 +288,7 @@ class MegatronEngine(Engine):
         """Run micro batches as CUDA graphs from now on, where they can be captured."""
         assert self.head is not None
 
-        from megascend.engines.megatron.graphed_steps import GraphedSteps
+        from megascend.engines.megatron.graphed_steps import GraphedSteps, without_rotary_cache
 
         def forward(batch: MicroBatch) -> torch.Tensor:
             return self._forward_chunk(self.chunks[0], batch)
@@ -307,7 +302,7 @@ class MegatronEngine(Engine):
             settings=settings,
             device=self.device,
             evaluating=self._evaluating,
-            uncached=lambda: graph_support.without_rotary_cache(self.bare_chunks[0]),
+            uncached=lambda: without_rotary_cache(self.bare_chunks[0]),
             drop_unfinished=self._drop_unfinished_gradients,
             capture=capture,
         )

@@ -8,9 +8,10 @@ ones. The loss, the normalisation and all reported numbers are computed outside 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -330,3 +331,17 @@ class _Differentiable(torch.autograd.Function):
                 coefficients.zero_()
         ctx.step.backward()
         return (None, None, *[None for _ in grads])
+
+
+@contextlib.contextmanager
+def without_rotary_cache(model: Any) -> Iterator[None]:
+    """Compute rotary tables within the context instead of taking them from Megatron's cache."""
+    rotary = getattr(model, "rotary_pos_emb", None)
+    # Megatron decorates forward with lru_cache(maxsize=32), so all rotary embeddings share one cache. A captured step that
+    # read a cached table would read freed memory after its eviction.
+    clear = getattr(getattr(type(rotary), "forward", None), "cache_clear", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()

@@ -13,48 +13,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from packaging.version import Version
 from torch import Tensor
 
 from megascend.changes import patch
-from megascend.engines.context import EngineSpec
-from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.files import TensorHeader, tensor_headers
 from megascend.models.checkpoint_files.info import ModelInfo, equal_tensors
 from megascend.training.batch.micro_batch import MtpTargets
 
 logger = logging.getLogger(__name__)
 
-MIN_MEGATRON = Version("0.16")
-"""Oldest megatron-core on which the head is compared with a plain one."""
 REPLAY_UNSUPPORTED_REASON = (
     "mtp: train adds a layer with a router of its own, whose choices an inference engine does not record"
 )
 """Reason why experts cannot be replayed in a model whose head is trained."""
-
-
-def check(spec: EngineSpec) -> None:
-    """Raise ConfigError for settings with which no head can be trained."""
-    if spec.mtp != "train":
-        return
-    if spec.adapters is not None:
-        raise ConfigError(
-            "mtp: train with adapters: the head belongs to the base model, which is frozen, so that nothing of it would be "
-            "trained; set keep"
-        )
-    if spec.batching.cuda_graphs is not None:
-        raise ConfigError(
-            "mtp: train with batching.cuda_graphs: captured steps have one output layer and no head; leave cuda_graphs out, or "
-            "set keep"
-        )
-    version = metadata.version("megatron-core")
-    if Version(version) < MIN_MEGATRON:
-        raise ConfigError(f"mtp: train needs megatron-core {MIN_MEGATRON} or later, found {version}; set keep")
 
 
 class PredictionHead:

@@ -15,9 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megascend.changes import changed, patched
 from megascend.config import BaseWeights
-from megascend.errors import ConfigError
-from megascend.runtime.topology.topology import Topology
-from megascend.training.lora.quantised_weights import BLOCKS, QuantisedLayer
+from megascend.training.lora.quantised_weights import QuantisedLayer
 
 LAYERS = (
     "linear_qkv",
@@ -30,28 +28,6 @@ LAYERS = (
     "linear_fc2",
 )
 """Megatron's layers whose weights are quantised. Not the up projection of latent attention, which a cache reads by itself."""
-
-
-def check(method: BaseWeights, config: Any, topology: Topology) -> None:
-    """Raise ConfigError if tensor parallel ranks would cut a block of values that share a scale.
-
-    Args:
-        config: mcore-bridge's ModelConfig.
-    """
-    head = config.v_head_dim if config.multi_latent_attention else config.kv_channels
-    inputs = {"attention's output": (config.num_attention_heads * head, "tensor", topology.tensor)}
-    if config.ffn_hidden_size:
-        inputs["an MLP"] = config.ffn_hidden_size, "tensor", topology.tensor
-    if config.num_moe_experts:
-        inputs["an expert"] = config.moe_ffn_hidden_size, "expert_tensor", topology.expert_tensor
-        if config.moe_shared_expert_intermediate_size:
-            inputs["shared experts"] = config.moe_shared_expert_intermediate_size, "tensor", topology.tensor
-    for name, (size, axis, ranks) in inputs.items():
-        if ranks > 1 and size // ranks % BLOCKS[method]:
-            raise ConfigError(
-                f"base_weights: {method}: parallel.{axis}={ranks} divides the {size} features of {name} into {size // ranks}, "
-                f"no multiple of the {BLOCKS[method]} that share a scale; lower it"
-            )
 
 
 class QuantisedBase:

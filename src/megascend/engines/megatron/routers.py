@@ -20,7 +20,6 @@ from torch import Tensor
 from megascend.changes import patch
 from megascend.config import Moe
 from megascend.engines.common import load_balancing
-from megascend.errors import ConfigError
 from megascend.runtime.distributed.objects import all_reduce_numbers
 from megascend.runtime.distributed.process_groups import ProcessGroups
 from megascend.training.batch.micro_batch import MicroBatch
@@ -241,34 +240,3 @@ def biases_in_fp32(chunk: torch.nn.Module) -> Iterator[None]:
     yield
     for router, bias in biases:
         router.expert_bias = bias
-
-
-def check(config: Any, moe: Moe, pipeline: int, frozen: bool) -> None:
-    """Raise ConfigError, on every rank, for settings of ``moe`` that this model or layout does not support."""
-    setting = f"moe.aux_loss: {moe.aux_loss}"
-    name = config.hf_model_type
-    if moe.aux_loss != "none":
-        if frozen:
-            raise ConfigError(
-                f"{setting} with adapters: the auxiliary loss would make every adapter's gradients depend on the others' "
-                "samples; remove the setting"
-            )
-        if not config.num_moe_experts:
-            raise ConfigError(f"{setting}: {name} has no experts to balance; remove the setting")
-    if moe.aux_loss == "transformers":
-        if not hasattr(config.hf_config, "router_aux_loss_coef"):
-            raise ConfigError(
-                f"{setting}: transformers computes no auxiliary loss for {name} (no router_aux_loss_coef in its configuration); "
-                "set moe.aux_loss: megatron, or none"
-            )
-        if pipeline > 1:
-            raise ConfigError(
-                f"{setting} with parallel.pipeline={pipeline}: the formula pools the routers of all layers, and a stage has "
-                "only its own; set moe.aux_loss: megatron"
-            )
-    if moe.bias_update_rate > 0:
-        setting = f"moe.bias_update_rate: {moe.bias_update_rate:g}"
-        if not config.moe_router_enable_expert_bias:
-            raise ConfigError(f"{setting}: the routers of {name} have no correction bias; set it to 0")
-        if frozen:
-            raise ConfigError(f"{setting} with adapters: the base model, routers included, is frozen; set it to 0")

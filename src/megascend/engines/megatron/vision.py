@@ -12,39 +12,11 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from megascend.changes import patch
-from megascend.config import Adapters, VisionTower
+from megascend.config import VisionTower
 from megascend.engines.common.vision import add_unused_features, features_of
 from megascend.engines.common.vision import arguments as image_arguments
-from megascend.errors import ConfigError
 from megascend.models import Images
-from megascend.runtime.topology.topology import Topology
 from megascend.training.batch.micro_batch import MicroBatch
-from megascend.training.lora.target_modules import EMBEDDING, matches
-
-
-def check(config: Any, topology: Topology, adapters: Adapters | None, *, trains_head: bool) -> None:
-    """Raise ConfigError for layouts and settings in which models with a vision tower are not proven."""
-    if topology.context > 1:
-        raise ConfigError(
-            f"parallel.context: {topology.context} with {config.hf_model_type}, whose images are not divided over context "
-            "parallel ranks: set 1"
-        )
-    if trains_head:
-        raise ConfigError(f"mtp: train with {config.hf_model_type}: set keep")
-    if adapters is not None and matches(EMBEDDING, adapters.targets):
-        raise ConfigError(
-            f"adapters.targets names {EMBEDDING} of {config.hf_model_type}, which engine megatron replaces by features of "
-            "images: leave it out, or use engine fsdp"
-        )
-    # Pipeline stages pass on hidden states only: the features of inner layers have to be added on the stage that has the tower.
-    deepest = len(getattr(config.hf_config.vision_config, "deepstack_visual_indexes", None) or [])
-    first = topology.chunk_layers[0]
-    if deepest > first:
-        raise ConfigError(
-            f"{config.hf_model_type} adds vision features to {deepest} layers, and the first of "
-            f"{topology.pipeline * topology.virtual_pipeline} pipeline stages has {first}: lower parallel.pipeline or "
-            "parallel.virtual_pipeline"
-        )
 
 
 def language_model(chunk: Any) -> Any:

@@ -1,0 +1,410 @@
+"""Settings that an engine does not support, as rules: one table each. Imports neither Megatron-Core nor mcore-bridge.
+
+They are evaluated before ranks communicate, except for :data:`MEGATRON_MODEL`: it reads mcore-bridge's configuration, which needs
+process groups (a dry run has fake ones), before layers are built. Rules of every engine are in ``context.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from packaging.version import Version
+
+from megascend.config.rules import Rule
+from megascend.engines.context import Setup
+from megascend.training.lora.quantised_weights import BLOCKS
+from megascend.training.lora.target_modules import EMBEDDING, OUTPUT, matches
+
+MIN_MTP_MEGATRON = Version("0.16")
+"""Oldest megatron-core on which a trained head for multi-token prediction is compared with a plain one."""
+ROPE_OF_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embedding that depend on the sequence length, which padding to a captured shape changes."""
+
+
+def _trains_head(setup: Setup) -> bool:
+    return setup.spec.mtp == "train"
+
+
+def _is_captured(setup: Setup) -> bool:
+    return setup.spec.batching.cuda_graphs is not None
+
+
+def _is_quantised(setup: Setup) -> bool:
+    return setup.spec.base_weights != "unquantised"
+
+
+def _recomputes(setup: Setup, *modules: str) -> bool:
+    return setup.spec.recompute.granularity == "selective" and not {*modules}.isdisjoint(setup.spec.recompute.modules)
+
+
+def _targets(setup: Setup, *names: str) -> bool:
+    adapters = setup.spec.adapters
+    return adapters is not None and any(matches(name, adapters.targets) for name in names)
+
+
+MEGATRON: tuple[Rule[Setup], ...] = (
+    # --- heads for multi-token prediction ---
+    Rule(
+        "mtp",
+        "adapters",
+        lambda setup: _trains_head(setup) and setup.frozen,
+        "the head belongs to the base model, which is frozen",
+        "set keep",
+    ),
+    Rule(
+        "mtp",
+        "batching.cuda_graphs",
+        lambda setup: _trains_head(setup) and _is_captured(setup),
+        "captured steps have one output layer and no head",
+        "leave cuda_graphs out, or set keep",
+    ),
+    Rule(
+        "mtp",
+        f"a megatron-core older than {MIN_MTP_MEGATRON}",
+        lambda setup: _trains_head(setup) and Version(metadata.version("megatron-core")) < MIN_MTP_MEGATRON,
+        "its head is not compared with a plain one",
+        "install a later one, or set keep",
+    ),
+    Rule(
+        "mtp",
+        "{model}",
+        lambda setup: _trains_head(setup) and setup.info.image_layout is not None,
+        "heads of models that take images are not tested",
+        "set keep",
+    ),
+    # --- experts ---
+    Rule(
+        "moe.aux_loss",
+        "adapters",
+        lambda setup: setup.spec.moe.aux_loss != "none" and setup.frozen,
+        "an adapter's gradients would depend on the others' samples",
+        "set none",
+    ),
+    Rule(
+        "moe.aux_loss",
+        "{model}",
+        lambda setup: setup.spec.moe.aux_loss != "none" and not setup.info.shape.is_moe,
+        "it has no experts to balance",
+        "set none",
+    ),
+    Rule(
+        "moe.aux_loss",
+        "parallel.pipeline={topology.pipeline}",
+        lambda setup: setup.spec.moe.aux_loss == "transformers" and setup.topology.pipeline > 1,
+        "the formula pools the routers of all layers, and a stage has only its own",
+        "set megatron",
+    ),
+    Rule(
+        "moe.bias_update_rate",
+        "adapters",
+        lambda setup: setup.spec.moe.bias_update_rate > 0 and setup.frozen,
+        "the base model, routers included, is frozen",
+        "set 0",
+    ),
+    # --- recomputation ---
+    Rule(
+        "recompute.modules",
+        "{model}",
+        lambda setup: _recomputes(setup, "moe", "moe_act") and not setup.info.shape.is_moe,
+        "it has no experts",
+        "leave moe and moe_act out",
+    ),
+    Rule(
+        "recompute.modules",
+        "{model}",
+        lambda setup: _recomputes(setup, "shared_experts") and not setup.info.shape.shared_expert_ffn_hidden_size,
+        "it has no shared experts",
+        "leave shared_experts out",
+    ),
+    Rule(
+        "recompute.modules",
+        "{model}",
+        lambda setup: _recomputes(setup, "mla_up_proj") and not any("kv_b_proj" in name for name in setup.info.tensors),
+        "it has no latent attention",
+        "leave mla_up_proj out",
+    ),
+    # --- images ---
+    Rule(
+        "parallel.context",
+        "{model}",
+        lambda setup: setup.info.image_layout is not None and setup.topology.context > 1,
+        "its images are not divided over context parallel ranks",
+        "set 1",
+    ),
+    Rule(
+        "adapters.targets",
+        "{model}",
+        lambda setup: setup.info.image_layout is not None and _targets(setup, EMBEDDING),
+        f"features of images replace those of {EMBEDDING}",
+        "leave it out, or use engine fsdp",
+    ),
+    # --- quantised base weights ---
+    Rule(
+        "base_weights",
+        "{platform.name}",
+        lambda setup: _is_quantised(setup) and setup.platform.name == "npu",
+        "quantised weights are not supported on NPUs",
+        "set unquantised",
+    ),
+    Rule(
+        "base_weights",
+        "{model}",
+        lambda setup: _is_quantised(setup) and bool(setup.info.linear or setup.info.state_space),
+        "linear attention and state spaces do not support it",
+        "set unquantised",
+    ),
+    Rule(
+        "base_weights",
+        "batching.cuda_graphs",
+        lambda setup: _is_quantised(setup) and _is_captured(setup),
+        "they are not supported together",
+        "leave one of them out",
+    ),
+    # --- CUDA graphs ---
+    Rule(
+        "batching.cuda_graphs",
+        "{platform.name}",
+        lambda setup: _is_captured(setup) and setup.platform.device_type != "cuda",
+        "graphs need a CUDA device",
+        "leave it out",
+    ),
+    Rule(
+        "batching.cuda_graphs",
+        "a scalar head",
+        lambda setup: _is_captured(setup) and setup.info.scalar_head is not None,
+        "captured steps do not support it",
+        "leave it out",
+    ),
+    Rule(
+        "batching.cuda_graphs",
+        "{model}",
+        lambda setup: _is_captured(setup) and setup.info.image_layout is not None,
+        "captured steps do not support images",
+        "leave it out",
+    ),
+    *(
+        Rule(
+            f"parallel.{axis}",
+            "batching.cuda_graphs",
+            lambda setup, axis=axis: _is_captured(setup) and getattr(setup.topology, axis) > 1,
+            "graphs need the whole model on every GPU",
+            "set 1, or leave cuda_graphs out",
+        )
+        for axis in ("tensor", "pipeline", "context", "expert")
+    ),
+    Rule(
+        "precision",
+        "batching.cuda_graphs",
+        lambda setup: _is_captured(setup) and setup.spec.precision == "fp16",
+        "captured steps do not support it",
+        "set bf16, or leave cuda_graphs out",
+    ),
+    Rule(
+        "recompute.granularity",
+        "batching.cuda_graphs",
+        lambda setup: _is_captured(setup) and setup.spec.recompute.granularity != "none",
+        "captured steps do not recompute",
+        "set none, or leave cuda_graphs out",
+    ),
+    Rule(
+        "batching.cuda_graphs",
+        "{model}",
+        lambda setup: _is_captured(setup) and setup.info.shape.is_moe and not setup.frozen,
+        "loads of trained experts would count padding (adapters on them are supported)",
+        "leave it out",
+    ),
+    Rule(
+        "optimizer.overlap_grad_reduce",
+        "batching.cuda_graphs",
+        lambda setup: _is_captured(setup) and not setup.frozen and setup.spec.optimizer.overlap_grad_reduce,
+        "the host starts the reductions",
+        "set false, or leave cuda_graphs out",
+    ),
+    Rule(
+        "adapters.targets",
+        "batching.cuda_graphs",
+        lambda setup: _is_captured(setup) and _targets(setup, EMBEDDING, OUTPUT),
+        f"captured steps do not support adapters on {OUTPUT} and {EMBEDDING}",
+        "leave these or cuda_graphs out",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class MegatronSetup(Setup):
+    """A setup with the model as Megatron will build it.
+
+    Attributes:
+        config: mcore-bridge's ModelConfig.
+        grouped: experts, if any, are computed without the host.
+        longest: tokens of the longest sample allowed.
+    """
+
+    config: Any
+    grouped: bool
+    longest: int
+
+    @property
+    def tower_layers(self) -> int:
+        """Return how many layers vision features are added to, beside the embedding."""
+        return len(getattr(self.config.hf_config.vision_config, "deepstack_visual_indexes", None) or [])
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """Return the scaling of rotary embeddings."""
+        return self.config.rope_scaling or {}
+
+    @property
+    def rope_type(self) -> str | None:
+        """Return the kind of that scaling."""
+        return self.rope.get("rope_type", self.rope.get("type"))
+
+    @property
+    def rope_limit(self) -> int:
+        """Return the tokens up to which rotary frequencies do not depend on the longest sample of a micro batch."""
+        if self.rope_type == "longrope":
+            limit = self.config.original_max_position_embeddings
+        else:
+            limit = self.config.max_position_embeddings if self.rope_type == "dynamic" else None
+        return limit or sys.maxsize
+
+    @property
+    def dropped_window(self) -> int:
+        """Return the model's sliding window if mcore-bridge leaves it out, so that the model would attend to all tokens."""
+        text = self.config.hf_config.get_text_config()
+        kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
+        slides = getattr(text, "use_sliding_window", True) and "sliding_attention" in kinds
+        window = getattr(text, "sliding_window", None)
+        if window is None or not slides or getattr(self.config, "window_size", None) is not None:
+            return sys.maxsize
+        return window
+
+    @property
+    def cut_blocks(self) -> Sequence[str]:
+        """Describe the layers of which tensor parallel ranks cut a block of values that share a scale."""
+        config, topology, block = self.config, self.topology, BLOCKS[self.spec.base_weights]
+        head = config.v_head_dim if config.multi_latent_attention else config.kv_channels
+        inputs = [("attention's output", config.num_attention_heads * head, "tensor")]
+        if config.ffn_hidden_size:
+            inputs.append(("an MLP", config.ffn_hidden_size, "tensor"))
+        if config.num_moe_experts:
+            inputs.append(("an expert", config.moe_ffn_hidden_size, "expert_tensor"))
+            if shared := config.moe_shared_expert_intermediate_size:
+                inputs.append(("shared experts", shared, "tensor"))
+        sizes = [(name, size, axis, getattr(topology, axis)) for name, size, axis in inputs]
+        return [
+            f"parallel.{axis}={ranks} and {size} features of {name}"
+            for name, size, axis, ranks in sizes
+            if ranks > 1 and size // ranks % block
+        ]
+
+
+MEGATRON_MODEL: tuple[Rule[MegatronSetup], ...] = (
+    Rule(
+        "moe.aux_loss",
+        "{model}",
+        lambda setup: (
+            setup.spec.moe.aux_loss == "transformers" and not hasattr(setup.config.hf_config, "router_aux_loss_coef")
+        ),
+        "transformers computes none for it (its configuration has no router_aux_loss_coef)",
+        "set megatron or none",
+    ),
+    Rule(
+        "moe.bias_update_rate",
+        "{model}",
+        lambda setup: setup.spec.moe.bias_update_rate > 0 and not setup.config.moe_router_enable_expert_bias,
+        "its routers have no correction bias",
+        "set 0",
+    ),
+    Rule(
+        "parallel.pipeline",
+        "{model}",
+        # Pipeline stages pass on hidden states only: these features have to be added on the stage that has the tower.
+        lambda setup: setup.info.image_layout is not None and setup.tower_layers > setup.topology.chunk_layers[0],
+        "it adds vision features to {tower_layers} layers, and the first stage has {topology.chunk_layers[0]}",
+        "lower parallel.pipeline or parallel.virtual_pipeline",
+    ),
+    Rule(
+        "base_weights",
+        "{cut_blocks[0]}",
+        lambda setup: _is_quantised(setup) and bool(setup.cut_blocks),
+        "ranks would cut blocks of values that share a scale",
+        "lower it",
+    ),
+    Rule(
+        "batching.cuda_graphs",
+        "moe.experts={spec.moe.experts}",
+        lambda setup: _is_captured(setup) and bool(setup.config.num_moe_experts) and not setup.grouped,
+        "upstream's experts wait for their loads",
+        "set moe.experts: grouped",
+    ),
+    Rule(
+        "batching.cuda_graphs",
+        "{model}",
+        lambda setup: _is_captured(setup) and max(setup.config.hidden_dropout, setup.config.attention_dropout) > 0,
+        "captured steps do not support the model's own dropout",
+        "leave it out",
+    ),
+    Rule(
+        "batching.cuda_graphs",
+        "rope_type {rope_type}",
+        lambda setup: _is_captured(setup) and setup.rope_type in ROPE_OF_LENGTH,
+        "its frequencies depend on the length, which graphs pad",
+        "leave it out",
+    ),
+    Rule(
+        "batching.max_length",
+        "{model}",
+        lambda setup: setup.longest > setup.dropped_window,
+        "mcore-bridge leaves out its sliding window of {dropped_window} tokens",
+        "set {dropped_window} or less",
+    ),
+    Rule(
+        "batching.max_length",
+        "rope_type {rope_type}",
+        lambda setup: setup.longest > setup.rope_limit,
+        "above {rope_limit} tokens positions depend on the micro batch, not on the sample",
+        "set {rope_limit}",
+    ),
+    Rule(
+        "batching.packing",
+        "{model}",
+        lambda setup: (
+            setup.spec.batching.packing
+            and setup.platform.has_transformer_engine_kernels
+            and setup.config.softmax_type != "vanilla"
+        ),
+        "Transformer Engine has no kernel with attention sinks that takes packed samples",
+        "set false",
+    ),
+    Rule(
+        "batching.packing",
+        "{model}",
+        # The choice is stored with the boundaries of packed samples, an object of each micro batch. Padded ones have none.
+        lambda setup: (
+            not setup.spec.batching.packing
+            and getattr(setup.config, "dsa_indexer_topk_freq", 1) > 1
+            and setup.config.pipeline_model_parallel_size > 1
+            and setup.config.recompute_granularity is not None
+        ),
+        "a pipeline loses its choice of keys (indexer_types: shared) in recomputing padded batches",
+        "set true",
+    ),
+    Rule(
+        "recompute.granularity",
+        "sequence parallelism and dropout",
+        # Of megatron-core 0.16.1, with both dropouts.
+        lambda setup: (
+            setup.config.sequence_parallel
+            and setup.config.tensor_model_parallel_size > 1
+            and setup.config.recompute_granularity is not None
+            and min(setup.config.hidden_dropout, setup.config.attention_dropout) > 0
+        ),
+        "recomputation draws other dropout masks",
+        "set none",
+    ),
+)
