@@ -48,5 +48,5 @@ else:
 
     @LATENT
     def test_latent_attention_is_refused(arch: str, parity_folder: Path) -> None:
-        with pytest.raises(DistributedTestError, match="ConfigError: MindSpeed cannot train this: latent attention"):
+        with pytest.raises(DistributedTestError, match="ConfigError: multi_latent_attention: true with MindSpeed"):
             run_distributed(head_backend, 1, Case("single"), checkpoint_with_head(parity_folder, arch), init=False)

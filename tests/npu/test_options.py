@@ -124,7 +124,7 @@ def refusal(checkpoint, options: dict[str, Any], parallel: Parallel) -> str | No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"swap_attention": True}, "swap_attention=True: that feature imports megatron.training"),
+        ({"swap_attention": True}, "swap_attention: true with MindSpeed: it imports megatron.training"),
         ({"use_flsh_attn": True}, "no argument of MindSpeed is called use_flsh_attn"),
         ({"optimization_level": 1}, "provider_options.optimization_level is decided by"),
         ({"use_fused_rmsnorm": True}, "provider_options.use_fused_rmsnorm is not among the options that were tested"),

@@ -137,8 +137,8 @@ def test_window_and_learnable_softmax_of_gpt_oss_are_refused(tmp_path) -> None:
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     ((window, softmax),) = run_distributed(refuse_gpt_oss, 1, tmp_path, init=False)
-    assert "window attention (window_size=(7, 0)): its attention ignores the window" in window
-    assert "softmax_type='learnable': its attention computes the vanilla softmax" in softmax
+    assert "window_size: 7, 0 with MindSpeed: its attention ignores the window" in window
+    assert "softmax_type: learnable with MindSpeed: its attention computes the vanilla softmax" in softmax
 
 
 # --- the attributes of sharded parameters, and LoRA ---

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megascend.changes import changed, patch
+from megascend.config.rules import Rule, enforce
 from megascend.errors import ConfigError, ImportOrderError, PlatformError
 from megascend.runtime.bootstrap import ascend
 from megascend.runtime.bootstrap.megatron_adaptor import packages, verification
 from megascend.runtime.bootstrap.mindspeed import tree
+from megascend.runtime.bootstrap.mindspeed.arguments import ON_OTHER_DEVICES
 from megascend.runtime.bootstrap.mindspeed.provider import default_arguments
 from megascend.runtime.bootstrap.providers import Finding, PatchProvider, ProviderSetup, refuse_options
 
@@ -98,7 +100,7 @@ class MegatronAdaptor(PatchProvider):
 
     def for_model(self, config: Any, options: Mapping[str, Any]) -> list[str]:
         refuse_options(options, "none of MegatronAdaptor's arguments has been tested with megascend")
-        check_model(config)
+        enforce(RULES, ModelFields(config))
         for name, value in self._defaults.items():
             if not hasattr(config, name):
                 setattr(config, name, value)
@@ -157,53 +159,58 @@ class MegatronAdaptor(PatchProvider):
             patch(sys.modules[name], "apply_rotary_pos_emb", self._rotary, "mcore-bridge's again")
 
 
-def check_model(config: Any) -> None:
-    """Raise ConfigError for a ModelConfig with which TransformerEngineNPU may compute something else, without an error."""
-    for reason in reasons(config):
-        raise ConfigError(f"provider megatron_adaptor cannot train this: {reason}")
+class ModelFields:
+    """Fields of a ModelConfig by name; those that it lacks are None."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._config, name, None)
 
 
-def reasons(config: Any) -> list[str]:
-    """Return every reason why a ModelConfig is not supported, in a fixed order; empty if it is."""
-
-    def value(name: str, default: Any = None) -> Any:
-        setting = getattr(config, name, default)
-        return default if setting is None else setting
-
-    context = int(value("context_parallel_size", 1))
-    problems = []
-    if value("window_size") is not None:
-        problems.append(
-            f"window attention (window_size={value('window_size')}): TransformerEngineNPU's attention is not known to apply the "
-            "window, and attends to all tokens where it does not"
+RULES: tuple[Rule[ModelFields], ...] = (
+    Rule(
+        "window_size with TransformerEngineNPU",
+        lambda c: c["window_size"] is not None,
+        "its attention is not known to apply the window, and might attend to all tokens",
+        ON_OTHER_DEVICES,
+    ),
+    Rule(
+        "softmax_type with TransformerEngineNPU",
+        lambda c: c["softmax_type"] not in (None, "vanilla"),
+        "its attention is only known to compute the vanilla softmax",
+        ON_OTHER_DEVICES,
+    ),
+    Rule(
+        "attention_dropout with TransformerEngineNPU",
+        lambda c: (c["attention_dropout"] or 0) > 0,
+        "its random stream, and whether it drops in evaluation, is not known",
+        "set it to 0",
+    ),
+    Rule(
+        "experimental_attention_variant with TransformerEngineNPU",
+        lambda c: c["experimental_attention_variant"] is not None,
+        "its kernels need a real NPU, and no test has run them",
+        ON_OTHER_DEVICES,
+    ),
+    Rule(
+        "is_hybrid_model with TransformerEngineNPU",
+        lambda c: bool(c["is_hybrid_model"]),
+        "kernels of state spaces (mamba_ssm, causal_conv1d) are CUDA's",
+        ON_OTHER_DEVICES,
+    ),
+    *(
+        Rule(
+            f"{name} with MindSpeed",
+            lambda c, name=name, off=off: (c["context_parallel_size"] or 1) > 1 and (c[name] or off) > off,
+            "it reads this from Megatron's training script, which does not run",
+            "leave it out",
         )
-    if value("softmax_type", "vanilla") != "vanilla":
-        problems.append(
-            f"softmax_type={value('softmax_type')!r}: TransformerEngineNPU's attention is only known to compute the "
-            "vanilla softmax"
-        )
-    if float(value("attention_dropout", 0.0)) > 0:
-        problems.append(
-            f"attention_dropout={value('attention_dropout')}: from which random stream TransformerEngineNPU draws it, and "
-            "whether it does so in evaluation, is not known; set the model's attention_dropout to 0"
-        )
-    if value("experimental_attention_variant") is not None:
-        problems.append(
-            f"experimental_attention_variant={value('experimental_attention_variant')!r}: its kernels are fla_npu's or "
-            "MindSpeed's, which need a real NPU, and no test here has run them; train this model on CUDA or the CPU"
-        )
-    if value("is_hybrid_model", False):
-        problems.append(
-            "layers with state spaces (Mamba-2): the kernels of mamba_ssm and causal_conv1d are CUDA's, and no test here has run "
-            "others; train this model on CUDA or the CPU"
-        )
-    if context > 1 and (value("use_cp_send_recv_overlap", False) or int(value("cp_window_size", 1)) > 1):
-        problems.append(
-            f"use_cp_send_recv_overlap={value('use_cp_send_recv_overlap', False)} or "
-            f"cp_window_size={value('cp_window_size', 1)}: MindSpeed reads them from the arguments of "
-            "Megatron's training script, which does not run; leave them out"
-        )
-    return problems
+        for name, off in (("use_cp_send_recv_overlap", False), ("cp_window_size", 1))
+    ),
+)
+"""Models that TransformerEngineNPU may compute otherwise, without an error."""
 
 
 def check_batching(context_size: int, context_algorithm: str, *, packing: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megascend.config.rules import Rule, enforce
 from megascend.errors import ConfigError
 
 ALGORITHMS = {"ring": "megatron_cp_algo", "all_gather": "kvallgather_cp_algo", "ulysses": "ulysses_cp_algo"}
@@ -150,7 +151,7 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
                 )
         else:
             # With context parallelism, so that reasons which depend on it are among those that may explain the refusal.
-            check_model({name: value, "context_parallel_size": 2})  # may raise a more specific error
+            enforce(RULES, Arguments({name: value, "context_parallel_size": 2}))  # may raise a more specific error
             raise ConfigError(
                 f"provider_options.{name} is not among the options that were tested with megascend "
                 f"({', '.join(SUPPORTED_OPTIONS)}); leave it out"
@@ -201,80 +202,100 @@ NEEDS_MEGATRON_TRAINING = (
 """Arguments whose features import ``megatron.training``, which is not part of the megatron-core package."""
 
 
-def check_model(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a model or options (arguments of :func:`from_config`) that MindSpeed computes wrongly."""
-    for reason in reasons(arguments):
-        raise ConfigError(f"MindSpeed cannot train this: {reason}")
+ON_OTHER_DEVICES = "train this model on CUDA or the CPU"
 
 
-def reasons(arguments: Mapping[str, Any]) -> list[str]:
-    """Return every reason why MindSpeed cannot train with these arguments, in a fixed order; empty if it can."""
+class Arguments(dict[str, Any]):
+    """Arguments of MindSpeed, in which None means "not set", as does a missing one."""
 
-    def value(name: str, default: Any = None) -> Any:
-        # None means "not set" in MindSpeed's arguments, too.
-        argument = arguments.get(name, default)
-        return default if argument is None else argument
+    def __missing__(self, name: str) -> None:
+        return None
 
-    context, algorithm = int(value("context_parallel_size", 1)), value("context_parallel_algo", "megatron_cp_algo")
-    problems = []
-    if value("window_size") is not None:
-        problems.append(
-            f"window attention (window_size={value('window_size')}): its attention ignores the window and attends to all tokens"
+    @property
+    def divides_context(self) -> bool:
+        """Return True with context parallelism."""
+        return (self["context_parallel_size"] or 1) > 1
+
+
+RULES: tuple[Rule[Arguments], ...] = (
+    Rule(
+        "window_size with MindSpeed",
+        lambda a: a["window_size"] is not None,
+        "its attention ignores the window and attends to all tokens",
+        ON_OTHER_DEVICES,
+    ),
+    Rule(
+        "softmax_type with MindSpeed",
+        lambda a: a["softmax_type"] not in (None, "vanilla"),
+        "its attention computes the vanilla softmax regardless",
+        ON_OTHER_DEVICES,
+    ),
+    Rule(
+        "multi_latent_attention with MindSpeed",
+        lambda a: bool(a["multi_latent_attention"]),
+        "its latent attention reads settings that mcore-bridge's ModelConfig lacks, such as mscale",
+        ON_OTHER_DEVICES,
+    ),
+    Rule(
+        "experimental_attention_variant with MindSpeed",
+        lambda a: a["experimental_attention_variant"] == "gated_delta_net",
+        "its kernels (fla_npu, Triton) need a real NPU, and no test has run them",
+        ON_OTHER_DEVICES,
+    ),
+    Rule(
+        "hf_model_type with MindSpeed",
+        lambda a: a["hf_model_type"] == "glm4",
+        "mcore-bridge's attention passes its configuration by position, and MindSpeed reads it by keyword",
+        ON_OTHER_DEVICES,
+    ),
+    Rule(
+        "context_parallel_algo with MindSpeed",
+        lambda a: a.divides_context and str(a["context_parallel_algo"]).startswith(("ulysses", "hybrid")),
+        "it needs one fixed seq_length, and micro batches differ in length",
+        "set parallel.context_algorithm: ring or all_gather",
+    ),
+    Rule(
+        "attention_dropout with parallel.context_algorithm: all_gather",
+        lambda a: (
+            a.divides_context
+            and a["context_parallel_algo"] == "kvallgather_cp_algo"
+            and (a["attention_dropout"] or 0) > 0
+        ),
+        "its backward pass draws another mask than the forward pass",
+        "use ring, or set it to 0",
+    ),
+    *(
+        Rule(
+            f"{name} with MindSpeed",
+            lambda a, name=name, off=off: a.divides_context and (a[name] or off) > off,
+            "its process groups are created before a model's options are known",
+            "leave it out",
         )
-    if value("softmax_type", "vanilla") != "vanilla":
-        problems.append(
-            f"softmax_type={value('softmax_type')!r}: its attention computes the vanilla softmax regardless"
+        for name, off in (("use_cp_send_recv_overlap", False), ("cp_window_size", 1))
+    ),
+    Rule(
+        "recompute_modules with MindSpeed",
+        lambda a: not {"layernorm", "mla_up_proj", "moe_act"}.isdisjoint(a["recompute_modules"] or ()),
+        "layernorm, mla_up_proj and moe_act read Transformer Engine's fp8 state",
+        "use core_attn, mlp, moe, or recompute.granularity: full",
+    ),
+    *(
+        Rule(
+            f"{name} with MindSpeed",
+            lambda a, name=name: bool(a[name]),
+            "it imports megatron.training, which megatron-core does not contain",
+            "leave it out",
         )
-    if value("multi_latent_attention", False):
-        problems.append(
-            "latent attention (multi_latent_attention=True): its layer reads settings of Megatron's MLATransformerConfig, such "
-            "as mscale, which mcore-bridge's ModelConfig lacks"
-        )
-    if value("experimental_attention_variant") == "gated_delta_net":
-        problems.append(
-            "linear attention (gated delta nets): its kernels are fla_npu's or Triton's, which need a real NPU, and no test here "
-            "has run them; train this model on CUDA or the CPU"
-        )
-    if value("hf_model_type") == "glm4":
-        problems.append(
-            "model_type: glm4: mcore-bridge's attention passes its configuration by position, and MindSpeed reads it by keyword"
-        )
-    if context > 1 and algorithm == "ulysses_cp_algo":
-        problems.append(
-            "parallel.context_algorithm: ulysses needs one fixed seq_length for all micro batches, and megascend's differ "
-            "in length; use ring or all_gather"
-        )
-    if context > 1 and algorithm.startswith("hybrid"):
-        problems.append(f"{algorithm} needs a fixed seq_length; use ring or all_gather")
-    if context > 1 and algorithm == "kvallgather_cp_algo" and float(value("attention_dropout", 0.0)) > 0:
-        problems.append(
-            f"attention_dropout={value('attention_dropout')} with parallel.context_algorithm: all_gather: its backward pass "
-            "draws a different dropout mask than the forward pass; use ring, or set the model's attention_dropout to 0"
-        )
-    if context > 1 and (value("use_cp_send_recv_overlap", False) or int(value("cp_window_size", 1)) > 1):
-        problems.append(
-            f"use_cp_send_recv_overlap={value('use_cp_send_recv_overlap', False)} or cp_window_size="
-            f"{value('cp_window_size', 1)}: MindSpeed creates their process groups before it knows a model's options; leave "
-            "them out"
-        )
-    if output_discarding := sorted(set(value("recompute_modules", [])) & {"layernorm", "mla_up_proj", "moe_act"}):
-        problems.append(
-            f"recompute.modules {', '.join(output_discarding)}: their recomputation reads Transformer Engine's fp8 state, "
-            "which MindSpeed's stand-in does not have; use core_attn, mlp, moe, or recompute.granularity: full"
-        )
-    for name in NEEDS_MEGATRON_TRAINING:
-        if value(name, False):
-            problems.append(
-                f"{name}={value(name)!r}: that feature imports megatron.training, which the megatron-core package does not "
-                "contain; leave it out"
-            )
-    return problems
+        for name in NEEDS_MEGATRON_TRAINING
+    ),
+)
+"""Models and options that MindSpeed computes wrongly, by the arguments of :func:`from_config`."""
 
 
 def check_batching(context_size: int, packing: bool) -> None:
     """Raise ConfigError for packed sequences with context parallelism: MindSpeed does not split them like mcore-bridge."""
     if context_size > 1 and packing:
         raise ConfigError(
-            f"batching.packing with parallel.context={context_size} on an NPU: MindSpeed's ring attention fails, all-gather "
-            "gives wrong logits; set batching.packing: false"
+            f"batching.packing: true with parallel.context={context_size}: MindSpeed's ring attention fails, all-gather gives "
+            "wrong logits; set false"
         )

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megascend.changes import changed
+from megascend.config.rules import enforce
 from megascend.errors import ImportOrderError, VersionError
 from megascend.runtime.bootstrap import ascend
 from megascend.runtime.bootstrap.ascend import import_errors, quietly
@@ -128,7 +129,7 @@ class MindSpeed(PatchProvider):
         values = arguments.from_config(
             self._defaults, config, self._algorithm, options, levels, fields=self._fields[kind]
         )
-        arguments.check_model(values)
+        enforce(arguments.RULES, arguments.Arguments(values))
         set_arguments(values)
         self._set_on_config(config, values, options)
         signature = arguments.signature(values)
