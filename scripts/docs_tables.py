@@ -31,11 +31,13 @@ from megascend.config.rules import Rule
 from megascend.config.section import section_in, section_of
 from megascend.config.serve import ServeConfig
 from megascend.engines.context import EVERY_ENGINE, EngineSpec
-from megascend.engines.rules import MEGATRON, MEGATRON_MODEL
+from megascend.engines.rules import MEGATRON, MEGATRON_MODEL, ON_TRANSFORMERS
 from megascend.models.base import IndexedAttention, LatentAttention, expert_count
 from megascend.models.families.qwen3_vl import UNDECLARED
 from megascend.models.memory.parameters import stages
 from megascend.models.registry import BUILT_IN
+from megascend.runtime.bootstrap.megatron_adaptor import provider as megatron_adaptor_provider
+from megascend.runtime.bootstrap.mindspeed import arguments as mindspeed_arguments
 from megascend.runtime.bootstrap.mindspeed.tree import ADAPTOR_BRANCHES, BRANCHES
 from megascend.runtime.bootstrap.providers import names
 from megascend.runtime.bootstrap.versions import PACKAGES, STACKS
@@ -405,7 +407,11 @@ def rules(table_of_rules: Sequence[Rule[Any]]) -> str:
     def text(template: str) -> str:
         return re.sub(r"\{[^}]*\}", lambda match: words.get(match[0], "..."), template)
 
-    rows = [[f"`{rule.setting}`", text(rule.beside), text(f"{rule.because}; {rule.remedy}")] for rule in table_of_rules]
+    settings: dict[tuple[str, str], list[str]] = {}
+    for rule in table_of_rules:
+        key, _, what = rule.setting.partition(" with ")
+        settings.setdefault((text(what), text(f"{rule.because}; {rule.remedy}")), []).append(f"`{key}`")
+    rows = [[", ".join(keys), what, reason] for (what, reason), keys in settings.items()]
     return table(["setting", "with", "because, and what to do"], rows)
 
 
@@ -426,7 +432,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "compared layouts": compared_layouts,
     "families": families,
     "published models": published_models,
+    "rules of mindspeed": lambda: rules(mindspeed_arguments.RULES),
+    "rules of megatron adaptor": lambda: rules(megatron_adaptor_provider.RULES),
     "rules of every engine": lambda: rules(EVERY_ENGINE),
+    "rules of fsdp": lambda: rules(ON_TRANSFORMERS),
     "rules of megatron": lambda: rules((*MEGATRON, *MEGATRON_MODEL)),
     "recipes": recipes,
 }

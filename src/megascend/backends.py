@@ -32,7 +32,7 @@ from megascend.config import (
 from megascend.config.registry import ENGINES, EngineEntry, load
 from megascend.config.rules import Rule, enforce
 from megascend.engines.context import EVERY_ENGINE, EngineContext, EngineSpec, Setup, engine_context
-from megascend.engines.rules import MEGATRON
+from megascend.engines.rules import MEGATRON, ON_TRANSFORMERS
 from megascend.errors import ConfigError, TopologyError
 from megascend.models.checkpoint_files.hub import snapshot
 from megascend.models.checkpoint_files.info import inspect_checkpoint
@@ -370,6 +370,7 @@ class FsdpBackend(EngineBackend):
     engine_name = "fsdp"
     unsupported_settings = frozenset({"provider", "provider_options"})
     _sharded: ClassVar[bool] = True
+    rules = ON_TRANSFORMERS
 
     @classmethod
     def _check_spec(cls, spec: EngineSpec, runtime: Runtime, topology: Topology) -> None:

@@ -98,7 +98,7 @@ UNHELPFUL: dict[str, str] = {
     "lora.targets=q_proj": r"lora\.targets: Input should be 'all-linear' .*; or a list .*: write lora\.targets: \[q_proj\]",
     "lora.targets=[q_proj, 5]": r"run\.yaml: lora\.targets\.1: Input should be a valid string \(got 5\)$",
     "trackers=[{wandb: 5}]": r"run\.yaml: trackers\.0\.wandb: Input should be a valid dictionary \(got 5\)$",
-    "lerning_rate=1": r"lerning_rate: unknown setting \(value 1\), did you mean learning_rate, called optimizer\.lr here\?",
+    "lerning_rate=1": r"lerning_rate: unknown setting \(value 1\), did you mean optimizer\.lr",
     "rollout={prompts: p.jsonl}": r"rollout: for megascend rl only",
     "trackers=[wanb]": r"trackers: unknown tracker 'wanb', did you mean wandb\? Known: tensorboard, wandb",
 }

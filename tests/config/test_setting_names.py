@@ -12,6 +12,7 @@ from typing import get_args
 
 import pytest
 from peft import LoraConfig
+from pydantic import BaseModel
 from transformers import TrainingArguments
 
 from megascend.apps.data.files import READERS
@@ -20,9 +21,8 @@ from megascend.config import Adam, RunConfig, load_config
 from megascend.config.registry import DATA_FORMATS, ENGINES, PROVIDERS, TRACKERS, losses_of_responses
 from megascend.config.registry import load as load_entry
 from megascend.config.rl import Objective, RlConfig, load_rl_config
-from megascend.config.section import all_settings
-from megascend.config.serve import ServeConfig, load_serve_config
-from megascend.config.synonyms import SYNONYMS, VALUES
+from megascend.config.section import Also, section_of
+from megascend.config.serve import load_serve_config
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.hidden_matrices import MATRIX_OPTIMIZERS
 from megascend.training.batch import losses, policy_losses
@@ -105,29 +105,23 @@ def test_rl_and_serve_resolve_short_names(tmp_path: Path) -> None:
 # --- names of other programs ---
 
 REFUSED: dict[str, str] = {
-    "learning_rate: 2.0e-4": r"learning_rate: unknown setting \(value 0.0002\), called optimizer.lr here$",
-    "r: 8": r"r: unknown setting \(value 8\), called lora.rank here$",
-    "gradient_accumulation_steps: 4": "called data.global_batch_size here: it counts over all",
-    "per_device_train_batch_size: 4": "called data.global_batch_size here: it counts over all devices",
-    "micro_batch_size: 4": "called data.global_batch_size here",
-    "num_train_epochs: 3": "called epochs here$",
+    "learning_rate: 2.0e-4": r"learning_rate: unknown setting \(value 0.0002\), did you mean optimizer.lr or",
+    "r: 8": r"r: unknown setting \(value 8\), did you mean lora.rank\?$",
+    "lora_rank: 8": r"did you mean lora.rank\?$",
+    "gradient_accumulation_steps: 4": r"did you mean data.global_batch_size\?",
+    "per_device_train_batch_size: 4": r"did you mean data.global_batch_size\?",
+    "num_train_epochs: 3": r"did you mean epochs\?$",
     "warmup_ratio: 0.03": "did you mean schedule.warmup_ratio or lora.schedule.warmup_ratio",
-    "warmup_steps: 5": "did you mean schedule.warmup_steps or lora.schedule.warmup_steps",
-    "lr_scheduler_type: cosine": "called schedule.kind here: a warm-up is schedule.warmup_ratio",
-    "bf16: true": r"bf16: unknown setting \(value True\), called precision here: precision: bf16, the default$",
-    "fp16: true": "called precision here: precision: fp16$",
-    "float16: true": "called precision here: precision: fp16$",
+    "lr_scheduler_type: cosine": "did you mean schedule.kind or",
+    "bf16: true": r"did you mean precision\?$",
     "max_length: 512": "did you mean batching.max_length",
-    "max_seq_length: 512": "called batching.max_length here: in tokens",
-    "sequence_len: 512": "called batching.max_length here: in tokens",
-    "save_steps: 500": "called checkpoint.every here: in steps$",
-    "logging_steps: 1": "logging_steps: unknown setting .value 1.: every step is logged, in metrics.jsonl",
+    "max_seq_length: 512": "did you mean batching.max_length",
+    "save_steps: 500": r"did you mean checkpoint.every\?$",
     "beta: 0.1": "did you mean distillation.beta or dpo.beta",
-    "gradient_checkpointing: true": "called recompute.granularity here: recompute.granularity: full",
-    "deepspeed: zero3.json": "called engine here: optimizer.distributed: true .the default. shards as ZeRO-1, engine: fsdp",
-    "optimizer: {learning_rate: 1}": r"optimizer.learning_rate: unknown setting \(value 1\), called optimizer.lr here$",
-    "lora: {r: 8, lora_alpha: 16}": "lora.r: .* called lora.rank here; lora.lora_alpha: .* called lora.alpha here$",
-    "schedule: {kind: constant_with_warmup}": r"did you mean constant\?",
+    "gradient_checkpointing: true": "did you mean recompute.granularity",
+    "deepspeed: zero3.json": r"did you mean engine\?$",
+    "optimizer: {learning_rate: 1}": r"optimizer.learning_rate: unknown setting \(value 1\), did you mean optimizer.lr",
+    "lora: {r: 8, lora_alpha: 16}": r"lora.r: .* did you mean lora.rank\?; lora.lora_alpha: .* did you mean lora.alpha\?$",
     "schedule: {kind: cosin}": r"did you mean cosine\?",
 }
 
@@ -138,9 +132,7 @@ def test_name_of_another_program_is_refused_with_the_name_here(line: str, tmp_pa
         load(tmp_path, line + "\n")
 
 
-@pytest.mark.parametrize(
-    "name", ["learning_rate", "gradient_accumulation_steps", "logging_steps", "lora_alpha", "deepspeed"]
-)
+@pytest.mark.parametrize("name", ["learning_rate", "gradient_accumulation_steps", "lora_alpha", "deepspeed"])
 def test_override_has_the_message_of_the_run_file(name: str, tmp_path: Path) -> None:
     messages = []
     for text, overrides in ((f"{name}: 4\n", []), ("", [f"{name}=4"])):
@@ -152,37 +144,35 @@ def test_override_has_the_message_of_the_run_file(name: str, tmp_path: Path) -> 
 
 def test_rl_names_its_own_settings(tmp_path: Path) -> None:
     for line, message in {
-        "num_generations: 8": "called rollout.group_size here",
+        "num_generations: 8": "did you mean rollout.group_size",
         "beta: 0.04": "did you mean reference.coefficient or teacher.beta",
-        "max_completion_length: 512": "called rollout.max_tokens here",
-        "per_device_train_batch_size: 4": "called rollout.prompts_per_step here",
-        "eval_steps: 5": "called evaluation.every here",
+        "max_completion_length: 512": "did you mean rollout.max_tokens",
+        "per_device_train_batch_size: 4": "did you mean rollout.prompts_per_step",
+        "eval_steps: 5": "did you mean evaluation.every",
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_rl(tmp_path, line + "\n")
 
 
-def test_every_synonym_names_settings_that_exist() -> None:
-    existing = {name for kind in (RunConfig, RlConfig, ServeConfig) for name in all_settings(kind)}
-    assert {name for synonym in SYNONYMS.values() for name in synonym.settings} <= existing
-    # A name that a run file accepts at its top level would never be looked up.
-    assert not SYNONYMS.keys() & {*RunConfig.model_fields}
-    assert all(synonym.settings or synonym.conversion for synonym in SYNONYMS.values())
-    assert not VALUES.keys() & {*VALUES.values()}
-
-
-def test_synonyms_of_transformers_and_peft_are_spelled_as_there() -> None:
-    """Compare with the packages: a misspelt entry would never match."""
+def test_aliases_of_transformers_and_peft_are_spelled_as_there() -> None:
+    """Compare with the packages: a misspelt alias would never match."""
     external = {field.name for kind in (TrainingArguments, LoraConfig) for field in fields(kind)}
     common = {
-        "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
-        "lr_scheduler_type", "lr_scheduler_kwargs", "bf16", "fp16", "gradient_checkpointing", "deepspeed", "save_steps",
-        "save_strategy", "save_total_limit", "logging_steps", "report_to", "eval_steps", "eval_strategy", "adam_beta1",
-        "adam_beta2", "adam_epsilon", "optim", "output_dir", "data_seed", "fsdp_config", "use_cpu", "ddp_timeout",
-        "resume_from_checkpoint", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
+        "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+        "lr_scheduler_type", "bf16", "fp16", "gradient_checkpointing", "deepspeed", "save_steps", "save_total_limit",
+        "report_to", "eval_steps", "optim", "output_dir", "r", "lora_alpha", "lora_dropout", "target_modules",
     }  # fmt: skip
     assert common <= external
-    assert common <= SYNONYMS.keys()
+    assert common <= _aliases(RunConfig)
+
+
+def _aliases(kind: type[BaseModel]) -> set[str]:
+    names: set[str] = set()
+    for name, field in kind.model_fields.items():
+        names |= {alias for also in field.metadata if isinstance(also, Also) for alias in also.names}
+        section = section_of(kind, name)
+        names |= set() if section is None else _aliases(section)
+    return names
 
 
 # --- names that are registered ---

@@ -229,5 +229,3 @@ def test_offload_of_other_states_raises_config_error(settings: dict[str, Any], m
     adam = megascend.Adam(offload=0.5)
     with pytest.raises(ConfigError, match=r"optimizer.offload is not for LoRA adapters"):
         adam.check_for_adapters()
-    with pytest.raises(ConfigError, match=r"optimizer.offload: 0.5 is .*engine fsdp: set fsdp.offload: true"):
-        adam.check_without_offload("engine fsdp")

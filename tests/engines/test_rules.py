@@ -13,7 +13,7 @@ from megascend import Adam, Adapters, Batching, Moe, Parallel, Recompute
 from megascend.config import CudaGraphs
 from megascend.config.rules import Rule, enforce
 from megascend.engines.context import EVERY_ENGINE, EngineSpec, Setup
-from megascend.engines.rules import MEGATRON, MEGATRON_MODEL, MegatronSetup
+from megascend.engines.rules import MEGATRON, MEGATRON_MODEL, ON_TRANSFORMERS, MegatronSetup
 from megascend.errors import ConfigError
 from megascend.runtime.topology.topology import plan
 
@@ -29,6 +29,7 @@ MODEL = {
     "state_space": None,
     "tensors": (),
     "is_moe": False,
+    "max_position": 1024,
     "shared_expert_ffn_hidden_size": None,
 }
 CONFIG = {
@@ -63,13 +64,16 @@ def setup_of(
     kernels: bool = True,
     parallel: Mapping[str, int] | None = None,
     grouped: bool = False,
-    longest: int = 1024,
+    engine: str = "fsdp",
     **settings: Any,
 ) -> MegatronSetup:
     """Build a setup of a dense text model in one process with these changes."""
     layout = Parallel(**(parallel or {}))
     world = layout.tensor * layout.pipeline * layout.context * layout.expert
-    shape = {name: (model or {}).get(name, MODEL[name]) for name in ("is_moe", "shared_expert_ffn_hidden_size")}
+    shape = {
+        name: (model or {}).get(name, MODEL[name])
+        for name in ("is_moe", "max_position", "shared_expert_ffn_hidden_size")
+    }
     topology: Any = plan(layout, world)
     if layout.pipeline > 1:
         topology = SimpleNamespace(**vars(topology) | {"chunk_layers": (1,) * layout.pipeline})
@@ -80,9 +84,7 @@ def setup_of(
     )
     device: Any = SimpleNamespace(name=platform, device_type=platform, has_transformer_engine_kernels=kernels)
     spec = EngineSpec(model=Path("model"), parallel=layout, **settings)
-    return MegatronSetup(
-        "megatron", spec, device, topology, info, SimpleNamespace(**CONFIG | (config or {})), grouped, longest
-    )
+    return MegatronSetup(engine, spec, device, topology, info, SimpleNamespace(**CONFIG | (config or {})), grouped)
 
 
 def text_model(**settings: Any) -> dict[str, Any]:
@@ -156,18 +158,16 @@ CASES_OF_MEGATRON: list[Case] = [
     ("base_weights: fp8 with some_model", {"adapters": FP8, "model": {"state_space": 1}}, {"adapters": FP8}),
     ("base_weights: fp8 with batching.cuda_graphs", {"adapters": FP8, "batching": GRAPHS}, {"adapters": FP8}),
     ("batching.cuda_graphs with npu", {"batching": GRAPHS, "platform": "npu"}, {"batching": GRAPHS}),
-    (
-        "batching.cuda_graphs with a scalar head",
-        {"batching": GRAPHS, "model": {"scalar_head": SimpleNamespace(unit="sequence")}},
-        {"model": {"scalar_head": SimpleNamespace(unit="sequence")}},
-    ),
-    (
-        "batching.cuda_graphs with some_model",
-        {"batching": GRAPHS, "model": {"image_layout": 1}},
-        {"model": {"image_layout": 1}},
+    *(
+        ("batching.cuda_graphs with some_model: captured steps", {"batching": GRAPHS, "model": model}, {"model": model})
+        for model in ({"scalar_head": SimpleNamespace(unit="sequence")}, {"image_layout": 1})
     ),
     *(
-        (f"parallel.{axis}: 2 with batching.cuda_graphs", {"batching": GRAPHS, "parallel": {axis: 2}}, {})
+        (
+            "batching.cuda_graphs with a model on several GPUs",
+            {"batching": GRAPHS, "parallel": {axis: 2}},
+            {"parallel": {axis: 2}},
+        )
         for axis in ("tensor", "pipeline", "context", "expert")
     ),
     (
@@ -266,10 +266,10 @@ CASES_OF_MEGATRON_MODELS: list[Case] = [
         "batching.max_length: 4096 with rope_type longrope: above 1024 tokens",
         {
             "batching": Batching(max_length=4096),
-            "longest": 4096,
+            "model": {"max_position": 8192},
             "config": {"rope_scaling": {"rope_type": "longrope"}},
         },
-        {"longest": 4096, "config": {"rope_scaling": {"rope_type": "dynamic"}}},
+        {"batching": Batching(max_length=4096), "config": {"rope_scaling": {"rope_type": "dynamic"}}},
     ),
     (
         "batching.packing: true with some_model",
@@ -305,8 +305,22 @@ CASES_OF_MEGATRON_MODELS: list[Case] = [
         {"config": {"sequence_parallel": True, "tensor_model_parallel_size": 2, "recompute_granularity": "full"}},
     ),
 ]
+CASES_ON_TRANSFORMERS: list[Case] = [
+    ("base_weights: fp8 with engine fsdp", {"adapters": FP8}, {"adapters": Adapters()}),
+    ("mtp: train with engine fsdp", {"mtp": "train"}, {"mtp": "drop"}),
+    ("optimizer.offload: 0.5 with engine fsdp", {"optimizer": Adam(offload=0.5)}, {}),
+    ("batching.cuda_graphs with engine fsdp", {"batching": GRAPHS}, {}),
+    ("moe.bias_update_rate: 0.001 with engine fsdp", {"moe": Moe(bias_update_rate=0.001)}, {}),
+    ("moe.experts: grouped with engine fsdp", {"moe": Moe(experts="grouped")}, {"moe": Moe(experts="upstream")}),
+    (
+        "recompute.layers: 2 with engine fsdp",
+        {"recompute": Recompute(granularity="full", layers=2)},
+        {"recompute": Recompute(granularity="selective", layers=2)},
+    ),
+]
 TABLES: dict[str, tuple[Sequence[Rule[Any]], list[Case]]] = {
     "every engine": (EVERY_ENGINE, CASES_OF_EVERY_ENGINE),
+    "transformers": (ON_TRANSFORMERS, CASES_ON_TRANSFORMERS),
     "megatron": (MEGATRON, CASES_OF_MEGATRON),
     "megatron's models": (MEGATRON_MODEL, CASES_OF_MEGATRON_MODELS),
 }

@@ -350,7 +350,7 @@ def test_head_that_is_not_trained_is_copied_or_left_out(
     ]
     assert counts == [1, 0]
     if engine != "megatron":
-        assert f"engine {engine}: mtp: train is a setting of engine megatron" in report["train"]
+        assert f"mtp: train with engine {engine}: it is a setting of engine megatron" in report["train"]
 
 
 def test_weights_for_inference_engines_are_those_of_the_export(parity_folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from megascend.config.section import Count, Section, Size
+from megascend.config.section import Also, Count, Section, Size
 from megascend.errors import ConfigError
 
 
@@ -59,7 +59,7 @@ class Data(Section):
     # For editors; the message is that of the check below.
     model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["path"]}, {"required": ["sources"]}]})
 
-    path: Path | None = Field(
+    path: Annotated[Path | None, Also("dataset", "dataset_name", "dataset_path", "train_file", "train_files")] = Field(
         None,
         description="file or folder with the training data; relative to the working directory; or a data set's name on the Hub. "
         "Alternatively set sources",
@@ -68,7 +68,7 @@ class Data(Section):
         (),
         description="several files or folders in place of path, mixed by their weights: [{path: a.jsonl, weight: 3}, ...]",
     )
-    split: str | None = Field(
+    split: Annotated[str | None, Also("dataset_split")] = Field(
         "train", description="split of a folder, by the name that Hugging Face datasets gives it; all: every file"
     )
     config_name: str | None = Field(None, description="config of a folder whose dataset card (README.md) lists several")
@@ -87,7 +87,9 @@ class Data(Section):
     chat_template_options: dict[str, Any] = Field(
         {}, description="additional variables for the chat template: {enable_thinking: false}"
     )
-    global_batch_size: Size = Field(8, description="samples per optimizer step, over all data parallel ranks")
+    global_batch_size: Annotated[
+        Size, Also("per_device_train_batch_size", "train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+    ] = Field(8, description="samples per optimizer step, over all data parallel ranks")
     shuffle: bool = Field(True, description="draw a new random order of the samples for each epoch")
     streaming: bool = Field(
         False,
@@ -110,7 +112,9 @@ class Data(Section):
         "or date): continue uses the current samples, from the same position if their number is unchanged, else from a new epoch",
     )
     images: DataImages = DataImages()
-    train_on_prompt: bool = Field(False, description="also train on the user's turns of conversations")
+    train_on_prompt: Annotated[bool, Also("assistant_only_loss", "train_on_inputs")] = Field(
+        False, description="also train on the user's turns of conversations"
+    )
 
     @model_validator(mode="after")
     def _split(self) -> Data:
@@ -257,20 +261,22 @@ class ValidationTasks(Section):
 class Validation(Section):
     """Held-out samples, whose loss is measured at intervals, and tasks of lm-eval-harness."""
 
-    path: Path | None = Field(
+    path: Annotated[Path | None, Also("validation_file", "val_files", "eval_file", "eval_dataset")] = Field(
         None,
         description="file or folder with held-out samples, read like data.path; alternatively set split or fraction",
     )
     split: str | None = Field(
         None, description="split of the folder at path (default: validation); without path, of the folder at data.path"
     )
-    fraction: float = Field(
+    fraction: Annotated[float, Also("val_set_size", "test_size")] = Field(
         0.0, ge=0, lt=1, description="fraction of the documents of data.path to hold out, drawn with the seed"
     )
     tasks: ValidationTasks | None = Field(
         None, description="also, or without held-out samples only, measure tasks of lm-eval-harness"
     )
-    every: Size = Field(100, description="interval of measurements in steps; the last step is always measured")
+    every: Annotated[Size, Also("eval_steps", "eval_strategy")] = Field(
+        100, description="interval of measurements in steps; the last step is always measured"
+    )
     at_start: bool = Field(False, description="also measure before the first step")
     metric: str = Field(
         "loss",

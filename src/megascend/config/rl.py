@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_settings
 from megascend.config.data import PREFERENCE_LOSSES
 from megascend.config.rl_presets import LOSS_OPTIONS, PRESETS
+from megascend.config.section import Also
 
 VLLM = "vllm"
 """Entry of ``engines`` for a vLLM server that the run starts."""
@@ -74,12 +75,12 @@ class RolloutRecords(Section):
 class Rollout(Section):
     """Sampling by the rollout engines, and their allowed lag."""
 
-    prompts: Path | None = Field(
+    prompts: Annotated[Path | None, Also("dataset", "dataset_name", "train_file", "train_files")] = Field(
         None,
         description="JSONL file with prompt or messages, and fields for the reward function; default: the examples that the "
         "environment brings",
     )
-    reward: str | None = Field(
+    reward: Annotated[str | None, Also("reward_funcs", "reward_function")] = Field(
         None,
         description="function (response, example) -> float or {reward: float, PART: float}, as package.module:function or "
         "path/to/file.py:function",
@@ -87,9 +88,13 @@ class Rollout(Section):
     environment: EnvironmentSettings | None = Field(
         None, description="episodes of several turns with tools, in place of a reward function"
     )
-    prompts_per_step: Size = Field(16, description="prompts (groups) per optimizer step")
-    group_size: int = Field(8, ge=2, description="responses per prompt")
-    max_tokens: Size = Field(256, description="longest response in tokens; of an environment, of one turn")
+    prompts_per_step: Annotated[
+        Size, Also("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
+    ] = Field(16, description="prompts (groups) per optimizer step")
+    group_size: Annotated[int, Also("num_generations")] = Field(8, ge=2, description="responses per prompt")
+    max_tokens: Annotated[Size, Also("max_completion_length", "max_new_tokens", "response_length")] = Field(
+        256, description="longest response in tokens; of an environment, of one turn"
+    )
     temperature: float = Field(
         1.0, gt=0, le=100, description="sampling temperature of training responses, and of the policy that is trained"
     )
@@ -167,17 +172,17 @@ class Rollout(Section):
 class Objective(Section):
     """Objective that a step minimises."""
 
-    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce++", "rloo"] | None = Field(
-        None, description="published objective, whose settings are those that are not set here"
-    )
+    preset: Annotated[
+        Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce++", "rloo"] | None, Also("loss_type")
+    ] = Field(None, description="published objective, whose settings are those that are not set here")
     loss: str = Field(
         "ppo",
         description="loss function: ppo, cispo, gspo, dro, stable_reinforce, importance_sampling, or a registered one",
     )
-    clip_low: float | None = Field(
+    clip_low: Annotated[float | None, Also("epsilon", "clip_ratio")] = Field(
         None, ge=0, description="the ratio is clipped to at least 1 - clip_low; default: that of the loss"
     )
-    clip_high: float | None = Field(
+    clip_high: Annotated[float | None, Also("epsilon_high")] = Field(
         None, ge=0, description="the ratio is clipped to at most 1 + clip_high; default: that of the loss"
     )
     dual_clip: float | None = Field(
@@ -186,11 +191,13 @@ class Objective(Section):
         description="upper bound of the ratio of tokens with a negative advantage (Ye et al. 2020, arXiv:1912.09729); default: "
         "none",
     )
-    advantages: Literal["grpo", "rloo", "centered", "reinforce++", "reinforce++_baseline"] = Field(
+    advantages: Annotated[
+        Literal["grpo", "rloo", "centered", "reinforce++", "reinforce++_baseline"], Also("adv_estimator")
+    ] = Field(
         "grpo",
         description="advantage estimator; centered is that of Dr. GRPO, reinforce++ compares all responses of a step",
     )
-    divide_by_std: bool | None = Field(
+    divide_by_std: Annotated[bool | None, Also("scale_rewards")] = Field(
         None,
         description="divide advantages by the standard deviation of the group, with reinforce++ and reinforce++_baseline of the "
         "step; default: true, with rloo and centered false",
@@ -278,7 +285,7 @@ class ReferenceSettings(Section):
         description="estimator of KL(policy || reference) per token; default: k1 in the reward, k2 in the loss, where k1 is "
         "refused: its expected gradient is 0",
     )
-    coefficient: float = Field(
+    coefficient: Annotated[float, Also("beta", "kl_coef")] = Field(
         0.001, ge=0, description="factor of the penalty; 0: only measure the divergence and give losses ref_logprobs"
     )
 
@@ -407,7 +414,7 @@ class PlacementSettings(Section):
         description="GPUs of each engine that the run starts, several for tensor parallelism: [[2, 3], [4, 5]]; default: one "
         "that the trainer does not use for each, or that of rank 0",
     )
-    memory: float | None = Field(
+    memory: Annotated[float | None, Also("vllm_gpu_memory_utilization")] = Field(
         None,
         gt=0,
         lt=1,
@@ -423,8 +430,12 @@ class PlacementSettings(Section):
 class Evaluation(Section):
     """Rewards on other prompts, before the first step, at intervals, and after the last one."""
 
-    prompts: Path = Field(description="JSONL file of prompts, in the format of rollout.prompts")
-    every: Size = Field(50, description="interval of evaluations in steps")
+    prompts: Annotated[Path, Also("eval_file", "eval_dataset")] = Field(
+        description="JSONL file of prompts, in the format of rollout.prompts"
+    )
+    every: Annotated[Size, Also("eval_steps", "eval_strategy", "test_freq")] = Field(
+        50, description="interval of evaluations in steps"
+    )
     samples: Size = Field(1, description="responses per prompt")
     temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: always the most likely token")
 

@@ -12,7 +12,7 @@ from megascend.errors import ConfigError
 
 
 class Subject(Protocol):
-    """What rules are evaluated on: a mapping of settings, or an object with an entry for every setting."""
+    """What rules are evaluated on: it has an entry for every setting."""
 
     def __getitem__(self, key: str, /) -> Any: ...
 
@@ -22,29 +22,25 @@ S = TypeVar("S", bound=Subject)
 
 @dataclass(frozen=True)
 class Rule(Generic[S]):
-    """A setting that is refused.
-
-    ``beside``, ``because`` and ``remedy`` may contain entries of the subject in braces.
+    """A setting that is refused. Its texts may have entries of the subject in braces.
 
     Attributes:
-        setting: its key; the message begins with it and its value.
-        beside: what it does not work with, such as another setting, or empty.
+        setting: ``KEY with WHAT``: the key of a setting, and what it does not work with.
         when: decides whether a subject is refused.
         because: reason.
         remedy: what to set instead.
     """
 
     setting: str
-    beside: str
     when: Callable[[S], bool]
     because: str
     remedy: str
 
     def message(self, subject: S) -> str:
-        """Return the one sentence that a user reads."""
-        value = _text(subject[self.setting])
-        beside = f" with {self.beside}" if self.beside else ""
-        return f"{self.setting}{value}" + f"{beside}: {self.because}; {self.remedy}".format_map(_Entries(subject))
+        """Return the one sentence that a user reads: ``KEY: value with WHAT: because; remedy``."""
+        key, _, rest = self.setting.partition(" ")
+        text = f"{rest}: {self.because}; {self.remedy}".format_map(_Entries(subject))
+        return f"{key}{_value(subject[key])} {text}"
 
 
 def enforce(rules: Iterable[Rule[S]], subject: S) -> None:
@@ -54,9 +50,8 @@ def enforce(rules: Iterable[Rule[S]], subject: S) -> None:
             raise ConfigError(rule.message(subject))
 
 
-def _text(value: Any) -> str:
-    """Format the value of a setting; a section has none."""
-    if isinstance(value, (BaseModel, Mapping)):
+def _value(value: Any) -> str:
+    if isinstance(value, (BaseModel, Mapping)):  # a section
         return ""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f": {', '.join(map(str, value))}"

@@ -27,7 +27,7 @@ from megascend.config.data import (
     Validation,
 )
 from megascend.config.run_file import read_settings
-from megascend.config.section import Count, Seconds, Section, Size, explain
+from megascend.config.section import Also, Count, Seconds, Section, Size, explain
 from megascend.config.training import (
     Adapters,
     Affinity,
@@ -85,10 +85,12 @@ class Profile(Section):
 class Push(Section):
     """Upload of the exported model or adapter to the Hugging Face Hub at the end of a run."""
 
-    repository: str = Field(
+    repository: Annotated[str, Also("push_to_hub", "hub_model_id")] = Field(
         description="model on the Hub, as NAMESPACE/NAME; created when the run starts, if it does not exist"
     )
-    private: bool = Field(True, description="create it as a private one; one that exists stays as it is")
+    private: Annotated[bool, Also("hub_private_repo")] = Field(
+        True, description="create it as a private one; one that exists stays as it is"
+    )
 
     @field_validator("repository")
     @classmethod
@@ -101,10 +103,10 @@ class Push(Section):
 class Checkpoint(Section):
     """Saving and retention of checkpoints, in OUTPUT/checkpoints."""
 
-    every: Count = Field(
+    every: Annotated[Count, Also("save_steps", "save_strategy", "save_freq")] = Field(
         0, description="interval of saves in steps; the last step is saved too. 0: only when a signal stops the run"
     )
-    keep_last: Size = Field(2, description="number of newest checkpoints to keep")
+    keep_last: Annotated[Size, Also("save_total_limit")] = Field(2, description="number of newest checkpoints to keep")
     keep_every: Count = Field(0, description="also keep checkpoints whose step is a multiple of this; 0: none")
     asynchronous: bool = Field(
         True, description="write in the background; training pauses only while the state is copied to host memory"
@@ -134,8 +136,10 @@ class TrainerConfig(EngineSettings):
             )
         return values
 
-    output: Path = Field(description="run directory for metrics, checkpoints, plot and export")
-    steps: Size = Field(100, description="optimizer steps")
+    output: Annotated[Path, Also("output_dir", "save_dir")] = Field(
+        description="run directory for metrics, checkpoints, plot and export"
+    )
+    steps: Annotated[Size, Also("max_steps", "train_iters")] = Field(100, description="optimizer steps")
     affinity: Affinity = Field(
         "none", description="numa: bind each process to the CPUs of one NUMA node, that of its device if known"
     )
@@ -144,18 +148,18 @@ class TrainerConfig(EngineSettings):
         description="modules, or files as ./mine.py, that every rank imports first, to register engines, losses, architectures, "
         "providers or trackers",
     )
-    engine: str = Field(
+    engine: Annotated[str, Also("deepspeed", "zero_stage", "fsdp_config")] = Field(
         "megatron",
         description="megatron (Megatron-Core), fsdp (transformers' models under FSDP2), single (transformers in one process), "
         "or the name of an engine that a plug-in registers",
     )
     tf32: bool = Field(False, description="CUDA only: multiply fp32 matrices in TensorFloat-32 (10 bits of mantissa)")
     checkpoint: Checkpoint = Checkpoint()
-    lora: Lora | None = Field(
+    lora: Annotated[Lora | None, Also("use_peft", "peft_config")] = Field(
         None,
         description="freeze the model and train one LoRA adapter; default: train all parameters",
     )
-    base_weights: BaseWeights = Field(
+    base_weights: Annotated[BaseWeights, Also("load_in_4bit", "load_in_8bit")] = Field(
         "unquantised", description=f"with lora, the {Adapters.model_fields['base_weights'].description}"
     )
     template_date: date | None = Field(
@@ -163,7 +167,7 @@ class TrainerConfig(EngineSettings):
         description="date for chat templates that print today's date; default: the day on which the run first started, also "
         "when it is resumed",
     )
-    trackers: tuple[str | dict[str, dict[str, Any]], ...] = Field(
+    trackers: Annotated[tuple[str | dict[str, dict[str, Any]], ...], Also("report_to", "wandb", "use_wandb")] = Field(
         (),
         description="experiment trackers beside metrics.jsonl, by name or as {NAME: {options}}: tensorboard, wandb, "
         "swanlab, trackio, mlflow, or one that a plug-in registers",
@@ -283,8 +287,12 @@ class TrainerConfig(EngineSettings):
 class RunConfig(TrainerConfig):
     """Settings of ``megascend train``, from its YAML file."""
 
-    steps: Count = Field(100, description="optimizer steps; 0: as many as epochs take")
-    epochs: float | None = Field(None, gt=0, description="passes over the data, in place of steps")
+    steps: Annotated[Count, Also("max_steps", "train_iters")] = Field(
+        100, description="optimizer steps; 0: as many as epochs take"
+    )
+    epochs: Annotated[float | None, Also("num_train_epochs", "num_epochs")] = Field(
+        None, gt=0, description="passes over the data, in place of steps"
+    )
     data: Data = Field(description="training data")
     validation: Validation | None = Field(
         None, description="measure the loss on held-out samples, and tasks of lm-eval-harness, at intervals"

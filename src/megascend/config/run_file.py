@@ -14,7 +14,6 @@ from pydantic import BaseModel
 
 from megascend.config.documents import yaml_loader
 from megascend.config.section import all_settings, is_optional, section_of
-from megascend.config.synonyms import SYNONYMS
 from megascend.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -44,8 +43,8 @@ def read_settings(
 def full_names(overrides: Sequence[str], values: Mapping[str, Any], kind: type[BaseModel]) -> list[str]:
     """Return overrides with full names: ``lr=1e-4`` sets ``optimizer.lr``. Logs what a short name sets.
 
-    A short name is the end of a setting in a section that the run has, or else in an optional one. Names that end no setting, and
-    those that other programs use for something else, stay as they are, for the check of the settings to explain.
+    A short name is the end of a setting in a section that the run has, or else in an optional one. Names that end no
+    setting stay as they are, for the check of the settings to explain.
 
     Args:
         values: settings of the run file.
@@ -65,7 +64,7 @@ def _full_name(key: str, values: Mapping[str, Any], kind: type[BaseModel], secti
     """Return the setting that ``key`` ends, or ``key``."""
     endings = [name for name in all_settings(kind) if name.endswith(f".{key}")]
     present = [name for name in endings if _has_section(name, values, kind, sections)]
-    candidates = present or ([] if key in SYNONYMS else endings)
+    candidates = present or endings
     if len(candidates) > 1:
         raise ConfigError(f"--set {key}: several settings end so, {', '.join(candidates)}: give the full name of one")
     return candidates[0] if candidates else key

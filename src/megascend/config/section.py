@@ -9,8 +9,8 @@ from types import UnionType
 from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
-from megascend.config.synonyms import SYNONYMS, VALUES
 from megascend.errors import ConfigError, redacted
 
 
@@ -104,7 +104,7 @@ def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
     if item["type"] == "literal_error" and isinstance(value, str):
         # pydantic's text of the choices: 'fp32', 'fp16' or 'bf16'.
         choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
-        similar = [VALUES[value]] if VALUES.get(value) in choices else get_close_matches(value, choices, 1)
+        similar = get_close_matches(value, choices, 1)
         advice = f"; did you mean {similar[0]}?" if similar else ""
         return f"{key or title}: {message} (got {value!r:.200}{advice})"
     if item["type"] == "string_pattern_mismatch":  # PluginName is the only type with a pattern
@@ -118,39 +118,33 @@ def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
 
 
 def _advice(location: Sequence[int | str], kind: type[BaseModel]) -> str:
-    """Suggest settings for an unknown one: same name elsewhere, that of another program, similar here, similar elsewhere; else
-    list the section's.
-    """
+    """Suggest settings for an unknown one: same name or alias, similar here, similar elsewhere; else list the section's."""
     *parents, unknown = (str(part) for part in location)
     names = _settings_below(kind, parents)
-    settings = [*all_settings(kind)]
     elsewhere: dict[str, list[str]] = {}
-    for path in settings:
-        elsewhere.setdefault(path.rpartition(".")[2], []).append(path)
-    synonym = SYNONYMS.get(unknown)
-    if synonym is not None and unknown not in elsewhere and (advice := synonym.advice(settings)):
-        return advice
+    for path, field in _all_fields(kind):
+        aliases = (alias for also in field.metadata if isinstance(also, Also) for alias in also.names)
+        for name in (path.rpartition(".")[2], *aliases):
+            elsewhere.setdefault(name, []).append(path)
     local = [".".join((*parents, name)) for name in get_close_matches(unknown, names, 1)]
     very_like = bool(get_close_matches(unknown, names, 1, 0.75))
     similar = [path for name in get_close_matches(unknown, elsewhere, 1, 0.73) for path in elsewhere[name]]
     suggestions = elsewhere.get(unknown) or (local if very_like else similar or local)
-    if synonym is not None and unknown in elsewhere:  # the same name, of something else there
-        suggestions = {*suggestions, *(name for name in synonym.settings if name in settings)}
     if suggestions:
         return f", did you mean {' or '.join(sorted(suggestions, key=lambda path: (path.count('.'), path))[:2])}?"
-    if (misspelt := get_close_matches(unknown, SYNONYMS, 1, 0.8)) and (
-        advice := SYNONYMS[misspelt[0]].advice(settings)
-    ):
-        return f", did you mean {misspelt[0]}{advice}?"
     return f", {parents[-1]} has {', '.join(names)}" if parents and names else ""
 
 
-def all_settings(kind: type[BaseModel], depth: int = 3) -> Iterator[str]:
+def all_settings(kind: type[BaseModel]) -> Iterator[str]:
     """Yield the full names of all settings of the sections within ``kind``."""
-    for name in kind.model_fields:
-        yield name
+    yield from (name for name, _ in _all_fields(kind))
+
+
+def _all_fields(kind: type[BaseModel], depth: int = 3) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in kind.model_fields.items():
+        yield name, field
         if depth and (section := section_of(kind, name)) is not None:
-            yield from (f"{name}.{below}" for below in all_settings(section, depth - 1))
+            yield from ((f"{name}.{below}", inner) for below, inner in _all_fields(section, depth - 1))
 
 
 def _settings_below(kind: type[BaseModel], parents: Sequence[str]) -> list[str]:
@@ -181,6 +175,13 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 def is_optional(kind: type[BaseModel], name: str) -> bool:
     """Check whether a setting may be null."""
     return type(None) in get_args(kind.model_fields[name].annotation)
+
+
+class Also:
+    """Names of a setting in other programs, in its annotation: for messages about unknown settings."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
 
 
 Size = Annotated[int, Field(ge=1)]

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from megascend.config.section import Beta, Count, Section, Seed, Share, Size
+from megascend.config.section import Also, Beta, Count, Section, Seed, Share, Size
 from megascend.errors import ConfigError
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -51,23 +51,31 @@ PluginName = Annotated[str, Field(pattern=r"^([^\W\d]\w*(\.[^\W\d]\w*)*|.+\.py)$
 class Parallel(Section):
     """Parallel sizes. The data parallel size is the world size divided by the others."""
 
-    tensor: Size = Field(1, description="tensor parallel size (TP)")
-    pipeline: Size = Field(1, description="pipeline parallel size (PP)")
+    tensor: Annotated[Size, Also("tp", "tensor_parallel_size", "tensor_model_parallel_size")] = Field(
+        1, description="tensor parallel size (TP)"
+    )
+    pipeline: Annotated[Size, Also("pp", "pipeline_parallel_size", "pipeline_model_parallel_size")] = Field(
+        1, description="pipeline parallel size (PP)"
+    )
     virtual_pipeline: Size = Field(1, description="model chunks per pipeline rank (VPP); above 1 needs pipeline > 1")
     pipeline_layout: str | None = Field(
         None,
         description="layers of each of the pipeline x virtual_pipeline chunks, in Megatron's notation, as Ett|(ttt|)*2tmL: E "
         "embedding, t layer, m head for multi-token prediction (mtp: train), L output layer; default: equal numbers of layers",
     )
-    context: Size = Field(1, description="context parallel size (CP): the sequence is split over these ranks")
+    context: Annotated[Size, Also("cp", "context_parallel_size")] = Field(
+        1, description="context parallel size (CP): the sequence is split over these ranks"
+    )
     context_algorithm: ContextAlgorithm = Field(
         "ring",
         description="how CP ranks communicate: ring (keys and values are passed from rank to rank), all_gather (of keys and "
         "values) or ulysses (all-to-all over the heads)",
     )
-    expert: Size = Field(1, description="expert parallel size (EP), MoE models only")
+    expert: Annotated[Size, Also("ep", "expert_parallel_size", "expert_model_parallel_size")] = Field(
+        1, description="expert parallel size (EP), MoE models only"
+    )
     expert_tensor: Size | None = Field(None, description="tensor parallel size inside an expert (ETP); default: tensor")
-    sequence: bool | None = Field(
+    sequence: Annotated[bool | None, Also("sequence_parallel")] = Field(
         None, description="sequence parallelism with TP; default: on for MoE with TP > 1, else off"
     )
 
@@ -104,18 +112,22 @@ class Muon(Section):
 class Adam(Section):
     """AdamW as in Megatron: fp32 main parameters, global gradient-norm clipping; optionally Muon for the layers' matrices."""
 
-    kind: Literal["adamw", "muon"] = Field(
+    kind: Annotated[Literal["adamw", "muon"], Also("optim")] = Field(
         "adamw",
         description="muon: Muon for the matrices of the decoder's layers and of their experts; AdamW for embeddings, output "
         "layer, norms, biases, routers and a vision tower",
     )
-    lr: float = Field(1e-5, ge=0, description="peak learning rate")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay rates of the two moments")
-    eps: float = Field(1e-8, gt=0, description="added to the denominator of the update")
+    lr: Annotated[float, Also("learning_rate")] = Field(1e-5, ge=0, description="peak learning rate")
+    betas: Annotated[tuple[Beta, Beta], Also("adam_beta1", "adam_beta2")] = Field(
+        (0.9, 0.999), description="decay rates of the two moments"
+    )
+    eps: Annotated[float, Also("adam_epsilon")] = Field(
+        1e-8, gt=0, description="added to the denominator of the update"
+    )
     weight_decay: float = Field(
         0.01, ge=0, description="decoupled weight decay; not applied to biases and one-dimensional weights"
     )
-    max_grad_norm: float = Field(
+    max_grad_norm: Annotated[float, Also("clip_grad", "gradient_clipping")] = Field(
         1.0, ge=0, description="largest global gradient norm; larger gradients are scaled down to it. 0: no clipping"
     )
     groups: tuple[ParameterGroup, ...] = Field(
@@ -186,15 +198,6 @@ class Adam(Section):
         """Entry of a checkpoint's counters that names an optimizer other than AdamW; none for AdamW, as in earlier versions."""
         return {} if self.kind == "adamw" else {"kind": self.kind}
 
-    def check_without_offload(self, engine: str) -> None:
-        """Raise ConfigError for optimizer state in host memory, on an engine that has none; ``engine``: with its name."""
-        if self.offload:
-            advice = "set fsdp.offload: true in its place" if engine == "engine fsdp" else "leave it out"
-            raise ConfigError(
-                f"optimizer.offload: {str(self.offload).lower()} is a setting of engine megatron, and this is {engine}: "
-                f"{advice}, or set engine: megatron"
-            )
-
     def check_for_adapters(self, key: str = "optimizer") -> None:
         """Raise ConfigError for settings of the model's own weights, which adapters do not train."""
         settings = (("kind: muon", self.kind == "muon"), ("groups", bool(self.groups)))
@@ -210,13 +213,15 @@ class Adam(Section):
 class Schedule(Section):
     """Learning-rate schedule. Step 0 is the first optimizer step; skipped steps advance it too."""
 
-    kind: Literal["constant", "linear", "cosine", "polynomial", "wsd"] = Field(
+    kind: Annotated[Literal["constant", "linear", "cosine", "polynomial", "wsd"], Also("lr_scheduler_type")] = Field(
         "constant",
         description="shape of the decay from optimizer.lr to min_lr after the warm-up; constant: none; wsd: warm-up, stable, "
         "decay: none before the last decay_ratio of the steps",
     )
-    warmup_steps: Count = Field(0, description="linear warm-up from 0 to lr over these steps")
-    warmup_ratio: float = Field(
+    warmup_steps: Annotated[Count, Also("num_warmup_steps", "lr_warmup_steps")] = Field(
+        0, description="linear warm-up from 0 to lr over these steps"
+    )
+    warmup_ratio: Annotated[float, Also("lr_warmup_fraction")] = Field(
         0.0,
         ge=0,
         lt=1,
@@ -225,7 +230,9 @@ class Schedule(Section):
     total_steps: Count = Field(
         0, description="step at which the decay reaches min_lr; 0 in a run file: the last step of the run"
     )
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    min_lr: Annotated[float, Also("lr_scheduler_kwargs")] = Field(
+        0.0, ge=0, description="learning rate at the end of the decay"
+    )
     power: float = Field(
         1.0, gt=0, description="of polynomial: exponent of the remaining share of the decay; 1: linear"
     )
@@ -299,9 +306,9 @@ def _share_of(ratio: float, steps: int) -> int:
 class Recompute(Section):
     """Activations that are dropped in the forward pass and recomputed in the backward pass."""
 
-    granularity: Literal["none", "full", "selective"] = Field(
-        "none", description="recompute nothing, whole layers (full) or the modules listed in modules (selective)"
-    )
+    granularity: Annotated[
+        Literal["none", "full", "selective"], Also("gradient_checkpointing", "activation_checkpointing")
+    ] = Field("none", description="recompute nothing, whole layers (full) or the modules listed in modules (selective)")
     layers: Size = Field(1, description="with full: layers per recomputed block")
     modules: tuple[RecomputeModule, ...] = Field(
         ("core_attn",),
@@ -375,15 +382,26 @@ class CudaGraphs(Section):
 class Batching(Section):
     """Batching of samples into micro batches."""
 
-    packing: bool = Field(True, description="concatenate samples (THD) instead of padding them")
+    packing: Annotated[bool, Also("sample_packing")] = Field(
+        True, description="concatenate samples (THD) instead of padding them"
+    )
     micro_batch_tokens: Size | Literal["auto"] = Field(
         4096,
         description="token budget of one micro batch, padding included; auto (only in run files of `megascend train`): as many "
         "tokens as fit into device memory, measured when the run starts",
     )
-    max_length: Size | None = Field(
-        None, description="longest sample in tokens, at most the model's limit; default: that limit"
-    )
+    max_length: Annotated[
+        Size | None,
+        Also(
+            "max_seq_length",
+            "max_seq_len",
+            "sequence_len",
+            "seq_length",
+            "cutoff_len",
+            "model_max_length",
+            "max_prompt_length",
+        ),
+    ] = Field(None, description="longest sample in tokens, at most the model's limit; default: that limit")
     cuda_graphs: CudaGraphs | None = Field(
         None,
         description="capture micro batches as CUDA graphs and replay them (engine megatron on CUDA, one GPU per model)",
@@ -420,13 +438,17 @@ class Batching(Section):
 class Lora(Section):
     """One LoRA adapter: ``W x`` becomes ``W x + scaling * B A x`` in every targeted layer (Hu et al., arXiv:2106.09685)."""
 
-    rank: Size = Field(16, description="rows of A, columns of B")
-    alpha: float = Field(
+    rank: Annotated[Size, Also("r", "lora_r")] = Field(16, description="rows of A, columns of B")
+    alpha: Annotated[float, Also("lora_alpha")] = Field(
         32.0, gt=0, description="numerator of the scaling: alpha / rank, or alpha / sqrt(rank) with rslora"
     )
-    rslora: bool = Field(False, description="rank-stabilised scaling (Kalajdzievski, arXiv:2312.03732)")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of A, in training only")
-    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+    rslora: Annotated[bool, Also("use_rslora")] = Field(
+        False, description="rank-stabilised scaling (Kalajdzievski, arXiv:2312.03732)"
+    )
+    dropout: Annotated[float, Also("lora_dropout")] = Field(
+        0.0, ge=0, lt=1, description="dropout on the input of A, in training only"
+    )
+    targets: Annotated[Literal["all-linear"] | tuple[str, ...], Also("target_modules", "lora_target")] = Field(
         "all-linear",
         description="layers to adapt, by Hugging Face name or its last components (q_proj, mlp.down_proj, lm_head, "
         "embed_tokens); all-linear: every linear layer of attention, MLPs and experts, without lm_head and embed_tokens",
@@ -478,12 +500,14 @@ class Adapters(Section):
 class ModelSettings(Section):
     """Settings of a model on its ranks, whether it is trained or served."""
 
-    model: Path = Field(
+    model: Annotated[Path, Also("model_name_or_path", "base_model")] = Field(
         description="Hugging Face checkpoint directory (safetensors), or a name on the Hub: owner/name@revision"
     )
-    platform: PlatformName = Field("auto", description="device type; auto: the first of npu, cuda, cpu that works")
+    platform: Annotated[PlatformName, Also("use_cpu")] = Field(
+        "auto", description="device type; auto: the first of npu, cuda, cpu that works"
+    )
     parallel: Parallel = Parallel()
-    precision: AnyPrecision = Field(
+    precision: Annotated[AnyPrecision, Also("bf16", "fp16", "bfloat16", "float16", "torch_dtype", "dtype")] = Field(
         "bf16",
         description="type of parameters, compute and exported weights; main parameters, gradients and moments are fp32",
     )
@@ -494,8 +518,10 @@ class ModelSettings(Section):
         "language model: keep its weights, or train them with the model; with LoRA: adapt only the language model, or the "
         "tower's linear layers too",
     )
-    seed: Seed = Field(1234, description="seed of dropout, new parameters, the data order and sampling")
-    timeout_s: float = Field(
+    seed: Annotated[Seed, Also("data_seed", "random_seed")] = Field(
+        1234, description="seed of dropout, new parameters, the data order and sampling"
+    )
+    timeout_s: Annotated[float, Also("ddp_timeout")] = Field(
         600, ge=1, le=366 * 24 * 3600, description="seconds after which a missing rank is an error on all others"
     )
 

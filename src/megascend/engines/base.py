@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from megascend.config import Adam, Precision
-from megascend.config.rules import Rule, enforce
 from megascend.engines.common.export import check_export, export
 from megascend.engines.common.heads import fresh_weights
 from megascend.engines.common.router_replay import RouterReplay
-from megascend.engines.context import EngineContext, EngineSpec, Setup
+from megascend.engines.context import EngineContext, EngineSpec
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.checkpoint_files.scalar_head import WEIGHT
 from megascend.models.selfcheck.verdict import Verdict
@@ -233,7 +232,7 @@ class Engine(ABC):
         trainable: the model's parameters, or the adapters.
         independent_ranks: ranks do not communicate in :meth:`run`, with this model and layout; none waits for a failed one.
         mtp_loss_weight: factor of the loss of a head for multi-token prediction; 0: none is trained.
-        base_weights: format of a frozen model's weights; ``quantises_base``: others than ``unquantised`` are supported.
+        base_weights: format of a frozen model's weights.
         self_check: result of comparing a slice of the model with transformers; None: the engine has no such check.
         self_check_s: seconds spent waiting for its verdict.
         router_replay: replays the experts of samples with ``routed_experts``; None for a model without experts.
@@ -245,7 +244,6 @@ class Engine(ABC):
     trainable: Trainable
     independent_ranks = False
     mtp_loss_weight = 0.0
-    quantises_base = False
     self_check: Verdict | None = None
     self_check_s = 0.0
     router_replay: RouterReplay | None = None
@@ -258,8 +256,6 @@ class Engine(ABC):
         self.dtype = DTYPES[spec.precision]
         self.max_length = longest_sample(spec, self.info)
         self.base_weights = spec.base_weights
-        if not self.quantises_base:
-            enforce((UNQUANTISED,), Setup(self.kind, spec, context.runtime.platform, self.topology, self.info))
 
     # --- running micro batches ---
 
@@ -396,13 +392,3 @@ def adapter_settings(spec: EngineSpec, info: ModelInfo, device: torch.device) ->
     if head is None:
         head = read_tensor(spec.model, WEIGHT)
     return replace(settings, head=head, labels=scalar_head.labels, problem_type=scalar_head.problem_type)
-
-
-UNQUANTISED: Rule[Setup] = Rule(
-    "base_weights",
-    "engine {engine}",
-    lambda setup: setup.spec.base_weights != "unquantised",
-    "only engine megatron quantises a frozen model",
-    "leave it out, or set engine: megatron",
-)
-"""Of engines that do not support other :attr:`Engine.base_weights`."""

@@ -119,28 +119,31 @@ class Setup:
 
 EVERY_ENGINE: tuple[Rule[Setup], ...] = (
     Rule(
-        "vision_tower",
-        "{model}",
-        lambda setup: setup.spec.vision_tower == "train" and setup.info.image_layout is None,
+        "vision_tower with {model}",
+        lambda s: s.spec.vision_tower == "train" and s.info.image_layout is None,
         "it has no vision tower",
         "leave it out",
     ),
     Rule(
-        "head",
-        "{model}",
-        lambda setup: setup.info.image_layout is not None and setup.info.scalar_head is not None,
+        "head with {model}",
+        lambda s: s.info.image_layout is not None and s.info.scalar_head is not None,
         "a scalar head on a model that takes images is not supported",
         "leave it out",
     ),
     Rule(
-        "adapters",
-        "a token classifier",
-        lambda setup: setup.frozen and setup.info.scalar_head is not None and setup.info.scalar_head.unit == "token",
+        "adapters with a token classifier",
+        lambda s: s.frozen and s.info.scalar_head is not None and s.info.scalar_head.unit == "token",
         "an adapter stores neither its head's bias nor its dropout",
         "leave adapters out",
     ),
 )
 """Settings that no engine supports with a model."""
+UNQUANTISED: Rule[Setup] = Rule(
+    "base_weights with engine {engine}",
+    lambda s: s.spec.base_weights != "unquantised",
+    "only engine megatron quantises a frozen model",
+    "leave it out, or set engine: megatron",
+)
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ def engine_context(
     engine: str,
     spec: EngineSpec,
     prepare: Prepare = lambda runtime, topology: None,
-    rules: Sequence[Rule[Setup]] = (),
+    rules: Sequence[Rule[Setup]] = (UNQUANTISED,),
 ) -> Iterator[EngineContext]:
     """Yield the context to build an engine in; if the block raises, the process groups are destroyed. Collective.
 

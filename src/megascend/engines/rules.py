@@ -7,7 +7,6 @@ process groups (a dry run has fake ones), before layers are built. Rules of ever
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 from packaging.version import Version
 
 from megascend.config.rules import Rule
-from megascend.engines.context import Setup
+from megascend.engines.base import longest_sample
+from megascend.engines.context import UNQUANTISED, Setup
 from megascend.training.lora.quantised_weights import BLOCKS
 from megascend.training.lora.target_modules import EMBEDDING, OUTPUT, matches
 
@@ -49,185 +49,153 @@ def _targets(setup: Setup, *names: str) -> bool:
 MEGATRON: tuple[Rule[Setup], ...] = (
     # --- heads for multi-token prediction ---
     Rule(
-        "mtp",
-        "adapters",
-        lambda setup: _trains_head(setup) and setup.frozen,
+        "mtp with adapters",
+        lambda s: _trains_head(s) and s.frozen,
         "the head belongs to the base model, which is frozen",
         "set keep",
     ),
     Rule(
-        "mtp",
-        "batching.cuda_graphs",
-        lambda setup: _trains_head(setup) and _is_captured(setup),
+        "mtp with batching.cuda_graphs",
+        lambda s: _trains_head(s) and _is_captured(s),
         "captured steps have one output layer and no head",
         "leave cuda_graphs out, or set keep",
     ),
     Rule(
-        "mtp",
-        f"a megatron-core older than {MIN_MTP_MEGATRON}",
-        lambda setup: _trains_head(setup) and Version(metadata.version("megatron-core")) < MIN_MTP_MEGATRON,
+        f"mtp with a megatron-core older than {MIN_MTP_MEGATRON}",
+        lambda s: _trains_head(s) and Version(metadata.version("megatron-core")) < MIN_MTP_MEGATRON,
         "its head is not compared with a plain one",
         "install a later one, or set keep",
     ),
     Rule(
-        "mtp",
-        "{model}",
-        lambda setup: _trains_head(setup) and setup.info.image_layout is not None,
+        "mtp with {model}",
+        lambda s: _trains_head(s) and s.info.image_layout is not None,
         "heads of models that take images are not tested",
         "set keep",
     ),
     # --- experts ---
     Rule(
-        "moe.aux_loss",
-        "adapters",
-        lambda setup: setup.spec.moe.aux_loss != "none" and setup.frozen,
+        "moe.aux_loss with adapters",
+        lambda s: s.spec.moe.aux_loss != "none" and s.frozen,
         "an adapter's gradients would depend on the others' samples",
         "set none",
     ),
     Rule(
-        "moe.aux_loss",
-        "{model}",
-        lambda setup: setup.spec.moe.aux_loss != "none" and not setup.info.shape.is_moe,
+        "moe.aux_loss with {model}",
+        lambda s: s.spec.moe.aux_loss != "none" and not s.info.shape.is_moe,
         "it has no experts to balance",
         "set none",
     ),
     Rule(
-        "moe.aux_loss",
-        "parallel.pipeline={topology.pipeline}",
-        lambda setup: setup.spec.moe.aux_loss == "transformers" and setup.topology.pipeline > 1,
+        "moe.aux_loss with parallel.pipeline={topology.pipeline}",
+        lambda s: s.spec.moe.aux_loss == "transformers" and s.topology.pipeline > 1,
         "the formula pools the routers of all layers, and a stage has only its own",
         "set megatron",
     ),
     Rule(
-        "moe.bias_update_rate",
-        "adapters",
-        lambda setup: setup.spec.moe.bias_update_rate > 0 and setup.frozen,
+        "moe.bias_update_rate with adapters",
+        lambda s: s.spec.moe.bias_update_rate > 0 and s.frozen,
         "the base model, routers included, is frozen",
         "set 0",
     ),
     # --- recomputation ---
     Rule(
-        "recompute.modules",
-        "{model}",
-        lambda setup: _recomputes(setup, "moe", "moe_act") and not setup.info.shape.is_moe,
+        "recompute.modules with {model}",
+        lambda s: _recomputes(s, "moe", "moe_act") and not s.info.shape.is_moe,
         "it has no experts",
         "leave moe and moe_act out",
     ),
     Rule(
-        "recompute.modules",
-        "{model}",
-        lambda setup: _recomputes(setup, "shared_experts") and not setup.info.shape.shared_expert_ffn_hidden_size,
+        "recompute.modules with {model}",
+        lambda s: _recomputes(s, "shared_experts") and not s.info.shape.shared_expert_ffn_hidden_size,
         "it has no shared experts",
         "leave shared_experts out",
     ),
     Rule(
-        "recompute.modules",
-        "{model}",
-        lambda setup: _recomputes(setup, "mla_up_proj") and not any("kv_b_proj" in name for name in setup.info.tensors),
+        "recompute.modules with {model}",
+        lambda s: _recomputes(s, "mla_up_proj") and not any("kv_b_proj" in name for name in s.info.tensors),
         "it has no latent attention",
         "leave mla_up_proj out",
     ),
     # --- images ---
     Rule(
-        "parallel.context",
-        "{model}",
-        lambda setup: setup.info.image_layout is not None and setup.topology.context > 1,
+        "parallel.context with {model}",
+        lambda s: s.info.image_layout is not None and s.topology.context > 1,
         "its images are not divided over context parallel ranks",
         "set 1",
     ),
     Rule(
-        "adapters.targets",
-        "{model}",
-        lambda setup: setup.info.image_layout is not None and _targets(setup, EMBEDDING),
+        "adapters.targets with {model}",
+        lambda s: s.info.image_layout is not None and _targets(s, EMBEDDING),
         f"features of images replace those of {EMBEDDING}",
         "leave it out, or use engine fsdp",
     ),
     # --- quantised base weights ---
     Rule(
-        "base_weights",
-        "{platform.name}",
-        lambda setup: _is_quantised(setup) and setup.platform.name == "npu",
+        "base_weights with {platform.name}",
+        lambda s: _is_quantised(s) and s.platform.name == "npu",
         "quantised weights are not supported on NPUs",
         "set unquantised",
     ),
     Rule(
-        "base_weights",
-        "{model}",
-        lambda setup: _is_quantised(setup) and bool(setup.info.linear or setup.info.state_space),
+        "base_weights with {model}",
+        lambda s: _is_quantised(s) and bool(s.info.linear or s.info.state_space),
         "linear attention and state spaces do not support it",
         "set unquantised",
     ),
     Rule(
-        "base_weights",
-        "batching.cuda_graphs",
-        lambda setup: _is_quantised(setup) and _is_captured(setup),
+        "base_weights with batching.cuda_graphs",
+        lambda s: _is_quantised(s) and _is_captured(s),
         "they are not supported together",
         "leave one of them out",
     ),
     # --- CUDA graphs ---
     Rule(
-        "batching.cuda_graphs",
-        "{platform.name}",
-        lambda setup: _is_captured(setup) and setup.platform.device_type != "cuda",
+        "batching.cuda_graphs with {platform.name}",
+        lambda s: _is_captured(s) and s.platform.device_type != "cuda",
         "graphs need a CUDA device",
         "leave it out",
     ),
     Rule(
-        "batching.cuda_graphs",
-        "a scalar head",
-        lambda setup: _is_captured(setup) and setup.info.scalar_head is not None,
-        "captured steps do not support it",
+        "batching.cuda_graphs with {model}",
+        lambda s: _is_captured(s) and bool(s.info.scalar_head or s.info.image_layout),
+        "captured steps do not support scalar heads and images",
         "leave it out",
     ),
     Rule(
-        "batching.cuda_graphs",
-        "{model}",
-        lambda setup: _is_captured(setup) and setup.info.image_layout is not None,
-        "captured steps do not support images",
-        "leave it out",
-    ),
-    *(
-        Rule(
-            f"parallel.{axis}",
-            "batching.cuda_graphs",
-            lambda setup, axis=axis: _is_captured(setup) and getattr(setup.topology, axis) > 1,
-            "graphs need the whole model on every GPU",
-            "set 1, or leave cuda_graphs out",
-        )
-        for axis in ("tensor", "pipeline", "context", "expert")
+        "batching.cuda_graphs with a model on several GPUs",
+        lambda s: (
+            _is_captured(s) and max(s.topology.tensor, s.topology.pipeline, s.topology.context, s.topology.expert) > 1
+        ),
+        "graphs need the whole model on every GPU",
+        "leave it out, or set all sizes of parallel to 1",
     ),
     Rule(
-        "precision",
-        "batching.cuda_graphs",
-        lambda setup: _is_captured(setup) and setup.spec.precision == "fp16",
+        "precision with batching.cuda_graphs",
+        lambda s: _is_captured(s) and s.spec.precision == "fp16",
         "captured steps do not support it",
         "set bf16, or leave cuda_graphs out",
     ),
     Rule(
-        "recompute.granularity",
-        "batching.cuda_graphs",
-        lambda setup: _is_captured(setup) and setup.spec.recompute.granularity != "none",
+        "recompute.granularity with batching.cuda_graphs",
+        lambda s: _is_captured(s) and s.spec.recompute.granularity != "none",
         "captured steps do not recompute",
         "set none, or leave cuda_graphs out",
     ),
     Rule(
-        "batching.cuda_graphs",
-        "{model}",
-        lambda setup: _is_captured(setup) and setup.info.shape.is_moe and not setup.frozen,
+        "batching.cuda_graphs with {model}",
+        lambda s: _is_captured(s) and s.info.shape.is_moe and not s.frozen,
         "loads of trained experts would count padding (adapters on them are supported)",
         "leave it out",
     ),
     Rule(
-        "optimizer.overlap_grad_reduce",
-        "batching.cuda_graphs",
-        lambda setup: _is_captured(setup) and not setup.frozen and setup.spec.optimizer.overlap_grad_reduce,
+        "optimizer.overlap_grad_reduce with batching.cuda_graphs",
+        lambda s: _is_captured(s) and not s.frozen and s.spec.optimizer.overlap_grad_reduce,
         "the host starts the reductions",
         "set false, or leave cuda_graphs out",
     ),
     Rule(
-        "adapters.targets",
-        "batching.cuda_graphs",
-        lambda setup: _is_captured(setup) and _targets(setup, EMBEDDING, OUTPUT),
+        "adapters.targets with batching.cuda_graphs",
+        lambda s: _is_captured(s) and _targets(s, EMBEDDING, OUTPUT),
         f"captured steps do not support adapters on {OUTPUT} and {EMBEDDING}",
         "leave these or cuda_graphs out",
     ),
@@ -241,27 +209,21 @@ class MegatronSetup(Setup):
     Attributes:
         config: mcore-bridge's ModelConfig.
         grouped: experts, if any, are computed without the host.
-        longest: tokens of the longest sample allowed.
     """
 
     config: Any
     grouped: bool
-    longest: int
 
     @property
     def tower_layers(self) -> int:
-        """Return how many layers vision features are added to, beside the embedding."""
+        """Return the number of layers that vision features are added to, beside the embedding."""
         return len(getattr(self.config.hf_config.vision_config, "deepstack_visual_indexes", None) or [])
 
     @property
-    def rope(self) -> dict[str, Any]:
-        """Return the scaling of rotary embeddings."""
-        return self.config.rope_scaling or {}
-
-    @property
     def rope_type(self) -> str | None:
-        """Return the kind of that scaling."""
-        return self.rope.get("rope_type", self.rope.get("type"))
+        """Return the kind of scaling of rotary embeddings."""
+        rope = self.config.rope_scaling or {}
+        return rope.get("rope_type", rope.get("type"))
 
     @property
     def rope_limit(self) -> int:
@@ -284,7 +246,7 @@ class MegatronSetup(Setup):
         return window
 
     @property
-    def cut_blocks(self) -> Sequence[str]:
+    def cut_blocks(self) -> list[str]:
         """Describe the layers of which tensor parallel ranks cut a block of values that share a scale."""
         config, topology, block = self.config, self.topology, BLOCKS[self.spec.base_weights]
         head = config.v_head_dim if config.multi_latent_attention else config.kv_channels
@@ -305,106 +267,117 @@ class MegatronSetup(Setup):
 
 MEGATRON_MODEL: tuple[Rule[MegatronSetup], ...] = (
     Rule(
-        "moe.aux_loss",
-        "{model}",
-        lambda setup: (
-            setup.spec.moe.aux_loss == "transformers" and not hasattr(setup.config.hf_config, "router_aux_loss_coef")
-        ),
+        "moe.aux_loss with {model}",
+        lambda s: s.spec.moe.aux_loss == "transformers" and not hasattr(s.config.hf_config, "router_aux_loss_coef"),
         "transformers computes none for it (its configuration has no router_aux_loss_coef)",
         "set megatron or none",
     ),
     Rule(
-        "moe.bias_update_rate",
-        "{model}",
-        lambda setup: setup.spec.moe.bias_update_rate > 0 and not setup.config.moe_router_enable_expert_bias,
+        "moe.bias_update_rate with {model}",
+        lambda s: s.spec.moe.bias_update_rate > 0 and not s.config.moe_router_enable_expert_bias,
         "its routers have no correction bias",
         "set 0",
     ),
     Rule(
-        "parallel.pipeline",
-        "{model}",
+        "parallel.pipeline with {model}",
         # Pipeline stages pass on hidden states only: these features have to be added on the stage that has the tower.
-        lambda setup: setup.info.image_layout is not None and setup.tower_layers > setup.topology.chunk_layers[0],
+        lambda s: s.info.image_layout is not None and s.tower_layers > s.topology.chunk_layers[0],
         "it adds vision features to {tower_layers} layers, and the first stage has {topology.chunk_layers[0]}",
         "lower parallel.pipeline or parallel.virtual_pipeline",
     ),
     Rule(
-        "base_weights",
-        "{cut_blocks[0]}",
-        lambda setup: _is_quantised(setup) and bool(setup.cut_blocks),
+        "base_weights with {cut_blocks[0]}",
+        lambda s: _is_quantised(s) and bool(s.cut_blocks),
         "ranks would cut blocks of values that share a scale",
         "lower it",
     ),
     Rule(
-        "batching.cuda_graphs",
-        "moe.experts={spec.moe.experts}",
-        lambda setup: _is_captured(setup) and bool(setup.config.num_moe_experts) and not setup.grouped,
+        "batching.cuda_graphs with moe.experts={spec.moe.experts}",
+        lambda s: _is_captured(s) and bool(s.config.num_moe_experts) and not s.grouped,
         "upstream's experts wait for their loads",
         "set moe.experts: grouped",
     ),
     Rule(
-        "batching.cuda_graphs",
-        "{model}",
-        lambda setup: _is_captured(setup) and max(setup.config.hidden_dropout, setup.config.attention_dropout) > 0,
+        "batching.cuda_graphs with {model}",
+        lambda s: _is_captured(s) and max(s.config.hidden_dropout, s.config.attention_dropout) > 0,
         "captured steps do not support the model's own dropout",
         "leave it out",
     ),
     Rule(
-        "batching.cuda_graphs",
-        "rope_type {rope_type}",
-        lambda setup: _is_captured(setup) and setup.rope_type in ROPE_OF_LENGTH,
+        "batching.cuda_graphs with rope_type {rope_type}",
+        lambda s: _is_captured(s) and s.rope_type in ROPE_OF_LENGTH,
         "its frequencies depend on the length, which graphs pad",
         "leave it out",
     ),
     Rule(
-        "batching.max_length",
-        "{model}",
-        lambda setup: setup.longest > setup.dropped_window,
+        "batching.max_length with {model}",
+        lambda s: longest_sample(s.spec, s.info) > s.dropped_window,
         "mcore-bridge leaves out its sliding window of {dropped_window} tokens",
         "set {dropped_window} or less",
     ),
     Rule(
-        "batching.max_length",
-        "rope_type {rope_type}",
-        lambda setup: setup.longest > setup.rope_limit,
+        "batching.max_length with rope_type {rope_type}",
+        lambda s: longest_sample(s.spec, s.info) > s.rope_limit,
         "above {rope_limit} tokens positions depend on the micro batch, not on the sample",
         "set {rope_limit}",
     ),
     Rule(
-        "batching.packing",
-        "{model}",
-        lambda setup: (
-            setup.spec.batching.packing
-            and setup.platform.has_transformer_engine_kernels
-            and setup.config.softmax_type != "vanilla"
+        "batching.packing with {model}",
+        lambda s: (
+            s.spec.batching.packing and s.platform.has_transformer_engine_kernels and s.config.softmax_type != "vanilla"
         ),
         "Transformer Engine has no kernel with attention sinks that takes packed samples",
         "set false",
     ),
     Rule(
-        "batching.packing",
-        "{model}",
+        "batching.packing with {model}",
         # The choice is stored with the boundaries of packed samples, an object of each micro batch. Padded ones have none.
-        lambda setup: (
-            not setup.spec.batching.packing
-            and getattr(setup.config, "dsa_indexer_topk_freq", 1) > 1
-            and setup.config.pipeline_model_parallel_size > 1
-            and setup.config.recompute_granularity is not None
+        lambda s: (
+            not s.spec.batching.packing
+            and getattr(s.config, "dsa_indexer_topk_freq", 1) > 1
+            and s.config.pipeline_model_parallel_size > 1
+            and s.config.recompute_granularity is not None
         ),
         "a pipeline loses its choice of keys (indexer_types: shared) in recomputing padded batches",
         "set true",
     ),
     Rule(
-        "recompute.granularity",
-        "sequence parallelism and dropout",
+        "recompute.granularity with sequence parallelism and dropout",
         # Of megatron-core 0.16.1, with both dropouts.
-        lambda setup: (
-            setup.config.sequence_parallel
-            and setup.config.tensor_model_parallel_size > 1
-            and setup.config.recompute_granularity is not None
-            and min(setup.config.hidden_dropout, setup.config.attention_dropout) > 0
+        lambda s: (
+            s.config.sequence_parallel
+            and s.config.tensor_model_parallel_size > 1
+            and s.config.recompute_granularity is not None
+            and min(s.config.hidden_dropout, s.config.attention_dropout) > 0
         ),
         "recomputation draws other dropout masks",
         "set none",
     ),
 )
+
+
+ON_TRANSFORMERS: tuple[Rule[Setup], ...] = (
+    UNQUANTISED,
+    *(
+        Rule(
+            f"{setting} with engine {{engine}}",
+            lambda s, setting=setting, possible=possible: s[setting] not in possible,
+            "it is a setting of engine megatron",
+            remedy,
+        )
+        for setting, possible, remedy in (
+            ("mtp", ("keep", "drop"), "set keep"),
+            ("optimizer.offload", (False,), "leave it out; engine fsdp has fsdp.offload"),
+            ("batching.cuda_graphs", (None,), "leave it out"),
+            ("moe.bias_update_rate", (0.0,), "set 0"),
+            ("moe.experts", ("auto", "upstream"), "leave it out"),
+        )
+    ),
+    Rule(
+        "recompute.layers with engine {engine}",
+        lambda s: s.spec.recompute.granularity == "full" and s.spec.recompute.layers != 1,
+        "it recomputes single layers",
+        "set 1",
+    ),
+)
+"""Of the engines on transformers' own models."""

@@ -46,7 +46,7 @@ REFUSED: dict[str, dict[str, tuple[str, Changes, str]]] = {
             "with adapters",
         ),
         "dropout on experts": ("qwen3_moe", {"lora": {"rank": 4, "dropout": 0.1}}, "dropout 0.1 on experts"),
-        "layers": ("qwen3", RECOMPUTED, "recompute.layers=2"),
+        "layers": ("qwen3", RECOMPUTED, "recompute.layers: 2"),
         "base weights": ("qwen3", {"base_weights": "nf4", **LORA}, "only engine megatron"),
         "replicas": ("qwen3", {"fsdp": {"replicate": 2}}, "does not divide the 1 processes"),
         "options": ("qwen3", {"provider_options": {"use_flash_attn": True}}, "no setting provider_options"),
@@ -54,7 +54,7 @@ REFUSED: dict[str, dict[str, tuple[str, Changes, str]]] = {
     "single": {
         "base weights": ("qwen3", {"base_weights": "nf4", **LORA}, "only engine megatron"),
         "selective": ("qwen3", {"recompute": {"granularity": "selective"}}, "recompute.granularity=selective"),
-        "layers": ("qwen3", RECOMPUTED, "recompute.layers=2"),
+        "layers": ("qwen3", RECOMPUTED, "recompute.layers: 2"),
         "loss of experts": (
             "qwen3",
             {"moe": {"aux_loss": "transformers", "aux_loss_coefficient": 0.01}},

@@ -3,13 +3,10 @@
 CUDA graphs themselves are tested in tests/gpu/test_cuda_graphs.py; here a stand-in on the CPU replaces them.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from megascend import Adam, Adapters, Batching, ConfigError, CudaGraphs, Lora, Moe, Parallel, Sample
-from megascend.runtime.topology.topology import plan
+from megascend import Adam, Adapters, Batching, ConfigError, CudaGraphs, Lora, Moe, Sample
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
 from support.graphed_steps import LAYOUTS, CaptureOnCpu, differences, gradients_of, life, life_of_a_model
@@ -398,14 +395,3 @@ def test_the_setting_needs_cuda(parity_folder):
         return ""
 
     assert "batching.cuda_graphs with cpu: graphs need a CUDA device" in run_distributed(refused, 1, init=False)[0]
-
-
-def test_other_engines_refuse_the_setting():
-    from megascend.engines.context import EngineSpec
-    from megascend.engines.fsdp import engine as fsdp
-
-    spec = EngineSpec(model=Path("model"), batching=Batching(cuda_graphs=CudaGraphs()))
-    with pytest.raises(ConfigError, match=r"engine single: batching\.cuda_graphs is a setting of engine megatron"):
-        fsdp.check_settings(spec, plan(Parallel(), 1), sharded=False)
-    with pytest.raises(ConfigError, match=r"engine fsdp: batching\.cuda_graphs is a setting of engine megatron"):
-        fsdp.check_settings(spec, plan(Parallel(), 1))

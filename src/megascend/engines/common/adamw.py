@@ -82,7 +82,8 @@ class MainAdamW(GradientScaling):
         weights: WeightMap | None,
     ) -> None:
         learning_rate(schedule, adam.lr, 0)  # raises for a schedule without an end now, not at the first step
-        adam.check_without_offload("another engine")
+        if adam.offload:
+            raise ConfigError("optimizer.offload is not a setting of this engine; leave it out")
         super().__init__(scales_loss=precision == "fp16")
         self._adam, self._schedule = adam, schedule
         self._pairs = dict(pairs)

@@ -48,10 +48,6 @@ def export(
         weights: a stream that has not been started, with the main rank (0) as its receiver.
         dtype: ``float32``, ``float16`` or ``bfloat16``: the parameters' dtype.
         info: description of the model that was built from ``source``.
-
-    Raises:
-        CheckpointError: on every rank, if ``target`` exists and is not a Hugging Face directory (it would be replaced),
-            cannot be written, or would have other tensors than ``source``; its previous content is kept.
     """
     with contextlib.ExitStack() as stack:
         writer, problem = None, None
@@ -101,10 +97,6 @@ def check_export(
     Args:
         weights: the stream of an export, on torch's ``meta`` device.
         replaces: the current content of ``target`` will have been removed by then.
-
-    Raises:
-        CheckpointError: on every rank: the export would hold other tensors than ``source``, a file beside the weights cannot be
-            read, or ``target`` cannot be written.
     """
     problem: CheckpointError | None = None
     try:

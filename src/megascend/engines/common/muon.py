@@ -262,9 +262,6 @@ def plan(tiles: Sequence[Sequence[Tile]], shapes: Mapping[str, Sequence[int]]) -
     Args:
         tiles: of every rank, the tiles of its pieces.
         shapes: shapes of the weights.
-
-    Raises:
-        ConfigError: the pieces of all ranks are not a complete matrix.
     """
     holders: dict[Matrix, dict[Tile, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, local in enumerate(tiles):

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.engines.base import UNQUANTISED, Engine
+from megascend.engines.base import Engine
 from megascend.engines.common import linear_attention
 from megascend.engines.common.adamw import MainAdamW, WeightMap
 from megascend.engines.common.heads import plain_slice
 from megascend.engines.context import EngineSpec
-from megascend.errors import ConfigError
 from megascend.models.selfcheck.check import require_agreement_in_process
 from megascend.models.selfcheck.in_process import Subject
 from megascend.models.selfcheck.trial_inputs import ImageTokens
@@ -39,9 +38,6 @@ class TransformersEngine(Engine):
         Args:
             config: the model's, in transformers' class.
             enabled: if False, nothing is compared, and the verdict is "off".
-
-        Raises:
-            SelfCheckError, ConfigError: on every rank: they disagree, or the engine cannot compute the model.
         """
         start = time.monotonic()
         self.self_check = require_agreement_in_process(
@@ -66,28 +62,6 @@ class TransformersEngine(Engine):
             yield
         finally:
             self.model.train()
-
-
-def refuse_megatron_settings(spec: EngineSpec, engine: str) -> None:
-    """Raise ConfigError for settings of engine megatron, which the engines on transformers' models do not have."""
-    if spec.base_weights != "unquantised":
-        raise ConfigError(
-            f"base_weights: {spec.base_weights} with engine {engine}: {UNQUANTISED.because}; {UNQUANTISED.remedy}"
-        )
-    spec.optimizer.check_without_offload(f"engine {engine}")
-    recompute, moe = spec.recompute, spec.moe
-    for setting, present, remedy in (
-        ("mtp: train", spec.mtp == "train", "transformers' models have no heads for multi-token prediction, set keep"),
-        ("batching.cuda_graphs", spec.batching.cuda_graphs is not None, "leave it out"),
-        (f"moe.bias_update_rate={moe.bias_update_rate:g}", bool(moe.bias_update_rate), "set 0"),
-        (f"moe.experts={moe.experts!r}", moe.experts == "grouped", "leave it out"),
-    ):
-        if present:
-            raise ConfigError(f"engine {engine}: {setting} is a setting of engine megatron; {remedy}")
-    if recompute.granularity == "full" and recompute.layers != 1:
-        raise ConfigError(
-            f"engine {engine}: recompute.layers={recompute.layers}; only single layers are recomputed, set 1"
-        )
 
 
 class TransformersSubject(Subject):

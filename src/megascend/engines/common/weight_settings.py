@@ -108,11 +108,7 @@ class SettingsByWeight:
                 )
 
     def common(self, weights: Iterable[str], engine: str) -> WeightSettings:
-        """Return the common settings of a parameter that consists of ``weights``.
-
-        Raises:
-            ConfigError: they differ in their settings.
-        """
+        """Return the common settings of a parameter that consists of ``weights``."""
         by_settings = {self._settings[name]: name for name in sorted(weights)}
         if len(by_settings) > 1:
             first, second, *_ = by_settings.values()

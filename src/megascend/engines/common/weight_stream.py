@@ -87,10 +87,6 @@ def stream_weights(
         headers: headers of the checkpoint's tensors; exported names, shapes and dtypes are compared with them.
         dtype: dtype of the model's parameters.
         finish: called with every tensor before it is yielded; returns the tensor to yield.
-
-    Raises:
-        CheckpointError: on every receiver: another rank stopped before the end; or, after the last tensor, the tensors differ
-            from ``headers``.
     """
     yielded: dict[str, TensorHeader] = {}
     try:

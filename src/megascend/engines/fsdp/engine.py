@@ -26,7 +26,6 @@ from megascend.engines.common.rotary import RotaryByLength
 from megascend.engines.common.transformers_engine import (
     TransformersEngine,
     TransformersSubject,
-    refuse_megatron_settings,
 )
 from megascend.engines.common.transformers_names import check_rows, tensor_slices
 from megascend.engines.context import EngineContext, EngineSpec
@@ -453,7 +452,6 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False, s
     if fsdp.compile and (topology.context > 1 or adapters is not None):
         conflict = "adapters" if adapters is not None else f"parallel.context={topology.context}"
         raise ConfigError(f"engine fsdp: fsdp.compile does not work with {conflict} (docs/fsdp.md); set compile: false")
-    refuse_megatron_settings(spec, engine_name(sharded))
     if recompute.granularity == "selective" and recompute.modules != Recompute().modules:
         raise ConfigError(
             f"engine fsdp: recompute.modules={list(recompute.modules)} are names of Megatron's modules; selective recomputation "

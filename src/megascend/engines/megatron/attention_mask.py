@@ -54,9 +54,6 @@ def kernel_mask(
         positions: int64 [queries], position of each query in the full sequence, if this rank holds only a part of it
             (context parallelism); default: 0, 1, 2...
         packed: the batch holds several samples in one row (THD).
-
-    Returns:
-        None for causal attention, ``mask`` itself for a general one.
     """
     if mask is None:
         if mask_type == "general":

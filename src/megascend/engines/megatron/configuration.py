@@ -8,7 +8,6 @@ import torch
 from mcore_bridge import ModelConfig
 
 from megascend.config.rules import enforce
-from megascend.engines.base import longest_sample
 from megascend.engines.context import EngineSpec
 from megascend.engines.megatron import grouped_experts
 from megascend.engines.megatron.build import build_config, check_rotary
@@ -58,8 +57,7 @@ def configure(
         prediction_head=spec.mtp == "train",
     )
     grouped = grouped_experts.is_enabled(spec.moe, config, spec.precision, device, overlapped=overlaps_reduction(spec))
-    longest = longest_sample(spec, info)
-    enforce(MEGATRON_MODEL, MegatronSetup("megatron", spec, platform, topology, info, config, grouped, longest))
+    enforce(MEGATRON_MODEL, MegatronSetup("megatron", spec, platform, topology, info, config, grouped))
     check_rotary(config)
     return config, grouped
 

@@ -91,7 +91,6 @@ class MegatronEngine(Engine):
     """
 
     kind = "megatron"
-    quantises_base = True
 
     def __init__(self, spec: EngineSpec, context: EngineContext, checker: Worker | None = None) -> None:
         super().__init__(spec, context)

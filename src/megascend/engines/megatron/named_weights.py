@@ -60,29 +60,18 @@ def named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter under its Hugging Face name, one at a time, in the model's order, on the receiving ranks.
 
-    Collective: every rank iterates to the end; a rank that does not receive yields nothing, and its first ``next()`` lasts until
-    the others are done. Before each layer, and at the end, all ranks join a barrier over Gloo; see
-    :func:`megascend.engines.common.weight_stream.stream_weights`. A rank that stops iterating without closing the stream causes a
-    CollectiveTimeoutError on the others.
-
-    A tensor may share the model's memory and is valid until the next one: copy it to keep it. Beside the model, a receiver holds
-    one layer (with all its experts) and one more tensor; others hold one shard.
+    Collective, as :func:`megascend.engines.common.weight_stream.stream_weights`; a rank that does not receive yields nothing, and
+    its first ``next()`` lasts until the others are done. A tensor may share the model's memory and is valid until the next one.
+    Beside the model, a receiver holds one layer (with all its experts) and one more tensor; others hold one shard.
 
     Args:
         chunks: the model chunks of this rank, without wrappers.
-        headers: headers of the checkpoint's tensors, without those that are not built
-            (:attr:`megascend.models.checkpoint_files.info.ModelInfo.export_tensors`). Tensors that are fused there are joined;
-            names, shapes and dtypes are compared with them. Used by receivers.
+        headers: the checkpoint's tensors that are built; those that are fused there are joined.
         copies: names of ``headers`` that repeat another weight, by its name: it is yielded again, under that name.
         merge: ``(name, tensor) -> tensor``, applied to every tensor, on receivers.
         receivers: global ranks that get the tensors.
         device: device of the tensors; default: the model's. ``meta``: shapes and dtypes; no shards are sent.
 
-    Raises:
-        CheckpointError: on every receiver: another receiver stopped before the end; or, after the last tensor, the tensors
-            differ from ``headers``.
-        TopologyError: ``receivers`` are not ranks of the world.
-        CollectiveTimeoutError, OutOfStepError: ranks did not join in time, or made another call.
     """
     receiving = ranks_of(receivers, groups.topology)
     config = chunks[0].config

@@ -48,7 +48,7 @@ RUN_FILES = {
 KEYS = {
     "unknown": settings("stepps=1", says="stepps: unknown setting (value 1) | did you mean steps?"),
     "unknown in a section": settings(
-        "optimizer.learning_rate=1", says="optimizer.learning_rate: unknown setting (value 1), called optimizer.lr here"
+        "optimizer.learning_rate=1", says="optimizer.learning_rate: unknown setting (value 1), did you mean optimizer.lr"
     ),
     "misspelt in a section": settings(
         "parallel.tensr=2", says="parallel.tensr: unknown setting (value 2) | did you mean parallel.tensor?"
