@@ -117,13 +117,13 @@ class Data(Section):
     )
 
     @model_validator(mode="after")
-    def _split(self) -> Data:
+    def _split_is_not_empty(self) -> Data:
         if not self.split:
             raise ValueError("data.split: name a split, or leave it out for 'train'")
         return self
 
     @model_validator(mode="after")
-    def _columns(self) -> Data:
+    def _columns_are_known_and_distinct(self) -> Data:
         for setting, columns in [
             ("data.columns", self.columns),
             *((f"data.sources[{number}].columns", source.columns or {}) for number, source in enumerate(self.sources)),
@@ -153,7 +153,7 @@ class Data(Section):
         return self
 
     @model_validator(mode="after")
-    def _streaming(self) -> Data:
+    def _stream_settings_fit(self) -> Data:
         if not self.streaming:
             for name in ("shuffle_buffer", "max_bad_records"):
                 if getattr(self, name) != Data.model_fields[name].default:
@@ -479,7 +479,7 @@ class Classification(Section):
             )
 
     @model_validator(mode="after")
-    def _labels(self) -> Classification:
+    def _labels_are_distinct_and_counted(self) -> Classification:
         if self.labels is not None and self.num_labels not in (None, len(self.labels)):
             raise ValueError(
                 f"classification.num_labels: {self.num_labels}, and classification.labels has {len(self.labels)}: leave "

@@ -152,7 +152,7 @@ class Rollout(Section):
     )
 
     @model_validator(mode="after")
-    def _bounded_mask(self) -> Rollout:
+    def _top_p_needs_top_k(self) -> Rollout:
         if self.top_p < 1 and not self.top_k:
             raise ValueError(
                 f"rollout.top_p: {self.top_p:g} needs rollout.top_k: engines return the tokens that were allowed, which top_k "
@@ -235,7 +235,7 @@ class Objective(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_preset(cls, values: Any) -> Any:
+    def _fill_in_the_preset(cls, values: Any) -> Any:
         if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
             return values
         if values["preset"] not in PRESETS:
@@ -247,7 +247,7 @@ class Objective(Section):
         return settings | values
 
     @model_validator(mode="after")
-    def _clips(self) -> Objective:
+    def _clip_ranges_have_an_effect(self) -> Objective:
         if self.correction == "truncated" and (options := self.loss_options):
             name, value = next(iter(options.items()))
             raise ValueError(
@@ -295,7 +295,7 @@ class ReferenceSettings(Section):
         return self.estimator or ("k1" if self.penalty == "reward" else "k2")
 
     @model_validator(mode="after")
-    def _estimator(self) -> ReferenceSettings:
+    def _estimator_in_the_loss_has_a_gradient(self) -> ReferenceSettings:
         if self.penalty == "loss" and self.estimator == "k1":
             raise ValueError(
                 "estimator: k1 in the loss has an expected gradient of 0: use k2, or penalty: reward, where k1 has the gradient "
@@ -336,7 +336,7 @@ class TeacherSettings(Section):
     )
 
     @model_validator(mode="after")
-    def _consistent(self) -> TeacherSettings:
+    def _engine_model_and_loss_fit(self) -> TeacherSettings:
         has_directory = self.engine in (LOCAL, TRAINER)
         if has_directory != (self.model is not None):
             raise ValueError(
@@ -463,7 +463,7 @@ class RlConfig(TrainerConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _settings_of_train(cls, values: Any) -> Any:
+    def _refuse_settings_of_train(cls, values: Any) -> Any:
         # As unknown keys they would get the advice to check their spelling.
         if isinstance(values, dict) and (names := [name for name in COUNTERPARTS if name in values]):
             lines = "; ".join(f"{name}: {COUNTERPARTS[name]}" for name in names)
@@ -472,7 +472,7 @@ class RlConfig(TrainerConfig):
 
     @field_validator("objective")
     @classmethod
-    def _limits_length(cls, objective: Objective, info: ValidationInfo) -> Objective:
+    def _length_of_the_longest_response(cls, objective: Objective, info: ValidationInfo) -> Objective:
         """Fill in the default of ``length``, which another section has."""
         rollout = info.data.get("rollout")  # missing if it is wrong itself
         if objective.length is not None or rollout is None:
@@ -480,12 +480,18 @@ class RlConfig(TrainerConfig):
         return objective.model_copy(update={"length": rollout.max_tokens})
 
     @model_validator(mode="after")
-    def _graded(self) -> RlConfig:
+    def _responses_are_graded(self) -> RlConfig:
         graders = (self.rollout.reward is not None) + (self.rollout.environment is not None)
         if graders == 2 or (graders == 0 and self.learns_from_rewards):
             raise ValueError("set either rollout.reward or rollout.environment")
         if self.rollout.prompts is None and self.rollout.environment is None:
             raise ValueError("rollout.prompts: name a file of prompts; only an environment may bring its own")
+        if graders == 0 and self.evaluation is not None:
+            raise ValueError("evaluation measures rewards: set rollout.reward or rollout.environment, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_scores_at_temperature_1(self) -> RlConfig:
         rollout = self.rollout
         if self.teacher is not None and self.teacher.loss != "policy" and (rollout.temperature != 1 or rollout.top_k):
             raise ValueError(
@@ -497,12 +503,10 @@ class RlConfig(TrainerConfig):
                 f"teacher.engine: {self.teacher.engine} scores tokens at temperature 1: set rollout.temperature: 1 and leave "
                 "top_k and top_p out"
             )
-        if graders == 0 and self.evaluation is not None:
-            raise ValueError("evaluation measures rewards: set rollout.reward or rollout.environment, or leave it out")
         return self
 
     @model_validator(mode="after")
-    def _objective_complete(self) -> RlConfig:
+    def _overlong_penalty_is_of_single_responses(self) -> RlConfig:
         objective, rollout = self.objective, self.rollout
         if objective.overlong_share and rollout.environment is not None:
             raise ValueError(
@@ -512,7 +516,7 @@ class RlConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
-    def _penalised_rewards(self) -> RlConfig:
+    def _penalty_on_rewards_has_an_effect(self) -> RlConfig:
         # Otherwise a run would report the penalty of each rollout and learn nothing from it.
         reference = self.reference
         if (
@@ -528,7 +532,7 @@ class RlConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
-    def _reference(self) -> RlConfig:
+    def _reference_of_an_adapter_is_its_base(self) -> RlConfig:
         if self.reference is not None and self.lora is not None and self.reference.model != BASE:
             raise ValueError(
                 f"reference.model: {self.reference.model} with lora: the reference of an adapter is the model without it; set "
@@ -563,14 +567,14 @@ class RlConfig(TrainerConfig):
         return {name: value for name, value in values.items() if value != Objective.model_fields[name].default}
 
     @model_validator(mode="after")
-    def _merged_by_rank_0(self) -> RlConfig:
+    def _adapter_is_merged_by_rank_0(self) -> RlConfig:
         if self.lora is not None and (self.sync.sharded or self.sync.mode == "delta"):
             setting = "sync.sharded: true" if self.sync.sharded else "sync.mode: delta"
             raise ValueError(f"{setting} with lora: rank 0 merges the adapter and sends complete weights; leave it out")
         return self
 
     @model_validator(mode="after")
-    def _unquantised_base(self) -> RlConfig:
+    def _base_is_unquantised(self) -> RlConfig:
         if self.base_weights != "unquantised":
             raise ValueError(
                 f"base_weights: {self.base_weights} is for megascend train: engines sample from unquantised weights, whose "
@@ -579,7 +583,7 @@ class RlConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
-    def _versions(self) -> RlConfig:
+    def _samples_are_new_enough(self) -> RlConfig:
         # Otherwise no sample would be new enough for the last steps before an update.
         if self.sync.every > self.rollout.max_lag + 1:
             raise ValueError(
@@ -587,6 +591,10 @@ class RlConfig(TrainerConfig):
                 f"{self.rollout.max_lag}: between two updates every step learns from weights that are one step older"
             )
         self.batching.check_budget()
+        return self
+
+    @model_validator(mode="after")
+    def _engines_fit_the_rollout(self) -> RlConfig:
         if not self.engines:
             raise ValueError("engines must name at least one")
         if self.rollout.router_replay and self.rollout.controller is None and "local" in self.engines:
@@ -600,6 +608,10 @@ class RlConfig(TrainerConfig):
         addresses = [name for name in self.engines if name not in ("local", VLLM)]
         if len(set(addresses)) < len(addresses):
             raise ValueError(f"engines names one address twice: {', '.join(self.engines)}")
+        return self
+
+    @model_validator(mode="after")
+    def _placement_fits_the_engines(self) -> RlConfig:
         if self.placement != PlacementSettings() and not self.started_engines:
             raise ValueError(f"placement is of engines that the run starts, and engines has no {VLLM}")
         if self.placement.engines is not None and len(self.placement.engines) != len(self.started_engines):

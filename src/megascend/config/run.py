@@ -59,7 +59,7 @@ class Generation(Section):
     )
 
     @model_validator(mode="after")
-    def _prompts(self) -> Generation:
+    def _prompts_are_distinct(self) -> Generation:
         # Answers are logged by their prompt: a second one would replace the first.
         if any(self.prompts.count(prompt) > 1 for prompt in self.prompts):
             raise ValueError("generation.prompts: a prompt appears twice")
@@ -94,7 +94,7 @@ class Push(Section):
 
     @field_validator("repository")
     @classmethod
-    def _name(cls, value: str) -> str:
+    def _repository_has_a_namespace(cls, value: str) -> str:
         if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", value, re.ASCII):
             raise ValueError(f"{value!r} is not the name of a model on the Hub, NAMESPACE/NAME")
         return value
@@ -207,7 +207,7 @@ class TrainerConfig(EngineSettings):
         return {"tensorboard": {}} | options_by_name if self.tensorboard else options_by_name
 
     @model_validator(mode="after")
-    def _trackers(self) -> Self:
+    def _trackers_are_distinct(self) -> Self:
         # An entry is a name, or a mapping of names to options.
         names = [name for entry in self.trackers for name in ([entry] if isinstance(entry, str) else entry)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -348,7 +348,7 @@ class RunConfig(TrainerConfig):
         return values
 
     @model_validator(mode="after")
-    def _length(self) -> RunConfig:
+    def _steps_or_epochs(self) -> RunConfig:
         if self.steps == 0 and self.epochs is None:
             raise ValueError("steps must be 1 or more, or epochs set (got 0)")
         if self.steps and self.epochs is not None:

@@ -155,14 +155,14 @@ class Adam(Section):
     )
 
     @model_validator(mode="after")
-    def _overlaps(self) -> Adam:
+    def _overlapped_gather_needs_overlapped_reduction(self) -> Adam:
         # Megatron-Core requires both.
         if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed: true and overlap_grad_reduce: true")
         return self
 
     @model_validator(mode="after")
-    def _by_weight(self) -> Adam:
+    def _settings_of_the_kind_and_distinct_groups(self) -> Adam:
         patterns = [group.match for group in self.groups]
         if twice := next((pattern for pattern in patterns if patterns.count(pattern) > 1), None):
             raise ValueError(f"groups: {twice!r} is listed twice")
@@ -175,7 +175,7 @@ class Adam(Section):
         return self
 
     @model_validator(mode="after")
-    def _offload(self) -> Adam:
+    def _offload_is_of_fp32_moments(self) -> Adam:
         for setting, conflicts in (("kind: muon", self.kind == "muon"), ("moments: 8bit", self.moments == "8bit")):
             if self.offload and conflicts:
                 raise ValueError(
@@ -244,7 +244,7 @@ class Schedule(Section):
     )
 
     @model_validator(mode="after")
-    def _total(self) -> Schedule:
+    def _warm_up_and_decay_fit(self) -> Schedule:
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError(
                 f"warmup_steps: {self.warmup_steps} and warmup_ratio: {self.warmup_ratio:g} both set the warm-up: set one of them"
@@ -338,7 +338,7 @@ class Moe(Section):
     )
 
     @model_validator(mode="after")
-    def _formula(self) -> Moe:
+    def _auxiliary_loss_has_a_formula_and_a_weight(self) -> Moe:
         # Refused instead of guessed: the two formulas differ by a factor that depends on the number of layers.
         if self.aux_loss == "none" and self.aux_loss_coefficient > 0:
             raise ValueError(
@@ -464,7 +464,7 @@ class Lora(Section):
     )
 
     @model_validator(mode="after")
-    def _targets(self) -> Lora:
+    def _targets_are_names(self) -> Lora:
         if not self.targets or not all(self.targets):
             raise ValueError("lora.targets must name at least one layer, and no empty name")
         return self

@@ -97,26 +97,16 @@ MEGATRON: tuple[Rule[Setup], ...] = (
         "the base model, routers included, is frozen",
         "set 0",
     ),
-    # --- recomputation ---
     Rule(
         "recompute.modules with {model}",
-        lambda s: _recomputes(s, "moe", "moe_act") and not s.info.shape.is_moe,
-        "it has no experts",
-        "leave moe and moe_act out",
+        lambda s: (
+            (_recomputes(s, "moe", "moe_act") and not s.info.shape.is_moe)
+            or (_recomputes(s, "shared_experts") and not s.info.shape.shared_expert_ffn_hidden_size)
+            or (_recomputes(s, "mla_up_proj") and not any("kv_b_proj" in name for name in s.info.tensors))
+        ),
+        "it has no such modules",
+        "leave out those of experts or latent attention that it lacks",
     ),
-    Rule(
-        "recompute.modules with {model}",
-        lambda s: _recomputes(s, "shared_experts") and not s.info.shape.shared_expert_ffn_hidden_size,
-        "it has no shared experts",
-        "leave shared_experts out",
-    ),
-    Rule(
-        "recompute.modules with {model}",
-        lambda s: _recomputes(s, "mla_up_proj") and not any("kv_b_proj" in name for name in s.info.tensors),
-        "it has no latent attention",
-        "leave mla_up_proj out",
-    ),
-    # --- images ---
     Rule(
         "parallel.context with {model}",
         lambda s: s.info.image_layout is not None and s.topology.context > 1,
@@ -129,7 +119,6 @@ MEGATRON: tuple[Rule[Setup], ...] = (
         f"features of images replace those of {EMBEDDING}",
         "leave it out, or use engine fsdp",
     ),
-    # --- quantised base weights ---
     Rule(
         "base_weights with {platform.name}",
         lambda s: _is_quantised(s) and s.platform.name == "npu",

@@ -202,7 +202,7 @@ NEEDS_MEGATRON_TRAINING = (
 """Arguments whose features import ``megatron.training``, which is not part of the megatron-core package."""
 
 
-ON_OTHER_DEVICES = "train this model on CUDA or the CPU"
+ON_OTHER_DEVICES = "use CUDA or the CPU"
 
 
 class Arguments(dict[str, Any]):
@@ -233,7 +233,7 @@ RULES: tuple[Rule[Arguments], ...] = (
     Rule(
         "multi_latent_attention with MindSpeed",
         lambda a: bool(a["multi_latent_attention"]),
-        "its latent attention reads settings that mcore-bridge's ModelConfig lacks, such as mscale",
+        "its layer reads settings that mcore-bridge lacks, such as mscale",
         ON_OTHER_DEVICES,
     ),
     Rule(
@@ -245,13 +245,13 @@ RULES: tuple[Rule[Arguments], ...] = (
     Rule(
         "hf_model_type with MindSpeed",
         lambda a: a["hf_model_type"] == "glm4",
-        "mcore-bridge's attention passes its configuration by position, and MindSpeed reads it by keyword",
+        "mcore-bridge passes the configuration by position, MindSpeed reads it by keyword",
         ON_OTHER_DEVICES,
     ),
     Rule(
         "context_parallel_algo with MindSpeed",
         lambda a: a.divides_context and str(a["context_parallel_algo"]).startswith(("ulysses", "hybrid")),
-        "it needs one fixed seq_length, and micro batches differ in length",
+        "it needs one fixed seq_length",
         "set parallel.context_algorithm: ring or all_gather",
     ),
     Rule(
@@ -276,8 +276,8 @@ RULES: tuple[Rule[Arguments], ...] = (
     Rule(
         "recompute_modules with MindSpeed",
         lambda a: not {"layernorm", "mla_up_proj", "moe_act"}.isdisjoint(a["recompute_modules"] or ()),
-        "layernorm, mla_up_proj and moe_act read Transformer Engine's fp8 state",
-        "use core_attn, mlp, moe, or recompute.granularity: full",
+        "layernorm, mla_up_proj, moe_act read state of Transformer Engine",
+        "use core_attn, mlp, moe",
     ),
     *(
         Rule(
