@@ -9,7 +9,6 @@ import pytest
 from megascend.config import Batching, Parallel, Recompute
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
-from support.covering import first_stack_required
 
 pytestmark = pytest.mark.usefixtures("npu")
 
@@ -170,20 +169,6 @@ def test_packing_with_context_parallelism_is_refused(parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     for message in run_distributed(refused, 2, checkpoint, Parallel(context=2), Batching(), init=False):
         assert "batching.packing: true with parallel.context=2" in message
-
-
-@first_stack_required
-def test_linear_attention_is_refused(parity_folder):
-    checkpoint = case_checkpoint(parity_folder, "qwen3_5_text")
-    (message,) = run_distributed(refused, 1, checkpoint, Parallel(), Batching(), init=False)
-    assert message.startswith("experimental_attention_variant: gated_delta_net with MindSpeed")
-
-
-def test_ulysses_is_refused(parity_folder):
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-    parallel = Parallel(context=2, context_algorithm="ulysses")
-    for message in run_distributed(refused, 2, checkpoint, parallel, Batching(packing=False), init=False):
-        assert "it needs one fixed seq_length" in message
 
 
 @pytest.mark.parametrize(

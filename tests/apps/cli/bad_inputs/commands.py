@@ -127,7 +127,7 @@ OPTIONS = {
     ),
     "init: a setting": command("init sft model --set lora.rnak=4", says="lora.rnak: unknown setting"),
     "init: a setting of others": command(
-        "init sft model --set learning_rate=4", says="learning_rate: unknown setting (value 4), called optimizer.lr here"
+        "init sft model --set learning_rate=4", says="learning_rate: unknown setting (value 4), did you mean optimizer.lr"
     ),
     "init: a layout": command(
         "init sft model --cards 2 --set parallel.tensor=2", says="--set parallel.tensor: a plan chooses this setting"
