@@ -375,14 +375,11 @@ class FsdpBackend(EngineBackend):
     @classmethod
     def _check_spec(cls, spec: EngineSpec, runtime: Runtime, topology: Topology) -> None:
         from megascend.engines.fsdp import sharding, transformers_api
-        from megascend.engines.fsdp.engine import check_settings
 
         transformers_api.check_version()
         sharding.check_layout(topology)
         # Called for what it raises: a layout without a mesh is refused before ranks communicate.
         sharding.mesh_ranks(topology.world_size, spec.fsdp.replicate, topology.expert)
-        npu = runtime.platform.name == "npu"
-        check_settings(spec, topology, npu=npu, sharded=cls._sharded)
 
     @classmethod
     def _check_model(cls, spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megascend import Adam, Adapters, Batching, Moe, Parallel, Recompute
+from megascend import Adam, Adapters, Batching, Fsdp, Moe, Parallel, Recompute
 from megascend.config import CudaGraphs
 from megascend.config.rules import Rule, enforce
 from megascend.engines.context import EVERY_ENGINE, EngineSpec, Setup
@@ -21,6 +21,7 @@ Case = tuple[str, dict[str, Any], dict[str, Any]]
 GRAPHS = Batching(cuda_graphs=CudaGraphs())
 AUX = {"aux_loss_coefficient": 0.01}
 FP8 = Adapters(base_weights="fp8")
+COMPILED = Fsdp(compile=True)
 EXPERTS = {"is_moe": True, "shared_expert_ffn_hidden_size": 64}
 MODEL = {
     "image_layout": None,
@@ -317,6 +318,14 @@ CASES_ON_TRANSFORMERS: list[Case] = [
         {"recompute": Recompute(granularity="full", layers=2)},
         {"recompute": Recompute(granularity="selective", layers=2)},
     ),
+    (
+        "recompute.modules: mlp with engine fsdp",
+        {"recompute": Recompute(granularity="selective", modules=("mlp",))},
+        {"recompute": Recompute(granularity="selective")},
+    ),
+    ("fsdp.compile: true with npu", {"fsdp": COMPILED, "platform": "npu"}, {"fsdp": COMPILED}),
+    ("fsdp.compile: true with parallel.context=2", {"fsdp": COMPILED, "parallel": {"context": 2}}, {"fsdp": COMPILED}),
+    ("fsdp.compile: true with adapters", {"fsdp": COMPILED, "adapters": Adapters()}, {"fsdp": COMPILED}),
 ]
 TABLES: dict[str, tuple[Sequence[Rule[Any]], list[Case]]] = {
     "every engine": (EVERY_ENGINE, CASES_OF_EVERY_ENGINE),
@@ -343,11 +352,19 @@ def test_rule_refuses_a_setup_and_accepts_the_one_beside_it(
 ) -> None:
     version = "0.15.3" if "older than" in message else "0.16.1"
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     with pytest.raises(ConfigError) as raised:
         enforce(rules, setup_of(**refused))
     assert str(raised.value).startswith(message)
     assert len(str(raised.value)) <= 160
     enforce(rules, setup_of(**accepted))
+
+
+def test_variable_that_keeps_torch_from_compiling_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    enforce(ON_TRANSFORMERS, setup_of())
+    with pytest.raises(ConfigError, match=r"fsdp\.compile: true with TORCHDYNAMO_DISABLE=1: this disables"):
+        enforce(ON_TRANSFORMERS, setup_of(fsdp=COMPILED))
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -358,4 +375,4 @@ def test_every_rule_has_a_case(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         version = "0.15.3" if "older than" in message else "0.16.1"
         monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
         refusals.append(first_refusal(rules, setup_of(**refused)))
-    assert [rule for rule in rules if rule not in refusals] == []
+    assert [rule for rule in rules if rule not in refusals and "TORCHDYNAMO" not in rule.setting] == []

@@ -10,10 +10,6 @@ import pytest
 import torch
 
 from megascend import Fsdp, Lora, Parallel, Recompute
-from megascend.engines.context import EngineSpec
-from megascend.engines.fsdp.engine import check_settings
-from megascend.errors import ConfigError
-from megascend.runtime.topology.topology import plan
 from megascend.testing.parity import TrainingCurve, case_checkpoint, differences, hf_reference, token_lists
 from support.ascend_packages import ON_ADAPTOR
 from support.lora_parity import adapter_differences, peft_reference, share_of
@@ -94,12 +90,6 @@ def test_trajectories_equal_hugging_face(run_python, parity_folder, tmp_path):
     assert any(len(call["actual_seq_qlen"]) > 1 for call in packed)
     products = [call["arguments"]["group_type"] for call in calls if call["name"] == "npu_grouped_matmul"]
     assert set(products) == {0, 2}  # forward and gradient of rows; gradient of weights
-
-
-def test_compilation_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"fsdp.compile is not supported on NPUs.*set compile: false"):
-        check_settings(EngineSpec(model=Path("model"), fsdp=Fsdp(compile=True)), plan(Parallel(), 1), npu=True)
-    check_settings(EngineSpec(model=Path("model")), plan(Parallel(), 1), npu=True)
 
 
 ATTENTION = """

@@ -6,6 +6,7 @@ process groups (a dry run has fake ones), before layers are built. Rules of ever
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -13,6 +14,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from megascend.config import Recompute
 from megascend.config.rules import Rule
 from megascend.engines.base import longest_sample
 from megascend.engines.context import UNQUANTISED, Setup
@@ -368,5 +370,28 @@ ON_TRANSFORMERS: tuple[Rule[Setup], ...] = (
         "it recomputes single layers",
         "set 1",
     ),
+    Rule(
+        "recompute.modules with engine {engine}",
+        lambda s: s.spec.recompute.granularity == "selective" and s.spec.recompute.modules != Recompute().modules,
+        "they are Megatron's modules, and it chooses operators (docs/fsdp.md)",
+        "leave modules out",
+    ),
+    *(
+        Rule(f"fsdp.compile with {what}", lambda s, when=when: s.spec.fsdp.compile and when(s), because, "set false")
+        for what, when, because in (
+            ("npu", lambda s: s.platform.name == "npu", "torch's inductor has no compiler for NPUs"),
+            (
+                "parallel.context={topology.context}",
+                lambda s: s.topology.context > 1,
+                "it is not supported (docs/fsdp.md)",
+            ),
+            ("adapters", lambda s: s.frozen, "it is not supported (docs/fsdp.md)"),
+            (
+                "TORCHDYNAMO_DISABLE=1",
+                lambda s: os.environ.get("TORCHDYNAMO_DISABLE") == "1",
+                "this disables torch.compile",
+            ),
+        )
+    ),
 )
-"""Of the engines on transformers' own models."""
+"""Of engines fsdp and single, which run transformers' own models."""

@@ -34,7 +34,7 @@ REFUSED: dict[str, dict[str, tuple[str, Changes, str]]] = {
     },
     "fsdp": {
         "cuda graphs": ("qwen3", {"batching": {"cuda_graphs": {}}}, "setting of engine megatron"),
-        "compiled adapters": ("qwen3", {"fsdp": {"compile": True}, **LORA}, "does not work with adapters"),
+        "compiled adapters": ("qwen3", {"fsdp": {"compile": True}, **LORA}, "fsdp.compile: true with adapters"),
         "loss of experts": (
             "qwen3",
             {"moe": {"aux_loss": "transformers", "aux_loss_coefficient": 0.01}},

@@ -213,10 +213,8 @@ def refused(checkpoint: str) -> dict[str, str]:
     from megascend.errors import ConfigError
 
     settings: dict[str, dict[str, Any]] = {
-        "recompute.layers=2": {"recompute": megascend.Recompute(granularity="full", layers=2)},
+        "recompute.layers: 2 with engine single": {"recompute": megascend.Recompute(granularity="full", layers=2)},
         "transformers has no such loss": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},
-        "moe.bias_update_rate=0.1": {"moe": megascend.Moe(bias_update_rate=0.1)},
-        "moe.experts='grouped'": {"moe": megascend.Moe(experts="grouped")},
     }
     messages = {}
     for words, options in settings.items():

@@ -10,8 +10,6 @@ import torch
 
 from megascend import Fsdp, Parallel, Recompute
 from megascend.engines.fsdp import attention, recomputation, transformers_api, varlen
-from megascend.errors import ConfigError
-from megascend.runtime.topology.topology import plan
 from megascend.testing.parity import TrainingCurve, case_checkpoint, differences, hf_reference, token_lists
 from support.forked_programs import run_forked
 
@@ -68,18 +66,6 @@ def test_the_kernel_for_packed_samples_is_for_short_ones(monkeypatch):
         for compiled in (False, True):
             layout = attention.sample_lengths(lengths, None, torch.device("cpu"), torch.bfloat16, compiled=compiled)
             assert layout.one_kernel == (one_kernel or compiled)
-
-
-def test_a_variable_that_keeps_torch_from_compiling_is_refused_with_the_setting(monkeypatch):
-    from megascend.engines.context import EngineSpec
-    from megascend.engines.fsdp.engine import check_settings
-
-    spec, topology = EngineSpec(model=Path("model"), fsdp=COMPILED), plan(Parallel(), 1)
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 disables"):
-        check_settings(spec, topology)
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    check_settings(spec, topology)
 
 
 def test_selective_recomputation_keeps_attention_and_every_second_product():

@@ -6,7 +6,6 @@ Engine ``single`` is this engine on one rank, with one sample a row and an unsha
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from megascend.config import Recompute
 from megascend.engines.base import DTYPES, OnOutput, longest_sample, seed_generators
 from megascend.engines.common import linear_attention, vision
 from megascend.engines.common.adamw import ModelAdamW
@@ -431,29 +429,3 @@ class FsdpSubject(TransformersSubject):
         logits = check_product(model, sharded=self._sharded, input_ids=rows, **options)
         parts = logits.flatten(0, 1).split([len(sample) for sample in ids])
         return [part[:length].float() for part, length in zip(parts, lengths, strict=True)]
-
-
-def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False, sharded: bool = True) -> None:
-    """Raise ConfigError for settings that this engine does not support.
-
-    Args:
-        npu: the run is on NPUs.
-        sharded: False for engine ``single``.
-    """
-    fsdp, recompute, adapters = spec.fsdp, spec.recompute, spec.adapters
-    if fsdp.compile and npu:
-        raise ConfigError(
-            "engine fsdp: fsdp.compile is not supported on NPUs: torch's inductor has no compiler for them; set compile: false"
-        )
-    if fsdp.compile and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        raise ConfigError(
-            "engine fsdp: fsdp.compile is set, but TORCHDYNAMO_DISABLE=1 disables torch.compile; unset one of them"
-        )
-    if fsdp.compile and (topology.context > 1 or adapters is not None):
-        conflict = "adapters" if adapters is not None else f"parallel.context={topology.context}"
-        raise ConfigError(f"engine fsdp: fsdp.compile does not work with {conflict} (docs/fsdp.md); set compile: false")
-    if recompute.granularity == "selective" and recompute.modules != Recompute().modules:
-        raise ConfigError(
-            f"engine fsdp: recompute.modules={list(recompute.modules)} are names of Megatron's modules; selective recomputation "
-            "chooses operators instead (docs/fsdp.md), leave modules out"
-        )
