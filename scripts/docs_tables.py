@@ -402,10 +402,10 @@ def recipes() -> str:
 
 def rules(table_of_rules: Sequence[Rule[Any]]) -> str:
     """Format the settings that an engine or a model refuses."""
-    words = {"{model}": "the model", "{platform.name}": "the platform", "{engine}": "this one"}
+    words = {"{model}": "the model", "{platform.name}": "the platform", "engine {engine}": "this engine"}
 
     def text(template: str) -> str:
-        return re.sub(r"\{[^}]*\}", lambda match: words.get(match[0], "..."), template)
+        return re.sub(r"(engine )?\{[^}]*\}", lambda match: words.get(match[0], "..."), template)
 
     settings: dict[tuple[str, str], list[str]] = {}
     for rule in table_of_rules:

@@ -358,7 +358,7 @@ ON_TRANSFORMERS: tuple[Rule[Setup], ...] = (
         )
         for setting, possible, remedy in (
             ("mtp", ("keep", "drop"), "set keep"),
-            ("optimizer.offload", (False,), "leave it out; engine fsdp has fsdp.offload"),
+            ("optimizer.offload", (False,), "leave it out, or use fsdp.offload of engine fsdp"),
             ("batching.cuda_graphs", (None,), "leave it out"),
             ("moe.bias_update_rate", (0.0,), "set 0"),
             ("moe.experts", ("auto", "upstream"), "leave it out"),
