@@ -53,7 +53,6 @@ REFUSED: dict[str, dict[str, tuple[str, Changes, str]]] = {
     },
     "single": {
         "base weights": ("qwen3", {"base_weights": "nf4", **LORA}, "only engine megatron"),
-        "selective": ("qwen3", {"recompute": {"granularity": "selective"}}, "recompute.granularity=selective"),
         "layers": ("qwen3", RECOMPUTED, "recompute.layers: 2"),
         "loss of experts": (
             "qwen3",
