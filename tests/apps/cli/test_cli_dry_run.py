@@ -81,11 +81,7 @@ def test_dry_run_shows_samples_masks_and_statistics(megascend, folder: Path) -> 
         (["--set", "data.columns={text: absent}"], "DataError", ["3 problems in the data"]),
         (["--nproc", "2", "--set", "parallel.tensor=2"], "TopologyError", ["engine fsdp", "parallel.tensor=2"]),
         (["--set", "engine=single", "--nproc", "2"], "TopologyError", ["engine single", "2"]),
-        (
-            ["--set", "engine=single", "--set", "recompute.granularity=selective"],
-            "ConfigError",
-            ["selective", "single"],
-        ),
+        (["--set", "engine=single", "--set", "fsdp.offload=true"], "ConfigError", ["fsdp", "single"]),
         (["--set", "dpo.beta=0.2"], "ConfigError", ["dpo is set, which learns from preference pairs", "conversations"]),
         (["--set", "validation.path=none.jsonl"], "DataError", ["none.jsonl"]),
     ],
