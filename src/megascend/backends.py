@@ -57,6 +57,8 @@ def register_engine(
     *,
     megatron: bool = False,
     packages: Sequence[str] = ("torch", "transformers"),
+    always_pads: bool = False,
+    contiguous: bool = False,
 ) -> None:
     """Register an engine by name, for :func:`megascend.bootstrap`, :func:`make_backend` and run files (``engine: NAME``).
 
@@ -68,6 +70,8 @@ def register_engine(
             under :class:`MegatronBackend`'s names for them, including ``model``.
         megatron: it runs on Megatron-Core, so a provider patches the process for the platform. For others nothing is patched.
         packages: packages of the version table that must be installed in a tested version; with ``megatron`` the full table.
+        always_pads: micro batches are padded whatever ``batching.packing`` is.
+        contiguous: a context parallel rank holds consecutive tokens of a sequence; else two chunks, as in Megatron-Core.
 
     Raises:
         ConfigError: another engine has that name, or a package is not in the version table.
@@ -76,7 +80,7 @@ def register_engine(
         raise ConfigError(
             f"engine {name!r}: the version table has no {', '.join(unknown)}; it has {', '.join(PACKAGES)}"
         )
-    ENGINES.add(name, EngineEntry(backend, megatron, tuple(packages)))
+    ENGINES.add(name, EngineEntry(backend, megatron, tuple(packages), always_pads, contiguous))
 
 
 def accepted_settings(engine: str) -> frozenset[str]:

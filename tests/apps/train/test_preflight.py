@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -15,7 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from megascend.apps.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.apps.train import preflight
 from megascend.apps.train.preflight import check_run, disk_warning, required_disk_bytes
+from megascend.backends import register_engine
 from megascend.config import RunConfig
+from megascend.config.registry import ENGINES
 from megascend.errors import CheckpointError, DataError
 from megascend.models.checkpoint_files.tokenizer import load_tokenizer
 from megascend.runtime.io.paths import format_bytes
@@ -62,6 +65,18 @@ def test_smallest_limit_and_its_setting(name: str, model: Path) -> None:
     if "micro_batch_tokens" in setting:
         with pytest.raises(DataError, match=r"over batching\.micro_batch_tokens"):
             plan_micro_batches([round_up(length + 1, multiple)], [None], budget, limits.packing)
+
+
+@mock.patch.dict(ENGINES)
+def test_registered_engine_describes_its_layout(model: Path) -> None:
+    register_engine("rows", lambda model: None, always_pads=True)
+    register_engine("ulysses", lambda model: None, contiguous=True)
+    settings = {"model": model, "output": "o", "data": {"path": "d"}, "batching": {"micro_batch_tokens": 91}}
+    rows = check_run(RunConfig.model_validate(settings | {"engine": "rows"}), 1, overwrite=False)
+    assert (rows.layout.packing, rows.limits.packing) == (False, False)
+    ulysses = RunConfig.model_validate(settings | {"engine": "ulysses", "parallel": {"context": 2}})
+    # Pieces of two ranks are a multiple of 2; two chunks for each of them would be one of 4.
+    assert check_run(ulysses, 2, overwrite=False).limits.length == 90
 
 
 def test_plan_reaches_ranks_without_torch(tmp_path: Path) -> None:

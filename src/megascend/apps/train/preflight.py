@@ -18,7 +18,7 @@ from megascend.apps.train.resume import check_start
 from megascend.apps.train.run_directory import CHECKPOINTS, RUN_FILES
 from megascend.config import RunConfig, TrainerConfig
 from megascend.config.plugins import check_name, check_names, check_plugins
-from megascend.config.registry import ENGINES
+from megascend.config.registry import ENGINES, EngineEntry
 from megascend.config.rl import RlConfig
 from megascend.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
 from megascend.models.checkpoint_files import hub
@@ -72,8 +72,8 @@ class RunPlan(Generic[AnyConfig]):
         from megascend.training.batch.micro_batch import SequenceLayout
 
         config, topology = self.config, self.topology
-        # An engine of a plug-in has the layout that megatron has.
-        engine = ENGINES.get(config.engine, ENGINES["megatron"])
+        # Where plug-ins have not been imported yet, their engine is taken to register nothing special.
+        engine = ENGINES.get(config.engine, EngineEntry(""))
         return SequenceLayout(
             packing=config.batching.packing and not engine.always_pads,
             context_size=topology.context,
