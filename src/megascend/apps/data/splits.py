@@ -25,7 +25,8 @@ from megascend.runtime.io.paths import real
 TABLES = ("parquet", "arrow")
 """Formats whose records are rows, at places that are known without reading."""
 TEXT_SUFFIXES = tuple(suffix for suffix, kind in DATA_FORMATS.items() if kind == "text")
-KNOWN_SUFFIXES = f"{', '.join(DATA_FORMATS)}, or one of {', '.join(COMPRESSIONS)} behind it"
+_FIRST_SUFFIXES = {kind: suffix for suffix, kind in reversed(DATA_FORMATS.items())}
+KNOWN_SUFFIXES = f"{', '.join(reversed(_FIRST_SUFFIXES.values()))} (docs/data.md has all)"
 ALL = "all"
 """Names all readable files of a folder, or all splits of a saved one."""
 HELD_OUT = "validation"
