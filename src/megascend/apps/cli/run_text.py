@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megascend.apps.cli.text import labelled
 from megascend.apps.train.run_directory import failed_in_step_1
 from megascend.apps.train.run_report import Attempt, RunReport
 from megascend.runtime.io.paths import format_bytes
@@ -25,20 +26,14 @@ def run_lines(report: RunReport) -> Iterator[str]:
     yield f"{report.directory}: {headline(report)}"
     yield ""
     for attempt in report.attempts:
-        yield from labelled(f"attempt {attempt.number}", attempt_lines(attempt, report))
-    yield from labelled("steps", steps_lines(report))
-    yield from labelled("checkpoints", checkpoint_lines(report))
-    yield from labelled("saves", saves_lines(report))
-    yield from labelled("disk", [f"{format_bytes(report.free_bytes)} free"])
-    yield from labelled("files", report.remarks)
+        yield from labelled(f"attempt {attempt.number}", attempt_lines(attempt, report), LABEL)
+    yield from labelled("steps", steps_lines(report), LABEL)
+    yield from labelled("checkpoints", checkpoint_lines(report), LABEL)
+    yield from labelled("saves", saves_lines(report), LABEL)
+    yield from labelled("disk", [f"{format_bytes(report.free_bytes)} free"], LABEL)
+    yield from labelled("files", report.remarks, LABEL)
     yield ""
-    yield from labelled("next", next_steps(report))
-
-
-def labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
-    """Yield lines with a label before the first."""
-    for index, line in enumerate(lines):
-        yield f"{'' if index else label:<{LABEL}}{line}"
+    yield from labelled("next", next_steps(report), LABEL)
 
 
 def run_json(report: RunReport) -> str:
