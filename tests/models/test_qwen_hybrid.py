@@ -15,7 +15,6 @@ from megascend.errors import DistributedTestError, MissingDependencyError
 from megascend.models.base import LinearAttention
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.registry import architecture_named
-from megascend.runtime.bootstrap.mindspeed.arguments import reasons
 from megascend.testing import parity, run_distributed, tiny_config
 from megascend.testing.parity import (
     Case,
@@ -229,12 +228,6 @@ def test_missing_kernels_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatc
             MissingDependencyError, match=r"convolution, .* pip install 'megascend\[linear-attention\]'"
         ):
             build.check_packages(architecture_named(DENSE))
-
-
-def test_mindspeed_refuses_linear_attention_by_name() -> None:
-    (reason,) = reasons({"experimental_attention_variant": "gated_delta_net"})
-    assert reason.startswith("linear attention (gated delta nets)")
-    assert reason.endswith("train this model on CUDA or the CPU")
 
 
 def test_layers_are_read_from_either_spelling() -> None:

@@ -170,13 +170,14 @@ class Adam(Section):
             raise ValueError(
                 f"optimizer.muon has settings of kind: muon, and kind is {self.kind}: set kind: muon, or leave it out"
             )
-        if self.kind == "muon" and self.moments != "fp32":
-            raise ValueError(f"moments: {self.moments} is a setting of kind: adamw, and kind is muon: leave it out")
+        if self.kind != "adamw" and self.moments != "fp32":
+            raise ValueError(f"moments: {self.moments} is a setting of kind: adamw, and kind is {self.kind}: leave it out")
         return self
 
     @model_validator(mode="after")
     def _offload_is_of_fp32_moments(self) -> Adam:
-        for setting, conflicts in (("kind: muon", self.kind == "muon"), ("moments: 8bit", self.moments == "8bit")):
+        other = (f"kind: {self.kind}", self.kind != "adamw")
+        for setting, conflicts in (other, ("moments: 8bit", self.moments == "8bit")):
             if self.offload and conflicts:
                 raise ValueError(
                     f"offload: {str(self.offload).lower()} is for AdamW with fp32 moments, and {setting} is set: leave one out"
@@ -200,7 +201,7 @@ class Adam(Section):
 
     def check_for_adapters(self, key: str = "optimizer") -> None:
         """Raise ConfigError for settings of the model's own weights, which adapters do not train."""
-        settings = (("kind: muon", self.kind == "muon"), ("groups", bool(self.groups)))
+        settings = ((f"kind: {self.kind}", self.kind != "adamw"), ("groups", bool(self.groups)))
         settings = (*settings, ("moments: 8bit", self.moments == "8bit"), ("offload", bool(self.offload)))
         for name, present in settings:
             if present:

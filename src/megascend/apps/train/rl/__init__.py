@@ -1,1 +1,0 @@
-"""The application behind ``megascend rl``: rollouts, steps on them, weights to the engines, evaluation."""
