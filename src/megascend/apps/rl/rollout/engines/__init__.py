@@ -1,1 +1,1 @@
-"""Inference engines behind one interface (``base``), one file each."""
+"""Clients of inference engines (``weightwire.engine.InferenceEngine``), one file each."""
