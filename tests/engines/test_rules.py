@@ -254,12 +254,12 @@ CASES_OF_MEGATRON_MODELS: list[Case] = [
         {"batching": GRAPHS, "config": {"rope_scaling": {"rope_type": "linear"}}},
     ),
     (
-        "batching.max_length: null with some_model: mcore-bridge leaves out its sliding window of 512 tokens",
+        "batching.max_length: null with some_model: mcore-bridge leaves out its sliding_window of 512 tokens",
         {"config": text_model(sliding_window=512)},
         {"config": text_model(sliding_window=512) | {"window_size": (511, 0)}},
     ),
     (
-        "batching.max_length: null with some_model: mcore-bridge leaves out its sliding window of 512 tokens",
+        "batching.max_length: null with some_model: mcore-bridge leaves out its sliding_window of 512 tokens",
         {"config": text_model(sliding_window=512, layer_types=["full_attention", "sliding_attention"])},
         {"config": text_model(sliding_window=512, layer_types=["full_attention"])},
     ),

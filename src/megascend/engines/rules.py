@@ -303,7 +303,7 @@ MEGATRON_MODEL: tuple[Rule[MegatronSetup], ...] = (
     Rule(
         "batching.max_length with {model}",
         lambda s: longest_sample(s.spec, s.info) > s.dropped_window,
-        "mcore-bridge leaves out its sliding window of {dropped_window} tokens",
+        "mcore-bridge leaves out its sliding_window of {dropped_window} tokens",
         "set {dropped_window} or less",
     ),
     Rule(
