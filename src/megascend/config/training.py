@@ -171,7 +171,9 @@ class Adam(Section):
                 f"optimizer.muon has settings of kind: muon, and kind is {self.kind}: set kind: muon, or leave it out"
             )
         if self.kind != "adamw" and self.moments != "fp32":
-            raise ValueError(f"moments: {self.moments} is a setting of kind: adamw, and kind is {self.kind}: leave it out")
+            raise ValueError(
+                f"moments: {self.moments} is a setting of kind: adamw, and kind is {self.kind}: leave it out"
+            )
         return self
 
     @model_validator(mode="after")
