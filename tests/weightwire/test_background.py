@@ -20,6 +20,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 POOLS = {
     "megascend/apps/serve/service.py",
     "megascend/training/batch/images.py",
+    "megascend/apps/cli/checks.py",
     "megascend/apps/cli/launch.py",
     "megascend/models/checkpoint_files/safetensors_writer.py",
     "megascend/integrations/verl_checkpoint_engine.py",
