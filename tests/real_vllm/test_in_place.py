@@ -158,8 +158,11 @@ def test_trainer_killed_during_an_exchange_does_not_stop_it(server, weights, ref
         seal = await asyncio.to_thread(send, listener, offer, new)
         await engine.verify(seal, 30.0)
         server.fault.write_text("slow")
-        asyncio.get_running_loop().call_later(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        await engine.commit(offer.update)
+        commit = asyncio.create_task(engine.commit(offer.update))
+        while not (await engine.info())["paused"]:
+            assert not commit.done(), "the exchange ended before it was seen"
+            await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     child = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(die(server.engine())))
     child.start()
