@@ -62,7 +62,7 @@ REFUSED: dict[str, dict[str, tuple[str, Changes, str]]] = {
         "loss with adapters": (
             "qwen3_moe",
             {"moe": {"aux_loss": "transformers", "aux_loss_coefficient": 0.01}, **LORA},
-            "the model is frozen",
+            "with adapters",
         ),
         "dropout on experts": ("qwen3_moe", {"lora": {"rank": 4, "dropout": 0.1}}, "dropout 0.1 on experts"),
     },

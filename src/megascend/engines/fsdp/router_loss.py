@@ -97,7 +97,7 @@ def _counts(probabilities: Tensor, top_k: int, real: Tensor) -> Tensor:
 
 def router_recorder(model: Any, moe: Moe, *, frozen: bool) -> Any:
     """Return transformers' OutputRecorder of a model's router logits; ConfigError if it has no such loss."""
-    setting, name = f"engine fsdp: moe.aux_loss={moe.aux_loss!r}", type(model).__name__
+    setting, name = f"moe.aux_loss={moe.aux_loss!r}", type(model).__name__
     if frozen:
         raise ConfigError(
             f"{setting} with adapters would make every adapter's gradients depend on the others' samples; set none"
