@@ -18,8 +18,7 @@ from megascend.apps.train.learner import Learner, Run, RunContext, RunData, RunK
 from megascend.apps.train.prefetch import SelfCheckPrefetch, compiling_kernels
 from megascend.apps.train.preflight import AnyConfig, RunPlan, check_run, disk_warning
 from megascend.apps.train.profile import StepProfiler
-from megascend.apps.train.push import push
-from megascend.apps.train.results import check_results, report_stop, write_results
+from megascend.apps.train.results import check_results, report_stop, upload, write_results
 from megascend.apps.train.resume import begin, check_start, may_write
 from megascend.apps.train.run_backend import ADAPTER, bootstrap, make_backend
 from megascend.apps.train.run_directory import lock_output
@@ -134,11 +133,7 @@ def run(
         exported = write_results(this_run, learner, saves, log.rows, step)
     # After the process groups are destroyed: the other ranks must not wait for rank 0's upload within a collective's deadline.
     if config.push is not None and exported is not None and launch.rank == 0:
-        with event_log.recording_errors(lambda: step):
-            print(f"uploading {exported} to {config.push.repository}", flush=True)
-            address = push(exported, config.push)
-        event_log.event("pushed", address=address)
-        print(f"uploaded: {address}", flush=True)
+        upload(exported, config.push, event_log, step)
     return RunResult(step, exported, None, learner.totals)
 
 

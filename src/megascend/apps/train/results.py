@@ -11,13 +11,15 @@ from megascend.apps.train.checkpoint_policy import CheckpointPolicy
 from megascend.apps.train.learner import Learner, Run
 from megascend.apps.train.plot import plot_metrics
 from megascend.apps.train.preflight import AnyConfig
-from megascend.config import TrainerConfig
+from megascend.apps.train.push import push
+from megascend.config import Push, TrainerConfig
 from megascend.errors import CheckpointError, MissingDependencyError
 from megascend.models.checkpoint_files import hub
 from megascend.models.checkpoint_files.files import GENERATION_CONFIG, copy_tokenizer, write_ends
 from megascend.runtime.io.paths import is_kept, unwritable_reason
 
 if TYPE_CHECKING:
+    from megascend.apps.train.event_log import EventLog
     from megascend.apps.train.run_directory import OutputDirectory
     from megascend.backend import Backend
 
@@ -145,3 +147,12 @@ def report_stop(directory: OutputDirectory, step: int, signal: str, problem: str
     directory.event_log.event("stopped", step=step, signal=signal)
     if main_rank:
         print(f"stopped by {signal} after step {step}; resume with --resume auto", flush=True)
+
+
+def upload(exported: Path, settings: Push, event_log: EventLog, step: int) -> None:
+    """Upload the export of a run whose last step is ``step`` to the Hub. On rank 0 only."""
+    with event_log.recording_errors(lambda: step):
+        print(f"uploading {exported} to {settings.repository}", flush=True)
+        address = push(exported, settings)
+    event_log.event("pushed", address=address)
+    print(f"uploaded: {address}", flush=True)

@@ -125,27 +125,13 @@ class FsdpEngine(TransformersEngine):
             transformers_api.allocate_parameters(self.model, self.device)
         transformers_api.compute_buffers(self.model, self.device)
         self._shards = list(shards.shards(self.model, self._share))
-        adapter_layers = self.adapters and self.adapters.layers
         if self.adapters is not None:
             self.trainable = self.adapters
         else:
-            settings = spec.optimizer, spec.schedule, spec.precision
-            if sharded:
-                trained = [local_shard for local_shard in self._shards if local_shard.trained]
-                self.optimizer = shards.ShardAdamW(
-                    trained, *settings, groups, spec.fsdp.replicate, self.weight_map(spec)
-                )
-            else:
-                self.optimizer = ModelAdamW(self.model, *settings, self.weight_map(spec))
+            self.optimizer = self._make_optimizer(spec)
             self.trainable = FullModel(self.optimizer)
         self._load(spec)
-        scalar = info.scalar_head is not None
-        if not (sharded or scalar):  # the model itself: a slice is compared only with self_check
-            tokens = torch.arange(2, device=self.device)[None]
-            self._rotary.enter_samples(torch.zeros_like(tokens), [2])
-            with torch.no_grad():
-                check_product(self.model, sharded=False, input_ids=tokens)
-        self._head = LossHead(self.model, info.shape.vocab_size, adapter_layers, scalar=scalar, sharded=sharded)
+        self._head = self._make_head()
         self.model.train()
         self._replay = self.router_replay = BlockReplay.of(self.model, self.device)
         self.replay_unsupported_reason = "fsdp.compile compiles the routers" if spec.fsdp.compile else None
@@ -162,6 +148,24 @@ class FsdpEngine(TransformersEngine):
         mesh = axes.mesh(self.topology.world_size, self.device.type)
         page_locked = context.runtime.platform.page_locks_memory
         return shard(self.model, mesh, spec.fsdp, self.dtype, page_locked=page_locked, expert_mesh=expert_mesh)
+
+    def _make_optimizer(self, spec: EngineSpec) -> shards.ShardAdamW | ModelAdamW:
+        settings = spec.optimizer, spec.schedule, spec.precision
+        if not self._sharded:
+            return ModelAdamW(self.model, *settings, self.weight_map(spec))
+        trained = [local_shard for local_shard in self._shards if local_shard.trained]
+        return shards.ShardAdamW(trained, *settings, self.groups, spec.fsdp.replicate, self.weight_map(spec))
+
+    def _make_head(self) -> LossHead:
+        """Return the head; check on the loaded model itself that it is a plain product, if no part of it is sharded."""
+        scalar = self.info.scalar_head is not None
+        if not (self._sharded or scalar):  # otherwise a slice is compared, and only with self_check
+            tokens = torch.arange(2, device=self.device)[None]
+            self._rotary.enter_samples(torch.zeros_like(tokens), [2])
+            with torch.no_grad():
+                check_product(self.model, sharded=False, input_ids=tokens)
+        layers = None if self.adapters is None else self.adapters.layers
+        return LossHead(self.model, self.info.shape.vocab_size, layers, scalar=scalar, sharded=self._sharded)
 
     def _load(self, spec: EngineSpec) -> None:
         """Fill this rank's shards from the checkpoint. Collective."""
