@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Run the tests on one supported stack, in its own virtual environment.
 #
-#   bash scripts/test.sh                     what CI runs on stack 0.16: the tests, then the Ascend path on the simulated device
+#   bash scripts/test.sh                     what CI runs on stack 0.16 for a change of the backend: its tests and the core of the
+#                                            applications' (scripts/changed_rooms.py), then the Ascend path on the simulated device
+#   bash scripts/test.sh --full              the applications' tests, too
 #   bash scripts/test.sh --quick             about a minute of tests of pure functions, for while you work
 #   bash scripts/test.sh --nightly           everything, the long tests too
-#   bash scripts/test.sh 0.19 --differences  what CI runs on the newest stack: what differs between stacks (tests/stack_differences.py)
-#   bash scripts/test.sh [STACK] [main|npu] [--quick|--differences|--nightly] [pytest arguments]
+#   bash scripts/test.sh 0.19 --differences  what CI runs on the newest stack: tests with the marker difference
+#   bash scripts/test.sh [STACK] [main|npu] [--quick|--full|--differences|--nightly] [pytest arguments]
 #                                            STACK: 0.19, 0.18, 0.16 (the default) or 0.15
 #   bash scripts/test.sh [0.16|0.15] npu --verify-simulator     the simulator's own tests; notes in tests/simnpu/.verified that they passed
 #
@@ -37,7 +39,7 @@ case $stack in
   *) echo "no stack $stack; there are 0.19, 0.18, 0.16 and 0.15" >&2; exit 2 ;;
 esac
 case ${1:-} in main | npu) parts=("$1"); shift ;; esac
-case ${1:-} in --quick | --differences | --nightly | --verify-simulator) suite=${1#--}; shift ;; esac
+case ${1:-} in --quick | --full | --differences | --nightly | --verify-simulator) suite=${1#--}; shift ;; esac
 if [ "${#parts[@]}" = 0 ]; then
   parts=(main)
   [ "$#" -gt 0 ] || [ "$suite" = quick ] || parts=(main npu)
@@ -76,6 +78,7 @@ run_tests() {
   local status=0 start=$SECONDS cache
   cache=$(mktemp -d)
   run_pytest -n "$workers" -o cache_dir="$cache" "$@" || status=$?
+  if [ "$status" = 5 ] && [[ "$*" == *--concerned* ]]; then status=0; fi  # a change may concern none of these tests
   if [ "$status" = 1 ] && retry_failed "$cache" "$@"; then status=0; fi
   rm -rf "$cache"
   if [ "$status" = 124 ]; then
@@ -96,9 +99,19 @@ retry_failed() {
   sed 's/^/flaky, failed beside other tests and passed alone: /' <<< "$names"
 }
 
+# files_marked MARKER FOLDER: the files with tests of that marker, so that the others need not be imported.
+files_marked() {
+  local without=()
+  [ -n "${MEGASCEND_OTHER_STACK_PYTHON:-}" ] || without=(--exclude=test_across_stacks.py)  # it needs one
+  grep -rl --include='test_*.py' "${without[@]}" "pytest\.mark\.$1" "$2" | sort
+}
+
 run_main() {
   local files=()
-  [ "$suite" != differences ] || mapfile -t files < <("$python" tests/stack_differences.py main)
+  case $suite in
+    differences) mapfile -t files < <(files_marked difference tests | grep -v '^tests/npu/') ;;
+    standard) [ "$#" -gt 0 ] || files=(--concerned "$("$python" scripts/changed_rooms.py --backend | tr '\n' ' ')") ;;
+  esac
   echo "== tests on stack $stack"
   run_tests "${files[@]}" "$@"
 }
@@ -109,7 +122,7 @@ run_npu() {
   export SIMNPU=1
   echo "== tests of the Ascend path on stack $stack, MindSpeed: ${MEGASCEND_MINDSPEED:-none but what is in tests/doubles}"
   if [ "$suite" = differences ]; then
-    mapfile -t files < <("$python" tests/stack_differences.py npu)
+    mapfile -t files < <(files_marked difference tests/npu)
   # .verified notes the Python of stack 0.16, so that on a later stack its tests would always run.
   elif [ "$verified" != 1 ] || { [ "$later" = 0 ] && ! "$python" scripts/npu/simnpu_verified.py; }; then
     run_tests tests/simnpu "$@" || status=$?

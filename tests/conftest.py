@@ -9,14 +9,13 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import nightly
-import stack_differences
 from megascend.runtime.bootstrap.runtime import Runtime, bootstrap
 from megascend.runtime.platforms.cpu_products import avoid_broken_amx
 
@@ -149,12 +148,45 @@ FIRST = (
 """Files that take longest; started first, so that no worker starts one when the others are idle."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--concerned",
+        default="",
+        metavar="PATHS",
+        help="run only the tests of these folders and files, and those marked core (scripts/changed_rooms.py prints the paths)",
+    )
+
+
+def mark_cases(items: list[pytest.Item], whole_files: bool) -> None:
+    """Give the cases that ``nightly_cases``, ``difference_cases`` and ``core_cases`` name the marker without ``_cases``.
+
+    Args:
+        whole_files: no single test was selected, so that a name without a case is an error.
+    """
+    names: dict[tuple[str, str], bool] = {}
+    for item in items:
+        for marker in [mark for mark in item.iter_markers() if mark.name.endswith("_cases")]:
+            for pattern in marker.args:
+                matches = fnmatchcase(item.callspec.id, pattern)  # type: ignore[attr-defined]
+                test = item.nodeid.partition("[")[0]
+                names[test, pattern] = names.get((test, pattern), False) or matches
+                if matches:
+                    item.add_marker(marker.name.removesuffix("_cases"))
+    dead = [f"{test}: {pattern}" for (test, pattern), matched in names.items() if not matched]
+    if whole_files and dead:
+        raise pytest.UsageError(f"cases named by a marker do not exist: {', '.join(dead)}")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of both tables. Put :data:`FIRST` first, and :data:`SPREAD` last, whose tests fill the gaps."""
+    """Mark cases and select what a change concerns. Put :data:`FIRST` first, and :data:`SPREAD` last: its tests fill the gaps."""
     whole_files = not config.getoption("lf", False) and not any("::" in argument for argument in config.args)
-    nightly.mark(items, whole_files)
-    stack_differences.mark(items, whole_files)
+    mark_cases(items, whole_files)
+    if concerned := config.getoption("concerned").split():
+        folders = tuple(path if path.endswith(".py") else f"{path}/" for path in concerned)
+        left_out = {item for item in items if not (item.nodeid.startswith(folders) or item.get_closest_marker("core"))}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
     position = {file: number for number, file in enumerate(FIRST)}
     last = dict.fromkeys(SPREAD, len(position) + 1)

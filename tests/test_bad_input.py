@@ -505,6 +505,7 @@ def test_missing_rank_is_named_within_timeout(checkpoint):
     assert re.search(r"rank 0: 1 of 2 ranks did not arrive at start-up within 2 s: rank 1\b.*raise timeout_s", message)
 
 
+@pytest.mark.nightly  # covered: reliability/test_hang_and_death.py
 def test_rank_that_stops_between_steps_is_named_within_timeout(checkpoint, tmp_path):
     marker = tmp_path / "named"
 

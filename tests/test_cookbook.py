@@ -89,7 +89,14 @@ def assert_learned(output: str, steps: int) -> None:
 @pytest.mark.parametrize(
     ("script", "processes", "arguments", "layout"),
     [
-        ("dense_tp_pp_dp.sh", 2, ("--tensor", "1"), "2 ranks = tensor 1 x context 1 x data 1 x pipeline 2"),
+        # covered: experts on EP2; PP2 in parity
+        pytest.param(
+            "dense_tp_pp_dp.sh",
+            2,
+            ("--tensor", "1"),
+            "2 ranks = tensor 1 x context 1 x data 1 x pipeline 2",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             *("dense_tp_pp_dp.sh", 4, (), "4 ranks = tensor 2 x context 1 x data 1 x pipeline 2"),
             marks=pytest.mark.nightly,
@@ -109,7 +116,14 @@ def assert_learned(output: str, steps: int) -> None:
             *("moe_ep.sh", 4, (), "experts: expert tensor 1 x expert 2 x data 2 x pipeline 1"),
             marks=pytest.mark.nightly,
         ),
-        ("long_context_cp.sh", 2, ("--recompute",), "tensor 1 x context 2 x data 1 x pipeline 1"),
+        # covered: experts on EP2; npu/test_cookbook_ascend.py: tp_moe_cp_npu
+        pytest.param(
+            "long_context_cp.sh",
+            2,
+            ("--recompute",),
+            "tensor 1 x context 2 x data 1 x pipeline 1",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(*("fsdp_moe.sh", 2, ("--recompute",), "context 1 x data 2"), marks=pytest.mark.nightly),
     ],
     ids=["PP2", "TP2 x PP2", "DP2", "MoE EP2", "MoE TP2 x DP2, EP2", "CP2", "MoE FSDP2"],
@@ -149,7 +163,10 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("name", "arguments", "layout"),
     [
-        ("fsdp_moe.py", (), "2 ranks = tensor 1 x context 1 x data 2 x pipeline 1"),
+        # covered: MoE EP2; engines/fsdp/test_fsdp_experts.py
+        pytest.param(
+            "fsdp_moe.py", (), "2 ranks = tensor 1 x context 1 x data 2 x pipeline 1", marks=pytest.mark.nightly
+        ),
         ("moe_ep.py", ("--tensor", "1"), "experts: expert tensor 1 x expert 2 x data 1 x pipeline 1"),
     ],
     ids=["MoE FSDP2", "MoE EP2"],
@@ -336,6 +353,7 @@ def test_every_tenant_learns_only_its_task(arguments: tuple[str, ...], layout: s
         assert (tmp_path / "adapters" / name / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.nightly  # covered: npu/test_cookbook_ascend.py: multi_lora_npu
 def test_multi_lora_fails_after_too_few_steps(tmp_path: Path) -> None:
     """Run three steps: the adapters beat the base model, but the script reports that this is not enough."""
     output = run("multi_lora.sh", tmp_path, "--steps", "3", fails=True)

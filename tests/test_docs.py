@@ -15,6 +15,7 @@ import docs_tables
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.nightly  # covered: test_snippets.py; the tests themselves
 def test_examples_in_testing_page_run(tmp_path: Path) -> None:
     guide = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
     programs = re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from support.covering import first_stack_only
 from support.page import page_commands, page_files, run_page_command
 
 PAGE = "environments.md"
@@ -50,7 +49,7 @@ def test_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
     assert "reward 1.2 (right 1, called 1)" in printed["megascend rollouts runs/calculator --sort reward --limit 3"]
 
 
-@first_stack_only
+@pytest.mark.nightly  # covered: test_snippets.py; app/rl/test_loop.py; cli/test_cli_rollouts.py
 def test_commands_of_the_page_work_with_few_steps(tmp_path: Path) -> None:
     printed = follow(tmp_path, 70, 3)
     assert "3 steps in" in printed["megascend rl calculator.yaml"]

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.covering import first_stack_only
 from support.forked_programs import run_command
 from support.page import page_commands, page_files, run_page_command
 
@@ -77,7 +76,6 @@ def test_killed_run_resumes_with_the_same_bits(printed: dict[str, str], folder: 
     assert [name for name, tensor in uninterrupted.items() if not torch.equal(tensor, resumed[name])] == []
 
 
-@first_stack_only
 def test_commands_of_the_page_work_with_few_steps(tmp_path: Path) -> None:
     for name, text in page_files(PAGE).items():
         (tmp_path / name).write_text(text.replace("\nsteps: 120\n", "\nsteps: 12\n"), encoding="utf-8")

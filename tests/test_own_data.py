@@ -84,6 +84,7 @@ def follow(folder: Path, steps: dict[str, int]) -> dict[str, str]:
     return printed
 
 
+@pytest.mark.nightly  # covered: test_readme.py; cli/test_cli_train.py; the same commands with fewer steps
 @pytest.mark.parametrize("steps", [FEWER, STEPS], ids=["few steps", "whole"])
 def test_own_data_page_commands_work(steps: dict[str, int], tmp_path: Path) -> None:
     printed = follow(tmp_path, steps)

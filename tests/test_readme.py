@@ -51,6 +51,7 @@ def programs_of(document: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.nightly  # covered: engines/fsdp/test_single.py
 def test_single_process_program_runs(folder: Path) -> None:
     (program,) = [text for text in programs_of(README.parent / "docs" / "fsdp.md") if "SingleBackend" in text]
     (folder / "single.py").write_text(program)
@@ -62,6 +63,7 @@ def test_single_process_program_runs(folder: Path) -> None:
     assert (folder / "runs" / "single" / "checkpoint" / "megascend.json").is_file()
 
 
+@pytest.mark.nightly  # covered: training/lora/test_backend_adapters.py, lora/test_peft_format.py
 def test_lora_program_runs(folder: Path) -> None:
     (folder / "guide.py").write_text(programs_of(README.parent / "docs" / "lora.md")[0])
     figures = [float(line.split()[0]) for line in python("guide.py", cwd=folder).splitlines() if line[:1].isdigit()]

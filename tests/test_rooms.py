@@ -5,64 +5,17 @@ Imports inside functions and for type checkers count too.
 
 from __future__ import annotations
 
-import ast
-import re
+import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src"
-FACADE = "megascend"
-"""``megascend/__init__.py`` is a room of its own, which names what it loads lazily from all others."""
-SIBLINGS = ("simnpu", "weightwire")
-"""Independent top-level packages in src, each one row of the table."""
+import changed_rooms
+from changed_rooms import FACADE, SIBLINGS, imported, modules, room_of, rooms, select
+
+pytestmark = pytest.mark.core
 PROGRAMS = {"megascend.__main__", "megascend.__init__"}
-
-
-def rooms() -> dict[str, int]:
-    """Return the rooms in docs/architecture.md, lowest first, with their budgets in lines."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    table = text.split("## The house", 1)[1].split("\nThe rooms before", 1)[0]
-    rows = re.finditer(r"^\| `([\w/]+)` \|.*\| ([\d,]+) \|$", table, re.MULTILINE)
-    return {row[1].rstrip("/"): int(row[2].replace(",", "")) for row in rows}
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """Return every module in src by name; ``__init__`` is named as its package."""
-    modules_by_name = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        if "site_packages" not in parts:
-            modules_by_name[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return modules_by_name
-
-
-def imported(name: str) -> Iterator[str]:
-    """Yield the modules in src that a module imports at any level."""
-    for node in ast.walk(ast.parse(modules()[name].read_text())):
-        if isinstance(node, ast.Import):
-            candidates = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            assert node.level == 0, f"{name} imports relatively"
-            candidates = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for candidate in candidates:
-            if candidate in modules():
-                yield candidate
-            elif candidate.rpartition(".")[0] in modules():  # a name in a module
-                yield candidate.rpartition(".")[0]
-
-
-def room_of(name: str) -> str:
-    """Return the room of a module."""
-    parts = name.split(".")
-    return parts[0] if parts[0] in SIBLINGS else FACADE if len(parts) == 1 else parts[1]
 
 
 def test_table_lists_exactly_the_rooms() -> None:
@@ -85,7 +38,7 @@ def test_imports_follow_the_order_of_rooms() -> None:
         f"{name} ({room_of(name)}) imports {other} ({room_of(other)})"
         for name in modules()
         if name not in PROGRAMS and name != FACADE
-        for other in imported(name)
+        for other in imported(modules()[name])
         if order[room_of(other)] > order[room_of(name)]
     ]
     assert upward == []
@@ -95,7 +48,7 @@ def test_imports_follow_the_order_of_rooms() -> None:
 def test_imports_have_no_cycles(package: str) -> None:
     """Check for import cycles, also within a package."""
     edges = {
-        name: sorted({other for other in imported(name) if other != name})
+        name: sorted({other for other in imported(modules()[name]) if other != name})
         for name in modules()
         if name.split(".")[0] == package
     }
@@ -124,6 +77,80 @@ def test_sibling_packages_import_only_themselves(package: str) -> None:
         (name, other)
         for name in modules()
         if room_of(name) == package
-        for other in imported(name)
+        for other in imported(modules()[name])
         if room_of(other) != package
     ] == []
+
+
+# --- tests that a change concerns ---
+
+
+@pytest.mark.parametrize(
+    ("path", "included", "left_out"),
+    [
+        ("src/megascend/models/registry.py", "tests/engines", "tests/apps/serve"),
+        ("src/megascend/backend.py", "tests/weightwire", "tests/apps/train"),
+        ("src/weightwire/group.py", "tests/sync", "tests/apps/rl"),
+        ("tests/engines/plain_optimizers.py", "tests/engines", "tests/apps/cli"),
+        ("src/megascend/apps/serve/service.py", "tests/apps/serve", "tests/engines"),
+        ("src/megascend/apps/serve/service.py", "tests/apps/cli/test_cli_serve.py", "tests/apps/cli"),
+        ("src/megascend/apps/data/files.py", "tests/apps/train", "tests/apps/plan"),
+        ("docs/serve.md", "tests/test_docs.py", "tests/apps/serve"),
+        ("tests/sync/test_push.py", "tests/sync/test_push.py", "tests/sync"),
+    ],
+)
+def test_change_selects_rooms_that_it_concerns(path: str, included: str, left_out: str) -> None:
+    tests, _ = select([path])
+    assert included in tests
+    assert left_out not in tests
+    assert "tests" not in tests
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "src/megascend/config/run.py",
+        "src/megascend/runtime/io/paths.py",
+        "pyproject.toml",
+        ".ci/run",
+        "scripts/_venv.sh",
+    ]
+    + [
+        "tests/conftest.py",
+        "tests/support/stacks.py",
+        "src/megascend/testing/parity.py",
+        "src/megascend/__init__.py",
+        "new/file",
+    ],
+)
+def test_change_under_every_room_selects_everything(path: str) -> None:
+    tests, reason = select(["docs/serve.md", path])
+    assert tests == {"tests"}
+    assert path in reason
+
+
+def test_changes_are_those_since_the_branch_left_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    def commit(name: str) -> None:
+        (tmp_path / name).write_text(name)
+        git("add", name)
+        git("commit", "--message", name)
+
+    git("init", "--initial-branch", "main")
+    commit("first")
+    git("checkout", "-b", "change")
+    commit("committed")
+    git("checkout", "main")
+    commit("of others")
+    git("checkout", "change")
+    (tmp_path / "first").write_text("changed")
+    (tmp_path / "new").write_text("new")
+    monkeypatch.setattr(changed_rooms, "ROOT", tmp_path)
+    assert changed_rooms.changes("main") == ["committed", "first", "new"]
+    git("checkout", "--orphan", "unrelated")
+    git("commit", "--all", "--message", "alone")
+    assert changed_rooms.changes("main") is None
+    assert changed_rooms.changes("no-such-branch") is None

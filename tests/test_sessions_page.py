@@ -58,6 +58,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly  # covered: apps/cli/test_cli_init.py: the same task to its end; test_snippets.py
 def test_pretraining_session_continues_a_text(tmp_path: Path) -> None:
     assert follow("Pre-training", tmp_path).startswith(" 5 apples.")
     vocabulary = json.loads((tmp_path / "fresh" / "config.json").read_text())["vocab_size"]

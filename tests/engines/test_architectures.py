@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from architecture_runs import causal_models, recurrent_models
 
-from support.covering import first_stack_required
 from support.forked_programs import run_forked
+from support.stacks import first_stack_required
 
 PROGRAM = Path(__file__).with_name("architecture_runs.py")
 HYBRID = "set batching.packing: false"

@@ -16,8 +16,8 @@ from megascend import Adam, Parallel
 from megascend.models.registry import proven
 from megascend.testing import parity
 from megascend.testing.parity import MAX_GRAD_NORM, PROMPT, case_checkpoint, token_lists
-from support.covering import first_stack_only, stack_marks
 from support.forked_programs import run_forked
+from support.stacks import stack_marks
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 FOLDER = Path(__file__).parent
@@ -138,7 +138,6 @@ def cases(runs: dict[str, Run], in_ci: tuple[str, ...]) -> list[Any]:
     ]
 
 
-@first_stack_only
 @pytest.mark.parametrize("run", cases(RUNS, IN_CI))
 def test_main_parameters_begin_with_the_numbers_of_the_files(run: Run, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, run.arch, **run.overrides)
@@ -147,7 +146,6 @@ def test_main_parameters_begin_with_the_numbers_of_the_files(run: Run, parity_fo
     assert differing(results(tmp_path, run, checkpoint)["mains"], load_file(checkpoint / "model.safetensors")) == []
 
 
-@first_stack_only
 @pytest.mark.parametrize("run", cases(FAMILIES, ("megatron: gpt_oss", "megatron: qwen3_next", "single: gpt_oss")))
 def test_every_family_begins_with_the_numbers_that_fp32_has(run: Run, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, run.arch)
@@ -161,7 +159,6 @@ def test_every_family_begins_with_the_numbers_that_fp32_has(run: Run, parity_fol
 HEADS = {engine: Run(engine, options={"head": "reward_model"}) for engine in ("megatron", "single", "fsdp")}
 
 
-@first_stack_only
 @pytest.mark.parametrize("run", cases(HEADS, ("megatron", "single")))
 def test_new_scalar_head_begins_with_the_numbers_that_were_drawn(run: Run, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, run.arch)
@@ -172,7 +169,6 @@ def test_new_scalar_head_begins_with_the_numbers_that_were_drawn(run: Run, parit
     assert differing(actual, expected) == []
 
 
-@first_stack_only
 @pytest.mark.parametrize(
     "run",
     cases({name: RUNS[name] for name in ("megatron", "megatron, DP2", "single", "fsdp")}, ("megatron, DP2", "single")),

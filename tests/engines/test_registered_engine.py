@@ -106,6 +106,7 @@ def command(folder: Path, *arguments: str, path: str = "") -> subprocess.Complet
     )
 
 
+@pytest.mark.nightly  # covered: the same engine through the backend, in the same file
 def test_a_run_file_names_its_plug_in_and_the_engine(checkpoint: Path, tmp_path: Path) -> None:
     text = ["ab" * 20, "abc" * 10, "ba" * 15, "cab" * 12]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in text))

@@ -185,6 +185,7 @@ def test_adapters_on_a_critic_are_refused_by_name(parity_folder, tmp_path, engin
     assert "adapters with a token classifier: an adapter stores neither" in message
 
 
+@pytest.mark.nightly  # covered: training equals transformers, without dropout
 def test_token_classifier_dropout_acts_only_in_training(parity_folder):
     """Check with probability 0.5 that the mean of many passes is the value, that passes differ, and that evaluation does not."""
     arch, overrides, _ = MODELS["critic"]

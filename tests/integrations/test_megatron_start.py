@@ -21,6 +21,7 @@ def page_start() -> tuple[str, list[str]]:
     return program, command.split()
 
 
+@pytest.mark.nightly  # covered: runtime/bootstrap/test_training_device.py
 @pytest.mark.torchrun
 def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
     program, command = page_start()

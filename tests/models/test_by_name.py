@@ -12,8 +12,8 @@ import yaml
 
 from megascend.models import expert_count
 from megascend.models.registry import BUILT_IN
-from support.covering import FIRST_STACK, stack_marks
 from support.forked_programs import run_command, run_forked
+from support.stacks import stack_marks
 
 ROOT = Path(__file__).parents[2]
 CHATS = ROOT / "examples" / "quickstart" / "chat.jsonl"
@@ -36,7 +36,7 @@ NOT_BUILT = r"CheckpointError: \S+ mcore-bridge \S+ has no model for model_type 
 
 
 def marks(arch: str) -> list[pytest.MarkDecorator]:
-    return [] if arch in IN_CI and FIRST_STACK else [pytest.mark.nightly]
+    return [] if arch in IN_CI else [pytest.mark.nightly]
 
 
 ALL = [pytest.param(name, marks=marks(name)) for name in BUILT_IN]
@@ -74,6 +74,7 @@ def make_model(arch: str, folder: Path) -> Path:
     return model
 
 
+@pytest.mark.nightly_cases("gpt_oss")  # covered: deepseek_v3
 @pytest.mark.parametrize("arch", ALL)
 def test_model_by_name_trains_from_the_loss_of_transformers(arch: str, tmp_path: Path) -> None:
     model, data = make_model(arch, tmp_path), tmp_path / "chats.jsonl"
@@ -152,6 +153,7 @@ def refusal(arch: str, recipe: str) -> str | None:
     return BIASES if tensor and architecture.biases == "all" and expert_count(architecture.tiny) else None
 
 
+@pytest.mark.nightly_cases("gpt_oss")  # covered: deepseek_v3
 @pytest.mark.parametrize("arch", ALL)
 def test_recipes_train_a_model_by_name_or_refuse_it(arch: str, tmp_path: Path) -> None:
     jobs, model = tmp_path / "jobs.json", make_model(arch, tmp_path)

@@ -23,8 +23,8 @@ from megascend.testing.parity import (
     relative_differences,
     token_lists,
 )
-from support.covering import FIRST_STACK, stack_marks
 from support.parity_matrix import family_matrix
+from support.stacks import stack_marks
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -60,8 +60,7 @@ def params() -> list[Any]:
     return [
         pytest.param(
             change,
-            marks=([] if change.name in IN_CI and FIRST_STACK else [pytest.mark.nightly])
-            + stack_marks(change.saved.arch),
+            marks=([] if change.name in IN_CI else [pytest.mark.nightly]) + stack_marks(change.saved.arch),
         )
         for change in changes()
     ]
@@ -93,6 +92,7 @@ def test_selection_for_ci_names_changes() -> None:
     assert set(IN_CI) <= {change.name for change in changes()}
 
 
+@pytest.mark.nightly_cases("gpt_oss*")  # covered: deepseek_v3; checkpoint/test_resharding.py
 @pytest.mark.parametrize("change", params(), ids=lambda change: change.name)
 def test_resuming_in_another_layout_equals_uninterrupted_training(
     change: Change, parity_folder: Path, tmp_path: Path

@@ -27,10 +27,10 @@ from megascend.testing.parity import (
     token_lists,
     train_case,
 )
-from support.covering import FIRST_STACK, stack_marks
 from support.forked_programs import run_forked
 from support.lora_parity import adapter_backend, adapter_differences, case_adapter, peft_reference, train_adapter
 from support.parity_matrix import family_matrix
+from support.stacks import stack_marks
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -70,7 +70,7 @@ ADAPTER_SEED = {"ernie4_5_moe": 8, "nemotron_h": 8}
 
 def nightly_but(names: list[str], in_ci: tuple[str, ...] = (), *, megatron: bool = True) -> list[Any]:
     def marks(name: str) -> list[pytest.MarkDecorator]:
-        nightly = [] if name in in_ci and FIRST_STACK else [pytest.mark.nightly]
+        nightly = [] if name in in_ci else [pytest.mark.nightly]
         return nightly + (stack_marks(name) if megatron else [])
 
     return [pytest.param(name, marks=marks(name)) for name in names]
@@ -80,7 +80,7 @@ def params(selected: tuple[str, ...]) -> list[Any]:
     return [
         pytest.param(
             case,
-            marks=([] if case.name in selected and FIRST_STACK else [pytest.mark.nightly])
+            marks=([] if case.name in selected else [pytest.mark.nightly])
             + stack_marks(case.arch, case.parallel.context),
         )
         for case in CASES
@@ -96,6 +96,12 @@ def test_selection_for_ci_names_cases() -> None:
     assert {case.arch for case in CASES} == set(ALL)
 
 
+@pytest.mark.difference_cases(
+    "nemotron_h: CP2",  # differs: HybridModel: packed samples joined over context ranks
+    "nemotron_h: TP2 x EP2 + SP",  # differs: HybridModel: state spaces, latent experts
+    "deepseek_v32: TP2 x EP2 + SP",  # differs: sparse attention
+    "glm_moe_dsa: CP2",  # differs: sparse attention: gathered keys, layers that share a choice
+)
 @pytest.mark.parametrize("case", params(IN_CI), ids=lambda case: case.name)
 def test_training_equals_hugging_face(case: Case, parity_folder: Path) -> None:
     checkpoint, tokens = case_checkpoint(parity_folder, case.arch), token_lists()
@@ -110,6 +116,7 @@ def test_training_equals_hugging_face(case: Case, parity_folder: Path) -> None:
         assert difference.logits <= case.logits_bound, difference
 
 
+@pytest.mark.difference_cases("nemotron_h")  # differs: HybridModel: conversion of weights
 @pytest.mark.parametrize("arch", nightly_but(NEW, ("gpt_oss", "ernie4_5_moe", "minimax_m2")))
 def test_export_is_the_source_and_after_training_transformers_weights(
     arch: str, parity_folder: Path, tmp_path: Path

@@ -15,8 +15,8 @@ from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend, case_checkpoint
 from megascend.training.checkpoint.hf_slices import held_weights
 from megascend.training.checkpoint.slices import index_of
-from support.covering import first_stack_only, stack_marks
 from support.parity_matrix import family_matrix
+from support.stacks import stack_marks
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -32,7 +32,6 @@ CASES = [case for case in family_matrix() if case.name.split(": ")[1] in LAYOUTS
 IN_CI = ("qwen3_vl_moe: EP2", "deepseek_v3: TP2 x EP2 + SP")
 
 
-@first_stack_only
 @pytest.mark.parametrize(
     "case",
     [
@@ -64,7 +63,6 @@ def test_slices_equal_the_weights_of_the_checkpoint(case: Case, parity_folder: P
     assert missing == []
 
 
-@first_stack_only
 @pytest.mark.nightly
 def test_weights_that_are_computed_from_parameters_are_refused_by_name(parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, "gpt_oss")

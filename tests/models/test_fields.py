@@ -19,8 +19,8 @@ from megascend.models import architecture_named
 from megascend.models.registry import BUILT_IN
 from megascend.testing import run_distributed
 from megascend.testing.reference import run_reference
-from support.covering import stack_marks
 from support.field_variants import Variant, variants
+from support.stacks import stack_marks
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

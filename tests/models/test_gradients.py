@@ -19,9 +19,9 @@ from megascend.models import expert_count
 from megascend.models.registry import proven
 from megascend.testing.parity import Case
 from megascend.testing.tiny_models import tiny_config
-from support.covering import FIRST_STACK, stack_marks
 from support.gradients import compare, compare_adapter, errors_in_bf16
 from support.lora_parity import ALL
+from support.stacks import stack_marks
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -102,8 +102,7 @@ def params(selected: list[Case], few: tuple[str, ...]) -> list[Any]:
     return [
         pytest.param(
             case,
-            marks=([] if case.name in few and FIRST_STACK else [pytest.mark.nightly])
-            + stack_marks(case.arch, case.parallel.context),
+            marks=([] if case.name in few else [pytest.mark.nightly]) + stack_marks(case.arch, case.parallel.context),
         )
         for case in selected
     ]
@@ -127,7 +126,7 @@ def test_gradients_equal_transformers(case: Case, parity_folder: Path) -> None:
     [
         pytest.param(
             architecture.model_type,
-            marks=([] if architecture.model_type in ("qwen3", "deepseek_v3") and FIRST_STACK else [pytest.mark.nightly])
+            marks=([] if architecture.model_type in ("qwen3", "deepseek_v3") else [pytest.mark.nightly])
             + stack_marks(architecture.model_type, 1),
         )
         for architecture in proven()

@@ -28,7 +28,6 @@ from megascend.training.batch.images import SampleImages
 from megascend.training.batch.sample import Sample
 from megascend.training.checkpoint.hf_slices import read as read_slices
 from megascend.training.lora import peft_format
-from support.covering import FIRST_STACK, first_stack_only
 from support.forked_programs import run_forked
 from support.image_programs import run_program
 from support.images import (
@@ -84,7 +83,7 @@ MATRIX = [
         dataclasses.replace(case, arch=arch),
         tower,
         id=f"{arch}: {case.name}, {tower}",
-        marks=[] if (arch, case.name, tower) in IN_CI and FIRST_STACK else pytest.mark.nightly,
+        marks=[] if (arch, case.name, tower) in IN_CI else pytest.mark.nightly,
     )
     for arch in ARCHS
     for case in (*LAYOUTS, *(WITH_EXPERTS if arch.endswith("_moe") else ()))
@@ -120,6 +119,7 @@ def test_training_with_images_equals_transformers(case: Case, tower: str, parity
     assert_equals(trained, reference, frozen=frozen)
 
 
+@pytest.mark.nightly_cases("fsdp-qwen3_5-train-2")  # covered: single; the frozen tower of qwen3_vl on fsdp
 @pytest.mark.parametrize(
     ("engine", "arch", "tower", "processes"),
     [
@@ -161,12 +161,14 @@ def test_fsdp_divides_experts_of_models_with_images(arch: str, parity_folder: Pa
     assert_equals(TrainingCurve(result["losses"], result["grad_norms"], [], result["weights"]), reference, frozen=False)
 
 
-@first_stack_only
 @pytest.mark.parametrize(
     ("arch", "case", "tower"),
     [
-        ("qwen3_vl", Case("PP2", 2, Parallel(pipeline=2)), "train"),
+        # covered: engines/fsdp/test_between_engines.py
+        pytest.param("qwen3_vl", Case("PP2", 2, Parallel(pipeline=2)), "train", marks=pytest.mark.nightly),
+        # covered: engines/fsdp/test_between_engines.py
         pytest.param("qwen3_vl", Case("PP2", 2, Parallel(pipeline=2)), "frozen", marks=pytest.mark.nightly),
+        # covered: engines/fsdp/test_between_engines.py
         pytest.param("qwen3_vl_moe", Case("EP2", 2, Parallel(expert=2)), "train", marks=pytest.mark.nightly),
         pytest.param("qwen3_5_moe", Case("EP2", 2, Parallel(expert=2)), "train", marks=pytest.mark.nightly),
     ],
@@ -195,7 +197,6 @@ def test_checkpoints_continue_on_other_engines(
     assert_equals(TrainingCurve(losses, norms, [], third["weights"]), reference, frozen=tower == "frozen")
 
 
-@first_stack_only
 @pytest.mark.parametrize(
     "case",
     [
@@ -241,7 +242,6 @@ def assert_adapter_equals_peft(run: PeftTrajectory, folder: Path, checkpoint: Pa
     assert difference.factors <= 5e-3, difference
 
 
-@first_stack_only
 def test_text_alone_trains_as_transformers(parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
     reference = hf_reference(
@@ -250,7 +250,6 @@ def test_text_alone_trains_as_transformers(parity_folder: Path) -> None:
     assert_equals(train_case(Case("single"), checkpoint, token_lists(), STEPS, True), reference, frozen=True)
 
 
-@first_stack_only
 def test_rank_without_images_changes_no_number(parity_folder: Path) -> None:
     """Give one data parallel rank all images, and the other one text."""
     checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), image_samples()
@@ -271,7 +270,6 @@ def test_rank_without_images_changes_no_number(parity_folder: Path) -> None:
         assert max(abs(a - b) for a, b in zip(norms, reference.grad_norms, strict=True)) <= 1e-4
 
 
-@first_stack_only
 @pytest.mark.parametrize("packing", [True, False])
 def test_image_of_another_sample_changes_no_logprob(packing: bool, parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
@@ -290,7 +288,6 @@ def test_image_of_another_sample_changes_no_logprob(packing: bool, parity_folder
     assert [index for index in range(1, len(samples)) if not torch.equal(before[index], after[index])] == []
 
 
-@first_stack_only
 @pytest.mark.parametrize("arch", ["qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.nightly)])
 def test_export_loads_in_transformers(arch: str, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint, samples = case_checkpoint(parity_folder, arch), image_samples()
@@ -313,7 +310,6 @@ def test_export_loads_in_transformers(arch: str, parity_folder: Path, tmp_path: 
     assert max(float((a - b).abs().max()) for a, b in zip(logits, reference.logits, strict=True)) <= 2e-5
 
 
-@first_stack_only
 @pytest.mark.nightly
 def test_experts_are_exported_as_their_authors_store_them(parity_folder: Path, tmp_path: Path) -> None:
     """Train from experts stored as [experts, in, out] and as transformers 5 saves them: the same numbers, each its own form."""
@@ -374,7 +370,6 @@ def test_experts_are_exported_as_their_authors_store_them(parity_folder: Path, t
             read_slices(tmp_path / folder)
 
 
-@first_stack_only
 def test_samples_and_settings_that_do_not_fit_are_refused(parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
     samples = image_samples()
@@ -406,7 +401,6 @@ def test_samples_and_settings_that_do_not_fit_are_refused(parity_folder: Path) -
         assert expected in problem
 
 
-@first_stack_only
 def test_rotary_frequencies_of_the_tower_stay_fp32(parity_folder: Path) -> None:
     checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), image_samples()
 
@@ -422,6 +416,7 @@ def test_rotary_frequencies_of_the_tower_stay_fp32(parity_folder: Path) -> None:
     assert abs(loss - reference.losses[0]) < 0.05
 
 
+@pytest.mark.nightly_cases("single", "fsdp")  # covered: megatron; it is refused before an engine is chosen
 @pytest.mark.parametrize("engine", ["single", "fsdp", "megatron"])
 def test_qwen2_5_vl_is_refused_by_name(engine: str, tmp_path: Path) -> None:
     completed = run_forked(QWEN2_5_VL, engine, tmp_path, timeout_s=200)

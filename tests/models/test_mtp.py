@@ -22,7 +22,6 @@ from megascend.training.batch.loss import Loss
 from megascend.training.batch.losses import cross_entropy
 from megascend.training.batch.sample import Sample
 from megascend.training.checkpoint import hf_slices
-from support.covering import first_stack_required
 from support.forked_programs import run_forked
 from support.prediction_head import (
     HEAD,
@@ -37,6 +36,7 @@ from support.prediction_head import (
     train_head,
     weighted_samples,
 )
+from support.stacks import first_stack_required
 
 pytestmark = [pytest.mark.usefixtures("megatron_imported"), first_stack_required]
 
@@ -90,6 +90,7 @@ def layouts() -> list[Any]:
     ]
 
 
+@pytest.mark.nightly_cases("glm4_moe_lite-TP2 + SP")  # covered: deepseek_v3-TP2 x EP2 + SP
 @pytest.mark.parametrize(("arch", "layout"), layouts())
 def test_head_trains_like_a_plain_one(arch: str, layout: str, parity_folder: Path, tmp_path: Path) -> None:
     case, checkpoint = LAYOUTS[layout], checkpoint_with_head(parity_folder, arch)
@@ -326,7 +327,7 @@ def test_router_of_the_head_is_balanced_over_tokens_with_a_next_one(
         ("megatron", "deepseek_v3"),
         pytest.param("single", "deepseek_v3", marks=pytest.mark.nightly),
         pytest.param("fsdp", "deepseek_v3", marks=pytest.mark.nightly),
-        ("fsdp", "qwen3_next"),
+        pytest.param("fsdp", "qwen3_next", marks=pytest.mark.nightly),  # covered: megatron-deepseek_v3
         pytest.param("megatron", "qwen3_next", marks=pytest.mark.nightly),
         pytest.param("single", "qwen3_5_text", marks=pytest.mark.nightly),
     ],

@@ -25,7 +25,7 @@ from megascend.testing.parity import (
     relative_differences,
     train_case,
 )
-from support.covering import MEGATRON_CORE, first_stack_required
+from support.stacks import MEGATRON_CORE, first_stack_required
 
 pytestmark = [pytest.mark.usefixtures("megatron_imported"), first_stack_required]
 
@@ -203,7 +203,11 @@ CONTEXT: dict[str, Any] = {"arch": DENSE, "overrides": {"linear_num_key_heads": 
         Case("CP2, padded", 2, Parallel(context=2), packing=False, micro_batch_tokens=200, **CONTEXT),
         Case("CP2, full recompute", 2, Parallel(context=2), recompute=Recompute(granularity="full"), **CONTEXT),
         Case("TP2 x CP2", 4, Parallel(tensor=2, context=2), **CONTEXT),
-        Case("TP2 x CP2 + SP", 4, Parallel(tensor=2, context=2, sequence=True), **CONTEXT),
+        # differs: linear attention that exchanges heads (context_core)
+        pytest.param(
+            Case("TP2 x CP2 + SP", 4, Parallel(tensor=2, context=2, sequence=True), **CONTEXT),
+            marks=pytest.mark.difference,
+        ),
     ],
     ids=lambda case: case.name,
 )

@@ -155,7 +155,11 @@ def test_ring_over_context_ranks_is_refused(parity_folder: Path) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("PP2, full recompute", 2, Parallel(pipeline=2), recompute=Recompute(granularity="full")),
+        # differs: layers that share a choice, recomputed
+        pytest.param(
+            Case("PP2, full recompute", 2, Parallel(pipeline=2), recompute=Recompute(granularity="full")),
+            marks=pytest.mark.difference,
+        ),
         Case("padded, full recompute", packing=False, micro_batch_tokens=80, recompute=Recompute(granularity="full")),
         Case("core attention recomputed", recompute=Recompute(granularity="selective", modules=("core_attn",))),
     ],
@@ -189,6 +193,7 @@ def test_packed_samples_do_not_see_each_other(arch: str, parity_folder: Path) ->
     assert_packed_samples_are_apart(case_checkpoint(parity_folder, arch))
 
 
+@pytest.mark.nightly_cases("deepseek_v32-fsdp", "glm_moe_dsa-fsdp")  # covered: single
 @pytest.mark.parametrize("engine", ["fsdp", "single"])
 @pytest.mark.parametrize("arch", ["deepseek_v32", "glm_moe_dsa"])
 def test_samples_of_a_batch_do_not_see_each_other_without_megatron(

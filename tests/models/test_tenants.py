@@ -11,9 +11,9 @@ from megascend.models import architecture_named, expert_count
 from megascend.models.registry import proven
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_checkpoint
-from support.covering import FIRST_STACK, stack_marks
 from support.lora_parity import adapter_differences, case_adapter, peft_reference, run_mixed, share_of
 from support.parity_matrix import family_matrix
+from support.stacks import stack_marks
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -33,8 +33,7 @@ def params() -> list[Any]:
     return [
         pytest.param(
             case,
-            marks=([] if case.name in IN_CI and FIRST_STACK else [pytest.mark.nightly])
-            + stack_marks(case.arch, case.parallel.context),
+            marks=([] if case.name in IN_CI else [pytest.mark.nightly]) + stack_marks(case.arch, case.parallel.context),
         )
         for case in CASES
     ]

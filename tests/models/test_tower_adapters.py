@@ -17,7 +17,6 @@ from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend, case_checkpoint, first_of_equals
 from megascend.training.batch.sample import Sample
 from megascend.training.lora import peft_format
-from support.covering import FIRST_STACK, first_stack_only
 from support.image_programs import run_program
 from support.images import TOKEN, TOWER, image_fields, image_samples, image_tokens, tower_adapter
 from support.lora_parity import PeftTrajectory, adapter_differences, first_gradients, peft_reference
@@ -47,9 +46,7 @@ MATRIX = [
     pytest.param(
         dataclasses.replace(case, arch=case.arch if case.arch != "qwen3" else "qwen3_vl"),
         id=f"{case.arch if case.arch != 'qwen3' else 'qwen3_vl'}: {case.name}",
-        marks=[]
-        if (case.arch if case.arch != "qwen3" else "qwen3_vl", case.name) in IN_CI and FIRST_STACK
-        else pytest.mark.nightly,
+        marks=[] if (case.arch if case.arch != "qwen3" else "qwen3_vl", case.name) in IN_CI else pytest.mark.nightly,
     )
     for case in LAYOUTS
 ]
@@ -113,6 +110,7 @@ def assert_equals_peft(
         assert difference.gradients <= 1e-3, difference
 
 
+@pytest.mark.nightly_cases("1-qwen3_vl: TP2 + SP", "1-qwen3_vl: PP2", "1-qwen3_5: single")  # covered: two adapters
 @pytest.mark.parametrize("case", MATRIX)
 @pytest.mark.parametrize("tenants", [1, 2])
 def test_adapters_in_the_tower_equal_peft(case: Case, tenants: int, parity_folder: Path, tmp_path: Path) -> None:
@@ -133,7 +131,7 @@ def test_adapters_in_the_tower_equal_peft(case: Case, tenants: int, parity_folde
         ("single", "qwen3_vl", 1, 1),
         pytest.param("single", "qwen3_vl", 1, 2, marks=pytest.mark.nightly),
         pytest.param("single", "qwen3_5", 1, 1, marks=pytest.mark.nightly),
-        ("fsdp", "qwen3_vl", 1, 2),
+        pytest.param("fsdp", "qwen3_vl", 1, 2, marks=pytest.mark.nightly),  # covered: single
         pytest.param("fsdp", "qwen3_vl", 2, 2, marks=pytest.mark.nightly),
         pytest.param("fsdp", "qwen3_vl_moe", 2, 2, marks=pytest.mark.nightly),
         pytest.param("fsdp", "qwen3_5", 2, 1, marks=pytest.mark.nightly),
@@ -153,7 +151,6 @@ def test_engines_of_transformers_train_adapters_in_the_tower(
         assert_equals_peft(run, parity_folder, checkpoint, adapter, share)
 
 
-@first_stack_only
 @pytest.mark.parametrize("arch", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.nightly)])
 def test_saved_and_merged_adapters_equal_peft(arch: str, parity_folder: Path, tmp_path: Path) -> None:
     """Load a saved adapter in peft, under the names that it uses itself, and compare its merge with the exported model."""
@@ -211,7 +208,6 @@ REFUSALS = (
 )
 
 
-@first_stack_only
 @pytest.mark.parametrize(("tower", "targets", "problem"), REFUSALS)
 def test_targets_that_cannot_be_adapted_are_refused(
     tower: str, targets: tuple[str, ...], problem: str, parity_folder: Path
@@ -227,7 +223,6 @@ def test_targets_that_cannot_be_adapted_are_refused(
     assert problem in message
 
 
-@first_stack_only
 def test_adapter_of_a_frozen_tower_is_refused_and_the_language_model_named_alone(
     parity_folder: Path, tmp_path: Path
 ) -> None:
@@ -252,7 +247,6 @@ def test_adapter_of_a_frozen_tower_is_refused_and_the_language_model_named_alone
     }
 
 
-@first_stack_only
 @pytest.mark.parametrize("packing", [True, False])
 def test_image_of_another_tenant_changes_no_logprob(packing: bool, parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
@@ -272,7 +266,6 @@ def test_image_of_another_tenant_changes_no_logprob(packing: bool, parity_folder
     assert [index for index in range(1, len(samples)) if not torch.equal(before[index], after[index])] == []
 
 
-@first_stack_only
 def test_dropout_in_the_tower_is_the_same_in_a_mixed_batch(parity_folder: Path) -> None:
     checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), tenant_samples(2)
 

@@ -24,10 +24,7 @@ import simnpu
 from megascend.runtime.bootstrap.runtime import Runtime, bootstrap
 from megascend.testing.reference import IMPORTED, ProgramServer
 from support.ascend_packages import ON_ADAPTOR, WITHOUT_EXPERTS, package_folders
-from support.covering import FIRST_STACK
 
-OLDEST_STACK = ("test_contract.py",)
-"""Files that are not nightly on the oldest stack, because its MindSpeed differs. Parity on the CPU covers its Megatron."""
 MINDSPEED_FILES = (
     "test_attention_calls.py",
     "test_bootstrap.py",
@@ -46,13 +43,6 @@ ADAPTOR_FILES = ("test_adaptor_bootstrap.py", "test_adaptor_training.py")
 EXPERT_FILES = ("test_cookbook_ascend.py", "test_mtp.py", "test_npu_acceptance.py")
 """Files whose models have experts."""
 collect_ignore = [*(MINDSPEED_FILES if ON_ADAPTOR else ADAPTOR_FILES), *(EXPERT_FILES if WITHOUT_EXPERTS else ())]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the other files as nightly on the oldest stack."""
-    for item in items:
-        if not FIRST_STACK and item.path.parent == Path(__file__).parent and item.path.name not in OLDEST_STACK:
-            item.add_marker(pytest.mark.nightly)
 
 
 def npu_environment(**changes: str) -> dict[str, str]:

@@ -58,6 +58,7 @@ def one_step(checkpoint: Path, packing: bool) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.difference  # differs: provider megatron_adaptor: operators, defaults, repatching
 @pytest.mark.parametrize(("packing", "layout"), [(True, "TND"), (False, "SBH")])
 def test_fused_operators_are_called_and_arguments_follow_the_model(
     packing: bool, layout: str, parity_folder: Path
@@ -75,6 +76,7 @@ def test_fused_operators_are_called_and_arguments_follow_the_model(
     assert report["mask"] == "causal"
 
 
+@pytest.mark.difference_cases("ring")  # differs: packing with context parallelism on NPUs
 @pytest.mark.parametrize("algorithm", ["ring", "all_gather"])
 def test_packed_samples_over_context_ranks_equal_hugging_face(algorithm: str, parity_folder: Path) -> None:
     case = Case(f"CP2 packed, {algorithm}", 2, Parallel(context=2, context_algorithm=algorithm))

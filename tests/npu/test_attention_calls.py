@@ -68,6 +68,7 @@ def test_packed_samples_are_separated_by_their_lengths(parity_folder):
         assert list(call["actual_seq_qlen"]) == list(call["actual_seq_kvlen"])
 
 
+@pytest.mark.nightly_cases("all_gather")  # covered: parity: CP2, all_gather
 @pytest.mark.parametrize("algorithm", ["ring", "all_gather"])
 def test_context_parallel_algorithms_never_get_a_dense_mask(algorithm, parity_folder):
     parallel = Parallel(context=2, context_algorithm=algorithm)

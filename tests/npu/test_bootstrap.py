@@ -7,8 +7,6 @@ import re
 
 import pytest
 
-from support.covering import FIRST_STACK_ONLY
-
 FIRST = {
     "megatron.core": ("import megatron.core", "megatron.core"),
     "megatron.core, through one of its modules": (
@@ -46,15 +44,11 @@ except megascend.ImportOrderError as error:
 """
 
 
-MARKS = dict.fromkeys(
-    ("megatron.core, through one of its modules", "mcore_bridge with an importable Transformer Engine"),
-    FIRST_STACK_ONLY,
+@pytest.mark.nightly_cases(
+    "megatron.core, through*",  # covered: megatron.core
+    "mcore_bridge with an*",  # covered: without Transformer Engine
 )
-
-
-@pytest.mark.parametrize(
-    ("first", "named"), [pytest.param(*values, id=name, marks=MARKS.get(name, [])) for name, values in FIRST.items()]
-)
+@pytest.mark.parametrize(("first", "named"), [pytest.param(*values, id=name) for name, values in FIRST.items()])
 def test_wrong_import_order_is_refused_before_patching(first, named, run_python):
     completed = run_python(REFUSED.format(first=first), huggingface="mcore_bridge" in first)
     report = json.loads(completed.stdout.splitlines()[-1])

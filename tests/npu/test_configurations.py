@@ -125,6 +125,7 @@ def repatch_ten_times(experts):
     return provider.repatches - count, changed, len(after), levels, [key for key in WATCHED if key not in after]
 
 
+@pytest.mark.nightly  # covered: configurations follow each other; npu/test_contract.py: repatching
 def test_ten_repatches_leave_no_trace(parity_folder):
     experts = case_checkpoint(parity_folder, "qwen3_moe")
     ((repatches, changed, compared, levels, missing),) = run_distributed(
@@ -171,6 +172,7 @@ def test_packing_with_context_parallelism_is_refused(parity_folder):
         assert "batching.packing: true with parallel.context=2" in message
 
 
+@pytest.mark.nightly_cases("ring")  # covered: all_gather; npu/test_dropout.py
 @pytest.mark.parametrize(
     ("algorithm", "message"), [("all_gather", "draws another mask"), ("ring", None)], ids=["all_gather", "ring"]
 )

@@ -157,6 +157,7 @@ def run_on_forked_ranks(recipe: str, folder: Path, *arguments: str, ranks: int) 
     return run_distributed(on_rank, ranks, init=False, timeout_s=DEADLINE_S)[0]
 
 
+@pytest.mark.nightly_cases("tp_npu", "tp_moe_npu")  # covered: tp_moe_cp_npu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_learns_on_two_forked_ranks(recipe: str, tmp_path: Path, npu: Runtime) -> None:
     arguments, layout = ON_TWO[recipe]
@@ -258,6 +259,7 @@ def test_run_fails_if_a_rank_dies(tmp_path: Path) -> None:
     assert "SIGKILL" in output
 
 
+@pytest.mark.nightly  # covered: what is wrong by losses and norms
 def test_run_that_does_not_learn_fails_with_a_reason(tmp_path: Path, npu: Runtime) -> None:
     arguments = ("--tensor", "1", "--pipeline", "1", "--steps", "2", "--lr", "0", "--precision", "fp32")
     code, output = run_on_forked_ranks("tp_npu", tmp_path, *arguments, ranks=1)

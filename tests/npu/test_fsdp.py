@@ -131,6 +131,7 @@ print("equal")
 """Compares the operator with the formula, forward and backward: packed, padded, grouped keys, window, narrower values."""
 
 
+@pytest.mark.nightly  # covered: trajectories in the same file
 def test_attention_equals_the_formula(run_python):
     assert run_python(ATTENTION, huggingface=True).stdout.split()[-1] == "equal"
 

@@ -88,6 +88,7 @@ def only(name):
     ]
 
 
+@pytest.mark.nightly_cases("single")  # covered: two adapters on TP2 + SP
 @pytest.mark.parametrize("case", only("single"))
 def test_one_adapter_equals_peft(case: Case, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)

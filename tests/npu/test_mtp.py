@@ -11,8 +11,8 @@ from megascend.errors import DistributedTestError
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, first_of_equals
 from support.ascend_packages import ON_ADAPTOR
-from support.covering import first_stack_required
 from support.prediction_head import checkpoint_with_head, compare, head_backend, train_head
+from support.stacks import first_stack_required
 
 pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow, first_stack_required]
 PADDED = {"packing": False, "micro_batch_tokens": 200}

@@ -167,6 +167,7 @@ def gather_without(failure, folder):
     return str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.nightly_cases("stopped")  # covered: killed, missing; reliability/test_hang_and_death.py
 @pytest.mark.parametrize("failure", ["killed", "stopped", "missing"])
 def test_other_ranks_raise_in_time_and_name_the_missing_one(failure, npu, tmp_path):
     npu.configure_topology(plan(Parallel(), 1))

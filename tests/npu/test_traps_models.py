@@ -275,6 +275,7 @@ def queries(checkpoint: Path, algorithm: str) -> tuple[list[int], list[float]]:
     return sorted(set(lengths)), [logprobs.sum().item() for logprobs in backend.forward(samples).logprobs]
 
 
+@pytest.mark.nightly_cases("all_gather")  # covered: ring
 @pytest.mark.parametrize("algorithm", ["ring", "all_gather"])
 def test_sequences_are_padded_to_twice_the_context_parallel_size(algorithm: str, parity_folder) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3")

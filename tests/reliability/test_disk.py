@@ -323,6 +323,7 @@ def test_run_continues_on_a_full_disk_and_saves_again_later(prepared, disk):
     assert rows == list(range(1, 41))
 
 
+@pytest.mark.nightly  # covered: a run that goes on without checkpoints
 def test_run_stopped_on_a_full_disk_raises_checkpoint_error(prepared, disk, tmp_path):
     """Raise at the end: a run may continue without checkpoints, but must not end without one of its last step."""
     from megascend.apps.train.train import train as train_run

@@ -27,6 +27,8 @@ from megascend.testing import faults, run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples
 from support.forked_programs import run_forked
 
+pytestmark = pytest.mark.waiting
+
 DIAGNOSIS_S = 60.0  # three seconds of polling; the rest is for busy machines (14 s were measured)
 
 
@@ -67,12 +69,14 @@ def assert_named(outcomes, fault, phase):
             assert f"s ago in {location}" in lowered, message
 
 
+@pytest.mark.nightly_cases("stop", "hang")  # covered: die
 @pytest.mark.parametrize("action", ["die", "stop", "hang"])
 def test_rank_lost_at_start_up_is_named(action, runtime):
     fault = faults.Fault(action, rank=1, phase="start-up", step=1)
     assert_named(run(fault, 3, meet, runtime, 3), fault, "start-up")
 
 
+@pytest.mark.nightly_cases("stop")  # covered: hang
 @pytest.mark.parametrize("action", ["die", "stop", "hang"])
 def test_rank_lost_in_object_gather_is_named(action, runtime):
     fault = faults.Fault(action, rank=2, phase="object gather", step=2)
@@ -85,14 +89,15 @@ def test_rank_lost_in_object_gather_is_named(action, runtime):
 LAYOUTS = {"DP2": Parallel(), "TP2": Parallel(tensor=2), "PP2": Parallel(pipeline=2)}
 
 
+@pytest.mark.core_cases("TP2-stop*")
 @pytest.mark.parametrize(
     ("layout", "action", "rank"),
     [
-        ("DP2", "die", 1),
+        pytest.param("DP2", "die", 1, marks=pytest.mark.nightly),  # covered: TP2-stop; die at start-up and in a save
         ("TP2", "die", 1),
         ("PP2", "die", 1),
-        ("TP2", "hang", 1),
-        ("PP2", "hang", 0),
+        pytest.param("TP2", "hang", 1, marks=pytest.mark.nightly),  # covered: TP2-stop
+        pytest.param("PP2", "hang", 0, marks=pytest.mark.nightly),  # covered: TP2-stop
         ("TP2", "stop", 0),
     ],
 )
@@ -103,12 +108,22 @@ def test_rank_lost_in_forward_is_named(layout, action, rank, checkpoint, megatro
     )
 
 
+@pytest.mark.nightly_cases(
+    "stop",  # covered: die; forward: TP2-stop
+    "hang",  # covered: die; object_gather-hang; a rank that skips a reduction
+)
 @pytest.mark.parametrize("action", ["die", "stop", "hang"])
 def test_rank_lost_in_grad_reduce_is_named(action, checkpoint, megatron_imported):
     fault = faults.Fault(action, rank=1, phase="grad reduce", step=2)
     assert_named(run(fault, 2, train, "megatron", checkpoint, timeout_of(fault), {}), fault, "grad reduce")
 
 
+@pytest.mark.nightly_cases(
+    "save-stop",  # covered: a rank that stops while it writes
+    "save-hang",  # covered: save-die; object_gather-hang
+    "write-die",  # covered: save-die; a rank that stops while it writes
+    "write-hang",  # covered: object_gather-hang; a rank that stops while it writes
+)
 @pytest.mark.parametrize(
     ("phase", "action"), [("save", "die"), ("save", "stop"), ("save", "hang"), ("write", "die"), ("write", "hang")]
 )

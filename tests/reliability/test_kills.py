@@ -360,6 +360,7 @@ def test_fifty_kills_of_each_process_change_nothing_that_is_learned(folder: Path
     run_disturbed(folder, 50)
 
 
+@pytest.mark.nightly  # covered: killed processes
 @pytest.mark.parametrize(
     ("layout", "kills"),
     [

@@ -109,6 +109,12 @@ def uninterrupted(models):
     return run
 
 
+@pytest.mark.nightly_cases(
+    "TP2-0",  # covered: single; checkpoint/test_save_and_load.py
+    "PP2-0",  # covered: single; checkpoint/test_save_and_load.py
+    "DP2-0",  # covered: single; checkpoint/test_save_and_load.py
+    "MoE EP2-0",  # covered: single; checkpoint/test_save_and_load.py: EP2
+)
 @pytest.mark.parametrize(("layout", "seed"), KILLS)
 def test_killed_run_resumes_bit_for_bit(models, uninterrupted, tmp_path, layout, seed):
     from megascend.apps.train.train import train

@@ -32,6 +32,7 @@ for groups.monitor.step in (1, 2):
 """
 
 
+@pytest.mark.nightly  # covered: test_hang_and_death.py; cli/test_cli_launch.py
 @pytest.mark.torchrun
 def test_rank_deaths_before_and_after_a_restart_are_reported(tmp_path) -> None:
     script = tmp_path / "program.py"

@@ -303,6 +303,7 @@ def running_process(pid: int) -> bool:
         return False
 
 
+@pytest.mark.nightly  # covered: a line that fails; rows of stored figures
 def test_save_line_produces_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert suite.main(["--tiny", "--platform", "cpu", "--only", "save"]) == 0
     names = {line.split("  ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("save/")}

@@ -12,6 +12,8 @@ from npu_acceptance import processes
 from npu_acceptance.plan import Section, Settings
 from npu_acceptance.runner import SETTINGS_VARIABLE, run_sections
 
+pytestmark = pytest.mark.waiting
+
 SCRIPTS = Path(processes.__file__).parents[1]
 MEASURE = """
 import os, sys

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from support.covering import MEGATRON_CORE
+from support.stacks import MEGATRON_CORE
 
 DOUBLES = Path(__file__).resolve().parents[1] / "doubles"
 ON_ADAPTOR = Version("0.17") <= MEGATRON_CORE

@@ -44,6 +44,8 @@ def equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
     )
 
 
+@pytest.mark.core_cases("DP2 x TP2")
+@pytest.mark.nightly_cases("TP2")  # covered: DP2 x TP2
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_engines_get_the_checkpoint_bit_for_bit(parity_folder, tmp_path, name):
     world_size, parallel, arch, overrides = LAYOUTS[name]
@@ -259,6 +261,7 @@ def test_missing_engine_raises_weight_sync_error(parity_folder, tmp_path):
     assert states == [({"model": 3}, True, True)] * 2
 
 
+@pytest.mark.nightly_cases("PP2")  # covered: TP2
 @pytest.mark.parametrize("layout", FAULTED)
 def test_an_engine_killed_during_the_transfer(parity_folder, tmp_path, layout):
     parallel, world_size = FAULTED[layout]
@@ -290,6 +293,7 @@ def test_an_engine_killed_during_the_transfer(parity_folder, tmp_path, layout):
     assert engines_after == ("engine-1",)
 
 
+@pytest.mark.nightly  # covered: an engine that does not come
 def test_a_silent_engine(parity_folder, tmp_path):
     """Stop an engine without ending it: the deadline ends the push."""
 

@@ -47,6 +47,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.nightly_cases(
+    "PP2, tied-bf16",  # covered: in fp32; TP2 in bf16
+    "MoE EP2-bf16",  # covered: in fp32; EP2 of latent attention in bf16
+    "DP2 x TP2-bf16",  # covered: in fp32; TP2 in bf16
+    "latent attention, expert biases, TP2-bf16",  # covered: in fp32; EP2 in bf16
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_workers_get_their_slices_of_the_export(parity_folder, tmp_path, name, precision):
@@ -369,6 +375,7 @@ def test_a_rank_that_cannot_send_is_named(parity_folder, tmp_path):
     assert after == ("engine-1", "engine-2")
 
 
+@pytest.mark.nightly  # covered: a missing engine; an engine killed during the transfer
 def test_a_silent_engine_is_named(parity_folder, tmp_path):
     def stop(served):
         served[1].kill(signal.SIGSTOP)

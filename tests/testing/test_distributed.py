@@ -17,6 +17,8 @@ import torch.distributed as dist
 from megascend.errors import DistributedTestError, ProcessGroupError
 from megascend.testing import run_distributed
 
+pytestmark = pytest.mark.waiting
+
 
 def has_ended(pid: int) -> bool:
     """Check that no process, or only a zombie, has this id."""
@@ -116,6 +118,7 @@ def test_hanging_ranks_are_named_with_their_stacks_and_killed(tmp_path: Path) ->
     assert all(has_ended(pid) for pid in pids(tmp_path))
 
 
+@pytest.mark.nightly  # covered: hanging ranks are named with their stacks
 def test_rank_stuck_in_a_collective_is_reported_with_its_stack() -> None:
     def one_skips() -> None:
         if dist.get_rank() == 0:

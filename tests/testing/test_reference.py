@@ -31,6 +31,7 @@ def test_program_gets_its_arguments_and_a_clean_state(tmp_path: Path) -> None:
         assert rest == f"{[name, '1', 'two words']} False\n"
 
 
+@pytest.mark.nightly  # covered: every program of a reference
 def test_modules_are_imported_for_one_program_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "custom_model.py").write_text("import transformers\ntransformers.custom = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -56,6 +56,7 @@ def test_members_join_in_any_order(last):
     assert run_meeting(on_member, 3) == [("trainer", "engine-1", "engine-2")] * 3
 
 
+@pytest.mark.nightly_cases("1")  # covered: 0
 @pytest.mark.parametrize("first", [0, 1])
 def test_missing_member_is_named_by_all(first, tmp_path):
     """Raise the same error on the member whose deadline passes first and on the one that it notifies."""

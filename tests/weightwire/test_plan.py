@@ -211,6 +211,7 @@ def report(name: str, result: TransferPlan, seconds: float) -> str:
     return text
 
 
+@pytest.mark.nightly_cases("Qwen3-235B-A22B-tp")  # covered: DeepSeek-V3-tp
 @pytest.mark.parametrize("experts", ["tp", "ep"])
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3-235B-A22B"])
 def test_64_ranks_to_8_engines_of_published_models(name, experts):
@@ -242,6 +243,7 @@ def test_64_ranks_to_8_engines_of_published_models(name, experts):
                 )
 
 
+@pytest.mark.nightly  # covered: in bf16; experts in blocks arrive once with their scales
 @pytest.mark.parametrize("experts", ["tp", "ep"])
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3-235B-A22B"])
 def test_64_ranks_to_8_engines_in_fp8_blocks(name, experts):

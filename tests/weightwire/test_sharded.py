@@ -574,6 +574,7 @@ def cut_at(rank: int, number: int):
     return adjust
 
 
+@pytest.mark.nightly_cases("None")  # covered: 1, by changes
 @pytest.mark.parametrize("base", [None, 1])
 def test_an_exchange_follows_no_transfer_that_was_cut_at_any_message(exchanging, base):
     trainer, engines = exchanging

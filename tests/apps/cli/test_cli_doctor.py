@@ -29,6 +29,7 @@ from support.ascend_packages import ON_ADAPTOR, package_folders
 BROKEN = 'raise ImportError("libhccl.so: cannot open shared object file: No such file or directory")\n'
 
 
+@pytest.mark.nightly  # covered: what it reports of simulated machines, in the same file
 def test_doctor_on_this_machine(megascend) -> None:
     completed = megascend("doctor", "--json")
     report = json.loads(completed.stdout)

@@ -45,6 +45,7 @@ def weights(output: Path) -> bytes:
     return (output / "hf" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.core
 def test_quick_start_run_file_on_one_process(megascend, model: Path, tmp_path: Path) -> None:
     """Train, resume and report."""
     output = tmp_path / "run"

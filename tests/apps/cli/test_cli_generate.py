@@ -97,7 +97,7 @@ COMMON = ("--dtype", "fp32", "--platform", "cpu", "--max-tokens", str(LENGTH))
 @pytest.mark.parametrize(
     "layout",
     [
-        ["--engine", "single"],
+        pytest.param(["--engine", "single"], marks=pytest.mark.nightly),  # covered: TP2
         ["--engine", "megatron", "--nproc", "2", "--tensor", "2"],
         pytest.param(["--engine", "fsdp", "--nproc", "2"], marks=pytest.mark.nightly),
     ],

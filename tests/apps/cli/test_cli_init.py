@@ -23,6 +23,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly_cases("classification-3")  # covered: test_cli_train_classification.py
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "steps"), [("sft", 3), ("dpo", 1), ("reward", 1), ("classification", 3), ("pretrain", 1)]

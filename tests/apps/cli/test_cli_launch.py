@@ -45,6 +45,7 @@ def rank_0_is_killed() -> None:
     time.sleep(60)
 
 
+@pytest.mark.nightly  # covered: two processes of a plug-in's engine: engines/test_registered_engine.py
 def test_launch_returns_the_result_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch(ranks_see_torchrun_variables, "hello", nproc=2) == ("hello", "0", "2", "1")
@@ -68,11 +69,13 @@ def test_full_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     assert "--shm-size" in message
 
 
+@pytest.mark.nightly  # covered: killed worker is named
 def test_root_cause_wins_over_its_consequences(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^chat\.jsonl:7: broken$"):
         launch(rank_1_finds_a_mistake, tmp_path / "sign", nproc=2)
 
 
+@pytest.mark.nightly  # covered: killed worker is named; root cause
 def test_unexpected_exception_keeps_its_traceback() -> None:
     with pytest.raises(WorkerError, match=r"rank 1 raised KeyError: 'weight'") as caught:
         launch(rank_1_has_a_bug, nproc=2)

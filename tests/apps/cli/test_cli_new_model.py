@@ -64,6 +64,7 @@ def write(*checkpoints: tuple[Path, int, dict]) -> None:
     assert completed.returncode == 0, completed.stderr
 
 
+@pytest.mark.nightly  # covered: the command; every tiny model is used by parity
 def test_plain_transformers_loads_every_architecture(tmp_path: Path) -> None:
     # Kimi-K2 is not known to transformers: its users trust the code beside its weights, or import megascend's registration.
     entries = {arch: entry for arch, entry in BUILT_IN.items() if entry.transformers is None}

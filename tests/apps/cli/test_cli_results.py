@@ -72,6 +72,7 @@ def python_path(folder: Path) -> str:
     return f"{folder}:{forked_programs.environment()['PYTHONPATH']}"
 
 
+@pytest.mark.nightly  # covered: engines/test_layouts_of_files.py
 def test_incomplete_export_is_refused_before_the_first_step(megascend, folder):
     (folder / "early_fault.py").write_text(LACKING)
     completed = megascend(

@@ -195,6 +195,7 @@ def interrupted(folder: Path, output: Path, log: Path) -> int:
     return stopped_after(output, "SIGINT")
 
 
+@pytest.mark.nightly  # covered: test_cli_signals.py: a signal saves and stops
 def test_ctrl_c_once_on_one_process(folder) -> None:
     assert interrupted(folder, folder / "once", folder / "once.log") > 0
 

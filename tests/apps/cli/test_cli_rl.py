@@ -15,6 +15,7 @@ def overrides(**values: str | Path) -> list[str]:
     return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
 
 
+@pytest.mark.nightly  # covered: apps/rl/test_loop.py
 @pytest.mark.slow
 def test_example_learns_and_resumes(megascend, small_model: Path, tmp_path: Path) -> None:
     settings = {"model": small_model, "output": tmp_path / "run", "evaluation__samples": "1", "checkpoint__every": "2"}

@@ -17,6 +17,7 @@ from support.forked_programs import environment
 DEADLINE_S = 240
 
 
+@pytest.mark.nightly_cases("1")  # SIGHUP; covered: SIGTERM
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_server_survives_lost_output_and_stops_cleanly(number: signal.Signals, tmp_path: Path) -> None:
     command = [

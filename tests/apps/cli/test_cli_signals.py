@@ -112,6 +112,10 @@ def assert_saved(run: Path, by: str) -> None:
     assert report.last_good.step == last < ENDLESS
 
 
+@pytest.mark.nightly_cases(
+    "SIGUSR1, full disk",  # covered: SIGHUP; a run with a full disk finishes
+    "SIGXCPU, kept",  # covered: SIGHUP with a closed terminal
+)
 @pytest.mark.parametrize(
     ("number", "output"),
     [

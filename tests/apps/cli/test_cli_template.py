@@ -16,6 +16,7 @@ TEMPLATE = (
 KINDS = ["single", "single, lora", "fsdp", "megatron", "megatron, lora"]
 
 
+@pytest.mark.nightly  # covered: models/checkpoint_files/test_files.py: beside an adapter
 @pytest.mark.parametrize("kind", KINDS)
 def test_run_keeps_its_date_and_exports_its_template(megascend, small_model: Path, tmp_path: Path, kind: str) -> None:
     engine, _, lora = kind.partition(", ")

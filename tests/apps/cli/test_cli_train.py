@@ -104,6 +104,7 @@ def single(megascend, folder: Path) -> Path:
     return folder / "single"
 
 
+@pytest.mark.core
 def test_one_process_learns_and_writes_all_outputs(single: Path, folder: Path) -> None:
     rows = metrics(single)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -155,6 +156,7 @@ def test_generation_equals_transformers(single: Path) -> None:
     assert [answer["prompt"] for answer in answers[STEPS]] == ["one?", "left?"]
 
 
+@pytest.mark.nightly  # covered: a cookbook script on two ranks; one process in the same file
 @pytest.mark.parametrize("axis", ["tensor", pytest.param("data", marks=pytest.mark.nightly)])
 def test_two_processes_learn_the_same(megascend, single: Path, folder: Path, axis: str) -> None:
     layout = ["--set", "parallel.tensor=2"] if axis == "tensor" else []

@@ -84,6 +84,7 @@ def scores(folder: Path, student: Path) -> tuple[float, float]:
     return float(bound), float(exact)
 
 
+@pytest.mark.nightly_cases("megatron")  # covered: a teacher beside the student; step/test_distillation.py
 @pytest.mark.parametrize("engine", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_student_learns_the_teachers_distributions(megascend, engine: str, small_model: Path, folder: Path) -> None:
     arguments = ["--set", f"output={engine}", "--set", f"engine={engine}", "--nproc", "2"]

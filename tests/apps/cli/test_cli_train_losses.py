@@ -189,6 +189,7 @@ ENGINES = {
 }
 
 
+@pytest.mark.nightly_cases("TP2")  # covered: single; step/test_step.py: preference losses
 @pytest.mark.parametrize("engine", ["single", "TP2", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_kto_equals_its_formula_with_the_reference_point_of_the_batch(
     megascend, folder: Path, small_model: Path, engine: str

@@ -168,6 +168,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.nightly_cases("TP2")  # covered: the adapter with its head; engines/test_scalar_head.py
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[] if name == "TP2" else pytest.mark.nightly) for name in LAYOUTS]
 )

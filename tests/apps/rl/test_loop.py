@@ -92,6 +92,7 @@ def test_updates_every_second_step_alternate_the_lag(folder: Path) -> None:
     assert all(row["max_lag"] <= 1 for row in metric_rows)
 
 
+@pytest.mark.core
 def test_killed_and_resumed_run_is_bitwise_equal(folder: Path) -> None:
     def config(output: str) -> RlConfig:
         changes = {"max_lag": 1, "in_order": True}
@@ -336,6 +337,7 @@ def test_hanging_reward_ends_evaluation_and_step(folder: Path, monkeypatch: pyte
     assert re.match(f"evaluation{expected}", evaluated)
 
 
+@pytest.mark.core
 def test_two_tensor_parallel_ranks_learn_from_one_engine(folder: Path) -> None:
     config = settings(folder, "tensor", steps=3, parallel={"tensor": 2}, rollout={"max_lag": 0})
     first, second = run_distributed(lambda: run(config), 2, init=False, timeout_s=DEADLINE_S)

@@ -29,7 +29,7 @@ from weightwire.engine_calls import LoopThread
 from weightwire.errors import ManifestError
 from weightwire.keys import ENVIRONMENT, Key, generate_key
 
-pytestmark = pytest.mark.usefixtures("megatron_imported")
+pytestmark = [pytest.mark.usefixtures("megatron_imported"), pytest.mark.waiting]
 EXACT = 1e-5
 """Largest difference of log-probabilities between an engine and the trainer if both have the same weights."""
 
@@ -176,6 +176,7 @@ def test_run_goes_on_without_an_engine_and_gives_it_weights_when_it_is_back(
         assert sum(row["sync_share"] not in (None, 1.0) for row in rows(config)) > 6
 
 
+@pytest.mark.nightly_cases("generate")  # covered: an engine that reports its version and takes no weights
 @pytest.mark.parametrize("call", ["generate", pytest.param("begin_update", marks=pytest.mark.nightly)])
 def test_run_goes_on_without_an_engine_that_hangs(
     folder: Path,
@@ -254,6 +255,7 @@ PHASE = {
 }
 
 
+@pytest.mark.nightly_cases("commit*")  # covered: begin_update, verify
 @pytest.mark.parametrize(
     ("call", "kind"),
     [pytest.param(*fault, marks=() if fault in FAULTS_IN_CI else pytest.mark.nightly) for fault in FAULTS],
@@ -503,6 +505,7 @@ class Host:
         self.thread.close()
 
 
+@pytest.mark.nightly  # covered: run without any engine waits; engine that joins later
 def test_engines_and_controller_may_start_later_end_and_come_back(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,

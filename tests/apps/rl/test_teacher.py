@@ -221,6 +221,7 @@ def settings(models: tuple[Path, Path], folder: Path, **changes: Any) -> dict[st
 @pytest.mark.parametrize(
     ("teacher", "responses", "bound"),
     [
+        # covered: reverse_kl; a step of each loss on recorded rollouts
         pytest.param({"loss": "policy"}, 16, 0.92, id="policy", marks=pytest.mark.nightly),
         pytest.param({"loss": "reverse_kl", "top": 32}, 4, 0.7, id="reverse_kl", marks=pytest.mark.nightly),
         pytest.param({"loss": "reverse_kl", "engine": "trainer"}, 4, 0.7, id="reverse_kl of whole distributions"),

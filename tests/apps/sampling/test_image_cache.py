@@ -15,9 +15,9 @@ from megascend.apps.sampling.request import SampleRequest, SampleResult
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
 from megascend.training.batch.images import SampleImages
-from support.covering import FIRST_STACK
 from support.generated import GREEDY, assert_equal, generated
 from support.images import END, GRIDS, MERGE, TOKEN, image_tokens, pixels, tower_adapter
+from support.stacks import FIRST_STACK
 
 pytestmark = [
     pytest.mark.usefixtures("megatron_imported"),

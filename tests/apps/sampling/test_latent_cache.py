@@ -12,7 +12,6 @@ from megascend import Adapters, Lora, Parallel
 from megascend.apps.sampling.request import SampleRequest, SampleResult
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
-from support.covering import FIRST_STACK
 from support.generated import GREEDY, assert_equal, generated, prompts
 from support.lora_parity import write_adapter
 
@@ -44,9 +43,7 @@ LAYOUTS = {
 }
 IN_CI = (("deepseek_v3, YaRN", "TP2 + SP"), ("deepseek_v3, queries without latent", "single"))
 CASES = [
-    (model, layout)
-    if (model, layout) in IN_CI and FIRST_STACK
-    else pytest.param(model, layout, marks=pytest.mark.nightly)
+    (model, layout) if (model, layout) in IN_CI else pytest.param(model, layout, marks=pytest.mark.nightly)
     for model in MODELS
     for layout in LAYOUTS
 ]
@@ -88,7 +85,7 @@ def test_greedy_responses_equal_transformers_generate(model: str, layout: str, p
 @pytest.mark.parametrize(
     "layout",
     [
-        "TP2 + SP" if FIRST_STACK else pytest.param("TP2 + SP", marks=pytest.mark.nightly),
+        "TP2 + SP",
         pytest.param("single", marks=pytest.mark.nightly),
         pytest.param("PP2", marks=pytest.mark.nightly),
     ],

@@ -19,8 +19,8 @@ from megascend.reference.fla.convolution import causal_conv1d
 from megascend.reference.fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
-from support.covering import FIRST_STACK
 from support.generated import GREEDY, assert_equal, generated, prompts
+from support.stacks import FIRST_STACK
 
 pytestmark = [
     pytest.mark.usefixtures("megatron_imported"),
@@ -75,6 +75,7 @@ def test_responses_of_megatrons_engine_equal_transformers_generate(
     assert all(len({len(sample.tokens) for sample in results[-1].samples}) > 1 for results, *_ in ranks)
 
 
+@pytest.mark.nightly_cases("fsdp, padded")  # covered: fsdp; single
 @pytest.mark.parametrize("name", ENGINES)
 def test_responses_of_engines_without_megatron_equal_transformers_generate(
     name: str, parity_folder: Path, tmp_path: Path

@@ -65,6 +65,7 @@ in_every_layout = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.core
 @in_every_layout
 def test_the_client_trains_as_transformers_peft_and_adamw_do(model, served, tmp_path, record_property) -> None:
     compare_with_reference(model, *served, tmp_path, record_property)

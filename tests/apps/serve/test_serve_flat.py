@@ -88,6 +88,7 @@ def grown(before: Counter[str], *, within_s: float) -> dict[str, int]:
         time.sleep(0.1)
 
 
+@pytest.mark.nightly_cases("False")  # covered: durable
 @pytest.mark.parametrize("durable", [False, True])
 def test_lives_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch, durable: bool) -> None:
     monkeypatch.setattr(figures, "RECENT_BATCHES", 4)

@@ -105,6 +105,7 @@ def is_out_of_memory(answer: Any) -> bool:
     return answer.get("category") == "server" and "memory has no room" in answer["error"]
 
 
+@pytest.mark.nightly_cases("one rank", "DP2")  # covered: TP2
 @pytest.mark.usefixtures("megatron_imported")
 @pytest.mark.parametrize(
     ("ranks", "parallel"),

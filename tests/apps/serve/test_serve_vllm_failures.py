@@ -191,6 +191,7 @@ def test_a_server_that_fails_at_loading_is_no_better(failure) -> None:
     assert bad.samples() == 0
 
 
+@pytest.mark.nightly  # covered: another server answers
 def test_one_that_is_still_ill_when_its_time_is_over_is_found_out_by_its_health(monkeypatch) -> None:
     monkeypatch.setattr(vllm_server, "HEALTH_S", 2.0)
     bad, good = Double(1, "hangs"), Double(2)

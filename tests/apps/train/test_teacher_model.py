@@ -23,7 +23,6 @@ from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.testing import run_distributed
 from megascend.testing.parity import PROMPT, Case, case_backend, case_checkpoint, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
-from support.covering import first_stack_only
 from support.forked_programs import run_forked, run_launched
 from support.gradients import Gradients, differences, step_gradients
 
@@ -91,7 +90,6 @@ def taught(teacher: TeacherModel, batch: list[Sample]) -> list[Sample]:
     ]
 
 
-@first_stack_only
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients_of_megatron_are_those_of_plain_float64(
     case: Case, models: Models, expected: dict[str, dict[str, torch.Tensor]]
@@ -127,7 +125,6 @@ def test_gradients_of_megatron_are_those_of_plain_float64(
             assert rank[name][1:] == pytest.approx([float(reference[name])] * 2, rel=2e-6), name
 
 
-@first_stack_only
 def test_rank_without_samples_has_its_part_in_the_gradients(models: Models, tmp_path: Path) -> None:
     """The teacher's first batch has no sample for the second rank, and its second one has."""
     case = Case("DP2", 2)
@@ -187,6 +184,7 @@ with megascend.make_backend(engine, model=checkpoint, precision="fp32", platform
 """
 
 
+@pytest.mark.nightly_cases("fsdp")  # covered: single
 @pytest.mark.parametrize("engine", ["single", "fsdp"])
 def test_gradients_of_transformers_engines_are_those_of_plain_float64(
     engine: str, models: Models, expected: dict[str, dict[str, torch.Tensor]], tmp_path: Path

@@ -63,6 +63,7 @@ def losses(run: RunConfig) -> list[float]:
     return [json.loads(line)["loss"] for line in (run.output / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly  # covered: models/memory/test_measured_peaks.py; the choice of a budget
 def test_budget_fills_the_memory_and_is_kept_on_resume(megatron_imported, folder: Path, capfd) -> None:
     run, room = config(folder, "auto"), 24 * MIB
 
@@ -112,6 +113,7 @@ def test_platform_without_peak_memory_is_refused(folder: Path) -> None:
         check_platform(config(folder, "no"), CpuPlatform())
 
 
+@pytest.mark.nightly  # covered: models/memory/test_teacher_estimate.py; the choice of a budget
 def test_budget_leaves_room_for_a_teachers_distributions(megatron_imported, folder: Path) -> None:
     """Measure with the run's own loss: that of a teacher has several times the logits of cross entropy."""
     teacher = folder / "teacher"

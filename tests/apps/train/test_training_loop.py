@@ -103,6 +103,7 @@ def train_until_error(config: RunConfig, ranks: int = 1) -> list[str]:
     return sorted(path.name for path in (config.output / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("callback", "after", "saved"),
     [("next_batch", False, 2), ("next_batch", True, 2), ("step", True, 3), ("after_step", False, 3)],

@@ -102,6 +102,7 @@ def compare_with_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_pa
     return results[: len(jobs)]
 
 
+@pytest.mark.core
 def test_trajectories_equal_hugging_faces(parity_folder, tmp_path):
     """Compare ten steps; each rank reads its part of the checkpoint, and no Megatron is imported in its process."""
     results = compare_with_hugging_face(LAYOUTS, parity_folder, tmp_path)
@@ -152,6 +153,7 @@ def mean_differences(runs: list[tuple[list[float], list[float]]], exact: list[Tr
     return sum(losses) / len(losses), sum(norms) / len(norms)
 
 
+@pytest.mark.nightly  # covered: engines/step/test_loss_in_every_layout.py; engine single
 def test_policy_and_preference_losses_equal_hugging_faces(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     tokens, generator = token_lists(), torch.Generator().manual_seed(5)

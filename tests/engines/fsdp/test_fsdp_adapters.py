@@ -13,8 +13,8 @@ from torch import Tensor
 from megascend import Adam, Adapters, Batching, Fsdp, Lora, Parallel, Recompute
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, case_checkpoint, token_lists
-from support.covering import FIRST_STACK
 from support.lora_parity import ALL, adapter_differences, peft_reference, share_of
+from support.stacks import FIRST_STACK
 
 RANKS = Path(__file__).with_name("adapter_ranks.py")
 SP2 = Parallel(context=2, context_algorithm="ulysses")
@@ -155,6 +155,7 @@ def test_more_adapters_equal_pefts(parity_folder, tmp_path):
     compare_with_peft(MORE, parity_folder, tmp_path)
 
 
+@pytest.mark.nightly  # covered: fused layers draw one mask: test_adapter_layers.py
 def test_dropout_is_drawn_alike_in_every_layout_and_on_the_megatron_engine(parity_folder, tmp_path, megatron_imported):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     layouts = [(1, {}), (2, {"parallel": SP2, "recompute": RECOMPUTED}), (2, {"batching": PADDED})]

@@ -97,6 +97,7 @@ def test_experts_in_more_layouts_equal_hugging_faces(parity_folder, tmp_path):
     compare_with_hugging_face(MORE, parity_folder, tmp_path)
 
 
+@pytest.mark.nightly  # covered: divided experts equal Hugging Face's, norms too; NaN: test_fsdp.py
 def test_gradients_of_divided_experts_count_once(parity_folder, tmp_path):
     """Detect wrong ways to compute the norm of experts on another mesh, a NaN of one rank, and unsupported settings."""
     experts, dense = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3_moe", "qwen3"))
@@ -117,6 +118,7 @@ def test_gradients_of_divided_experts_count_once(parity_folder, tmp_path):
     assert all(words in message for words, message in refused.items()), refused
 
 
+@pytest.mark.nightly  # covered: engines/fsdp/test_single.py: the router loss
 def test_the_auxiliary_loss_is_hugging_faces_in_every_layout(parity_folder, tmp_path):
     """Compare three steps, also with fewer micro batches than ranks have turns, so that one rank has none for the last."""
     experts = case_checkpoint(parity_folder, "qwen3_moe")

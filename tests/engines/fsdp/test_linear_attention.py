@@ -20,8 +20,8 @@ from megascend.testing.parity import (
     hf_reference,
     token_lists,
 )
-from support.covering import FIRST_STACK
 from support.lora_parity import adapter_differences, peft_reference
+from support.stacks import FIRST_STACK
 
 pytestmark = pytest.mark.skipif(not FIRST_STACK, reason="older versions of transformers have other modules")
 
@@ -65,6 +65,7 @@ def test_compiled_layers_train_alike(parity_folder: Path, tmp_path: Path) -> Non
     assert norms == pytest.approx(expected_norms, abs=1e-4)
 
 
+@pytest.mark.nightly_cases("qwen3_5_text", "qwen3_5_moe_text")  # covered: qwen3_next
 @pytest.mark.parametrize("arch", ARCHS)
 def test_training_and_export_equal_transformers_without_packing(arch: str, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint, tokens = checkpoint_of(arch, parity_folder), token_lists()
@@ -93,6 +94,7 @@ def test_training_and_export_equal_transformers_without_packing(arch: str, parit
         assert [key for key, tensor in source.items() if torch.equal(exported[key], tensor)] == []
 
 
+@pytest.mark.nightly_cases("qwen3_5_text", "qwen3_5_moe_text")  # covered: qwen3_next
 @pytest.mark.parametrize("arch", ARCHS)
 def test_samples_of_a_micro_batch_do_not_see_each_other(arch: str, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint = str(checkpoint_of(arch, parity_folder))

@@ -139,6 +139,7 @@ def test_precisions_recomputation_and_the_router_loss(parity_folder, tmp_path):
         assert actual["norms"] == pytest.approx(expected.grad_norms, abs=norm, rel=0)
 
 
+@pytest.mark.core
 def test_a_run_resumes_to_the_bit(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     plain, half, scaled = in_process(
@@ -166,6 +167,7 @@ def test_exports_match_transformers(parity_folder, tmp_path):
     assert max(dense_distance, experts_distance) <= 2e-5
 
 
+@pytest.mark.nightly_cases("qwen3")  # covered: qwen3_moe
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_adapters_equal_pefts_and_move_between_engines(arch, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, arch)
@@ -243,6 +245,7 @@ def test_step_without_gradients_raises_and_changes_nothing(parity_folder, tmp_pa
         assert unchanged
 
 
+@pytest.mark.nightly  # covered: a refusal without layout or communication
 def test_more_than_one_process_is_refused(parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     launched = environment(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")

@@ -153,6 +153,7 @@ def hold_against_hugging_face(folder: Path, tmp_path: Path, backend: str, layout
     assert not problems
 
 
+@pytest.mark.nightly  # covered: eager layers; compiled ones are nightly only
 def test_compiled_layers_compute_the_same(parity_folder, tmp_path):
     """Compile packed micro batches of different lengths once, in the first step, as full graphs, without code generation."""
     recomputed = {"fsdp": COMPILED, "recompute": Recompute(granularity="selective")}

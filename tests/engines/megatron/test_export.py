@@ -111,6 +111,12 @@ def relative_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]
     return largest_difference(actual, expected) / max(float(entry.abs().max()) for entry in expected)
 
 
+@pytest.mark.nightly_cases(
+    "tied, PP2",  # covered: tied, TP2; TP2 x PP2
+    "QKV bias, TP2",  # covered: tied, TP2; parity: TP2 + SP Qwen2 (QKV bias)
+    "odd vocabulary, TP2",  # covered: named weights: TP2 x PP2, odd vocabulary
+    "GLM-4 (fused gate and up), TP2",  # covered: named weights
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_exported_models_give_the_same_logits_in_transformers(parity_folder, tmp_path, name):
     layout = LAYOUTS[name]
@@ -126,6 +132,10 @@ def test_exported_models_give_the_same_logits_in_transformers(parity_folder, tmp
     assert all(not torch.equal(after[name], before[name]) for name in before)  # every tensor was trained
 
 
+@pytest.mark.nightly_cases(
+    "GLM-4.5, EP2",  # covered: MoE EP2, and the other architectures
+    "dots1, PP2",  # covered: TP2 x PP2, and the other architectures
+)
 @pytest.mark.parametrize("name", ["single", "TP2 x PP2", "odd vocabulary, TP2", "QKV bias, TP2", "MoE EP2", *UNTRAINED])
 def test_an_export_without_training_is_the_checkpoint_bit_for_bit(parity_folder, tmp_path, name):
     layout = (LAYOUTS | UNTRAINED)[name]
@@ -136,6 +146,7 @@ def test_an_export_without_training_is_the_checkpoint_bit_for_bit(parity_folder,
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.nightly_cases("fp16*")  # covered: bf16
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_the_dtype_of_training_is_kept(parity_folder, tmp_path, precision, dtype):
     layout = LAYOUTS["TP2 x PP2"]
@@ -213,6 +224,7 @@ def export_one_after_another(checkpoint: Path, folder: Path, layouts: list[Paral
     return counts
 
 
+@pytest.mark.nightly_cases("own default group")  # covered: the trainer's default group
 @pytest.mark.parametrize("owned", [True, False], ids=["own default group", "the trainer's default group"])
 def test_layouts_of_one_process_export_after_each_other(parity_folder, owned, tmp_path):
     """Export twice: mcore-bridge keeps its export group in a module global, so a second layout would use the first one's."""
@@ -246,6 +258,7 @@ def with_prediction_heads(parity_folder, tmp_path) -> tuple[Path, dict[str, torc
     return checkpoint, heads
 
 
+@pytest.mark.nightly_cases("fp16")  # covered: bf16
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_heads_for_multi_token_prediction_are_carried_over(with_prediction_heads, tmp_path, precision):
     """Keep their values and dtype; trained tensors have the dtype of training, except for the fp32 biases."""
@@ -285,6 +298,7 @@ def test_other_tensors_than_the_sources_are_an_error_on_all_ranks(parity_folder,
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.nightly  # covered: named weights: a merged adapter; cli/test_cli_train_lora.py
 def test_a_merged_adapter_is_exported_under_the_sources_names(parity_folder, tmp_path):
     from megascend.backends import MegatronBackend
 

@@ -47,6 +47,7 @@ def without_and_with(figures, settings=None):
     return run_distributed(lambda: (figures(None), figures(settings or CudaGraphs())), 1, init=False)[0]
 
 
+@pytest.mark.nightly  # covered: adapters of experts; one process; nothing that is captured is communicated
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_life_of_adapters_is_the_same(parity_folder, world_size):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
@@ -90,6 +91,7 @@ def test_a_life_of_adapters_of_experts_is_the_same(parity_folder):
     assert all("logprobs" in reason for reason in report.eager), "what the stand-in cannot capture"
 
 
+@pytest.mark.nightly_cases("1-*", "2-False")  # covered: two ranks, tied
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_life_of_a_model_is_the_same(parity_folder, world_size, tied):
@@ -188,6 +190,7 @@ def test_a_capture_that_fails_leaves_no_gradient_behind(parity_folder):
     assert len(report.eager) == 3, "two losses, and forward"
 
 
+@pytest.mark.nightly  # covered: a model, operation by operation; a life of adapters of experts
 def test_one_adapter_is_replayed_operation_by_operation(parity_folder):
     """Check that a replay depends on static memory only, not on any number of the call in which it was captured."""
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)

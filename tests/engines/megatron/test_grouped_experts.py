@@ -25,7 +25,6 @@ from megascend.testing.parity import (
     token_lists,
     train_case,
 )
-from support.covering import FIRST_STACK_ONLY
 from support.lora_parity import adapter_differences, case_adapter, peft_reference, run_mixed, share_of
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -56,11 +55,11 @@ MORE = [
 
 
 def parameters(short: list[Case], long: list[Case]) -> list[Any]:
-    return [pytest.param(case, marks=FIRST_STACK_ONLY) for case in short] + [
-        pytest.param(case, marks=pytest.mark.nightly) for case in long
-    ]
+    return short + [pytest.param(case, marks=pytest.mark.nightly) for case in long]
 
 
+# differs: outputs that recomputation replaces, without a compiler
+@pytest.mark.difference_cases("recomputed activation")
 @pytest.mark.parametrize("case", parameters(CASES, MORE), ids=lambda case: case.name)
 def test_trajectory_equals_hugging_face(case: Case, parity_folder):
     checkpoint, tokens = case_checkpoint(parity_folder, case.arch), token_lists()
@@ -100,10 +99,11 @@ def test_a_checkpoint_serves_either(order: tuple[Any, Any], parity_folder, tmp_p
     assert difference.grad_norm <= before.norm_bound, difference
 
 
+@pytest.mark.nightly_cases("EP2-2")  # covered: trajectories of TP2 x EP2 + SP; lora/test_parity_with_peft.py: experts
 @pytest.mark.parametrize(
     ("case", "tenants"),
     [
-        *(pytest.param(case, 2, marks=FIRST_STACK_ONLY) for case in MORE if case.name == "EP2"),
+        *((case, 2) for case in MORE if case.name == "EP2"),
         pytest.param(CASES[1], 3, marks=pytest.mark.nightly),
         *(pytest.param(case, 3, marks=pytest.mark.nightly) for case in MORE if case.name in ("single", "EP2")),
         *(

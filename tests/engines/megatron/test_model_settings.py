@@ -34,6 +34,10 @@ CASES = [
 ]
 
 
+@pytest.mark.nightly_cases(
+    "decoder_sparse_step: 2, PP2",  # covered: on one process; mlp_only_layers, TP2 + SP
+    "recompute shared_experts",  # covered: recompute moe
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_honoured_as_in_hugging_face(parity_folder, case):
     """Compare logits, and losses and gradient norms of two steps."""

@@ -78,6 +78,7 @@ def described(backend: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
     return [(name, tensor.shape, tensor.dtype) for name, tensor in weights]
 
 
+@pytest.mark.nightly_cases("MoE TP2 x EP2, ETP1")  # covered: ETP2
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_stream_is_the_checkpoint_bit_for_bit(parity_folder, name):
     world_size, parallel, arch, overrides = LAYOUTS[name]
@@ -124,6 +125,7 @@ def trained_adapter(checkpoint: Path, parallel: Parallel) -> Any:
     return backend
 
 
+@pytest.mark.nightly_cases("qwen2*")  # covered: qwen3
 @pytest.mark.parametrize(("arch", "parallel"), [("qwen3", Parallel(tensor=2)), ("qwen2", Parallel(pipeline=2))])
 def test_merged_adapter_matches_peft(parity_folder, tmp_path, arch, parallel):
     from megascend.training.lora.factors import merged
@@ -238,10 +240,10 @@ def peaks(checkpoint: Path, parallel: Parallel, receivers: str) -> Callable[[], 
 @pytest.mark.parametrize(
     ("world_size", "parallel", "arch"),
     [
-        (2, Parallel(tensor=2), "qwen3"),
+        pytest.param(2, Parallel(tensor=2), "qwen3", marks=pytest.mark.nightly),  # covered: PP2
         (2, Parallel(pipeline=2), "qwen3"),
-        (2, Parallel(expert=2), "qwen3_moe"),
-        (4, Parallel(tensor=2, pipeline=2), "qwen3"),
+        pytest.param(2, Parallel(expert=2), "qwen3_moe", marks=pytest.mark.nightly),  # covered: PP2
+        pytest.param(4, Parallel(tensor=2, pipeline=2), "qwen3", marks=pytest.mark.nightly),  # covered: PP2
     ],
     ids=["TP2", "PP2", "EP2", "TP2 x PP2"],
 )
@@ -327,6 +329,7 @@ def test_the_only_reader_may_stop_whenever_it_likes(parity_folder):
     assert all(grad_modes)
 
 
+@pytest.mark.nightly  # covered: weightwire/test_processes.py
 def test_stalled_reader_is_named_in_time(parity_folder, tmp_path):
     checkpoint, marker = case_checkpoint(parity_folder, "qwen3"), tmp_path / "named"
 

@@ -76,6 +76,7 @@ def test_its_adapters_are_those_of_peft(parity_folder: Path, checkpoint: Path, t
     assert difference.factors <= 1e-3, difference
 
 
+@pytest.mark.nightly  # covered: it trains as in Hugging Face; selfcheck/test_check.py
 def test_the_self_check_compares_it_and_its_export_has_its_names(checkpoint: Path, tmp_path: Path) -> None:
     def on_rank() -> Any:
         with case_backend(Case("parrot", arch="parrot"), checkpoint, self_check=True) as backend:

@@ -87,6 +87,11 @@ def test_without_tokens_there_is_no_gradient():
 # --- training ---
 
 
+@pytest.mark.nightly_cases(
+    "single",  # covered: EP2, CP2; fp16 on one process
+    "CP2",  # covered: EP2; TP2 + SP
+    "DP2",  # covered: EP2, CP2
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_losses_are_the_references_in_every_layout(parity_folder, layout):
     """Compare losses and gradient norms of three steps, packed and padded, with samples of odd lengths."""
@@ -171,7 +176,7 @@ def test_aux_loss_of_a_padded_batch_matches_transformers(parity_folder):
         pytest.param("PP2", marks=pytest.mark.nightly),
         "PP2 x VPP2, full recompute",
         pytest.param("full recompute", marks=pytest.mark.nightly),
-        "selective recompute",
+        pytest.param("selective recompute", marks=pytest.mark.nightly),  # covered: PP2 x VPP2, full recompute
     ],
 )
 def test_aux_loss_with_pipelines_and_recomputation(parity_folder, name):
@@ -205,6 +210,7 @@ def test_aux_loss_with_pipelines_and_recomputation(parity_folder, name):
         assert norms == pytest.approx(reference.grad_norms, abs=3e-4)
 
 
+@pytest.mark.nightly_cases("megatron")  # covered: the formula of transformers
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_dummy_batches_count_nowhere(parity_folder, formula):
     """Average three samples in three micro batches on two ranks over three: the fourth is a dummy."""
@@ -268,6 +274,7 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
+@pytest.mark.nightly_cases("dots1")  # covered: glm4_moe
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "glm4_moe", "dots1"])
 def test_a_skipped_step_and_one_at_lr_0_change_nothing(parity_folder, arch):
     checkpoint = case_checkpoint(parity_folder, arch)
@@ -325,7 +332,7 @@ print(json.dumps([found[name].tolist() for name in found]))
         (2, Parallel(tensor=2)),
         pytest.param(2, Parallel(context=2), marks=pytest.mark.nightly),
         (2, Parallel(expert=2)),
-        (2, Parallel(pipeline=2)),
+        pytest.param(2, Parallel(pipeline=2), marks=pytest.mark.nightly),  # covered: EP2; TP2 + SP
     ],
     ids=["single", "TP2 + SP", "CP2", "EP2", "PP2"],
 )

@@ -21,7 +21,7 @@ from megascend.testing.parity import (
     hf_reference,
     token_lists,
 )
-from support.covering import first_stack_required
+from support.stacks import first_stack_required
 
 pytestmark = [pytest.mark.usefixtures("megatron_imported"), first_stack_required]
 STEPS = 3

@@ -16,7 +16,6 @@ from megascend.errors import DataError
 from megascend.testing import run_distributed
 from megascend.testing.parity import PROMPT, TINY_VOCABULARY, Case, case_backend, case_checkpoint, token_lists
 from megascend.training.batch.losses import BUILT_IN
-from support.covering import first_stack_only
 from support.forked_programs import run_forked, run_launched
 from support.gradients import Gradients, differences, reduced_gradients
 
@@ -117,7 +116,7 @@ def gradients_of(expected: dict[str, torch.Tensor], name: str) -> dict[str, torc
     return {key.removeprefix(f"{name}/"): value for key, value in expected.items() if key.startswith(f"{name}/")}
 
 
-@first_stack_only
+@pytest.mark.nightly_cases("DP2")  # covered: TP2 + SP; CP2; step/test_step.py: DP2
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients_of_all_parameters_are_those_of_plain_float64(
     case: Case, expected: dict[str, torch.Tensor], parity_folder: Path
@@ -139,6 +138,7 @@ def test_gradients_of_all_parameters_are_those_of_plain_float64(
             assert rank[name][1] == pytest.approx(float(expected[name]), rel=2e-6), name
 
 
+@pytest.mark.nightly_cases("fsdp")  # covered: single
 @pytest.mark.parametrize("engine", ["fsdp", "single"])
 def test_engines_of_transformers_have_the_same_gradients(
     engine: str, expected: dict[str, torch.Tensor], parity_folder: Path, tmp_path: Path

@@ -75,6 +75,7 @@ def equals_hugging_face(results, reference):
         assert all(math.isfinite(value) for value in metrics.values())
 
 
+@pytest.mark.nightly_cases("DP2, padded")  # covered: CP2, TP2 + SP, single
 @every_layout
 def test_a_loss_that_is_infinite_at_tokens_of_weight_0_trains(checkpoint, parity_folder, layout):
     """Use 1 / p, where p is 0 in the prompt and in padding."""
@@ -86,6 +87,7 @@ def test_a_loss_that_is_infinite_at_tokens_of_weight_0_trains(checkpoint, parity
     equals_hugging_face(results, reference)
 
 
+@pytest.mark.nightly_cases("ppo*")  # covered: importance sampling
 @every_layout
 @pytest.mark.parametrize("loss", ["ppo", "importance_sampling"])
 def test_a_ratio_that_overflows_at_tokens_of_weight_0_is_nobodys_business(checkpoint, parity_folder, layout, loss):
@@ -100,6 +102,7 @@ def test_a_ratio_that_overflows_at_tokens_of_weight_0_is_nobodys_business(checkp
     equals_hugging_face(figures(checkpoint, layout, with_fields(fields), loss), reference)
 
 
+@pytest.mark.nightly_cases("DP2, padded")  # covered: single, padded; TP2 + SP
 @every_layout
 def test_an_entropy_bonus_that_is_infinite_at_tokens_of_weight_0_trains(checkpoint, layout):
     """Compare with the same loss with finite fields at those tokens, which must not matter."""
@@ -117,6 +120,7 @@ def test_an_entropy_bonus_that_is_infinite_at_tokens_of_weight_0_trains(checkpoi
         assert result[1] == pytest.approx(norm, rel=5e-5)
 
 
+@pytest.mark.nightly_cases("DP2, padded")  # covered: CP2, PP2, TP2 + SP
 @every_layout
 def test_padding_adds_nothing_to_sums_over_samples(checkpoint, layout):
     """Sum complete samples in a pair loss without weights: padding must be zero."""
@@ -176,6 +180,10 @@ def policy_fields(ids):
     }
 
 
+@pytest.mark.nightly_cases(
+    "CP2",  # covered: parity: CP2; TP2 + SP
+    "PP2",  # covered: single; TP2 + SP
+)
 @every_layout
 def test_sums_policy_losses_and_log_probabilities_equal_hugging_faces(checkpoint, parity_folder, layout):
     """Compare without a step in between: at a learning rate of 0 nothing changes."""
@@ -363,6 +371,11 @@ RAISING_LAYOUTS = {
 }
 
 
+@pytest.mark.nightly_cases(
+    "DP2",  # covered: TP2 + SP, CP2
+    "PP2",  # covered: TP2 + SP, CP2
+    "CP2",  # covered: TP2 + SP
+)
 @pytest.mark.parametrize("layout", RAISING_LAYOUTS)
 def test_a_function_that_raises_on_one_rank_ends_the_step_on_all(checkpoint, layout):
     """Raise with its traceback, at once (the timeout is longer than the test's deadline), and keep nothing of the step."""

@@ -140,6 +140,8 @@ def test_gradients_of_every_chunk_start_from_zero(checkpoint, world_size, parall
         assert leftover == [0.0] * len(leftover)
 
 
+@pytest.mark.core_cases("True-PP2")
+@pytest.mark.nightly_cases("False*")  # covered: with the distributed optimizer
 @pytest.mark.parametrize("layout", ["DP2", "TP2 + SP", "PP2"])
 @pytest.mark.parametrize("distributed", [True, False])
 def test_a_step_with_nan_on_one_rank_is_skipped_by_all(checkpoint, layout, distributed):
@@ -197,6 +199,13 @@ def policy_samples(tokens, fields):
     return samples
 
 
+@pytest.mark.nightly_cases(
+    "ppo*",  # covered: the two others; engines/fsdp/test_single.py
+    "orpo-TP2 + SP",  # covered: single; dpo-TP2 + SP
+    "orpo-CP2",  # covered: single; dpo-CP2
+    "simpo-TP2 + SP",  # covered: single; dpo-TP2 + SP
+    "simpo-CP2",  # covered: single; dpo-CP2
+)
 @every_layout
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "dpo", "orpo", "simpo", "kto"])
 def test_policy_and_preference_losses_equal_the_papers_formulas(checkpoint, parity_folder, layout, loss):
@@ -340,6 +349,7 @@ def test_custom_loss_gets_its_extra_fields(checkpoint):
     assert norm == pytest.approx(expected_norm, rel=1e-5)
 
 
+@pytest.mark.nightly_cases("qwen3")  # covered: qwen3_moe
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_a_rank_without_samples_joins_the_others_collectives(parity_folder, arch):
     checkpoint = case_checkpoint(parity_folder, arch)

@@ -25,9 +25,9 @@ from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
 from megascend.testing.parity import Case, case_backend, case_checkpoint
 from support import memory_cases
-from support.covering import first_stack_required
 from support.model_checks import saved_bytes
 from support.prediction_head import add_prediction_head
+from support.stacks import first_stack_required
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "bench.py"
 NIGHTLY = ("dp2", "muon dp2", "8bit dp2", "offload dp2", "lora nf4", "moe lora fp8")
 
 
+@pytest.mark.nightly_cases("lora", "dp2")  # covered: tp2 sequence, moe
 @pytest.mark.parametrize(
     "name",
     ["moe", "lora", "tp2 sequence", *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)],

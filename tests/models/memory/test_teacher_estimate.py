@@ -26,7 +26,7 @@ from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed
 from megascend.training.kernels import linear_divergence
 from support import memory_cases
-from support.covering import first_stack_required
+from support.stacks import first_stack_required
 from support.tensor_memory import TensorMemory
 
 TOKENS, MICRO_BATCHES = 1024, 2

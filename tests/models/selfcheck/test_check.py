@@ -223,6 +223,7 @@ class TestBackend:
         SelfCheckPrefetch(run, 0)
         assert workers() == []
 
+    @pytest.mark.nightly  # covered: early worker checks and next run starts none
     def test_backend_starts_early_worker_only_without_cache(self, parity_folder, folder):
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         environment = os.environ | {"MEGASCEND_CACHE": str(folder / "new")}

@@ -163,6 +163,7 @@ print("done")
 """
 
 
+@pytest.mark.nightly  # covered: training/lora/test_parity_with_peft.py
 def test_lora_of_peft_on_the_layers() -> None:
     """Train LoRA of peft 0.20, whose layer for Transformer Engine's layers looks LayerNormMLP up."""
     pytest.importorskip("peft.tuners.lora.te")

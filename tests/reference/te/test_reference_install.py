@@ -89,6 +89,7 @@ def test_late_install_error_names_the_modules() -> None:
     )
 
 
+@pytest.mark.nightly  # covered: where it is installed: tests/gpu
 def test_a_real_transformer_engine_with_cuda_is_not_replaced(tmp_path: object) -> None:
     run(
         f"""

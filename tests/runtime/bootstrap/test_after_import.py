@@ -103,6 +103,7 @@ RANK_0_ONLY = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 REPAIRED = Version(metadata.version("megatron-core")) >= Version("0.19")
 
 
+@pytest.mark.nightly  # covered: reported modules and functions: test_runtime.py
 @pytest.mark.parametrize(("bootstrapped", "total"), [("with", SUM), ("without", SUM if REPAIRED else RANK_0_ONLY)])
 def test_plain_megatron_program_reduces_non_contiguous_tensors(bootstrapped: str, total: list[list[float]]) -> None:
     """Import only mappings, and call only the bootstrap; without it, a rank gets its own part up to Megatron-Core 0.18."""

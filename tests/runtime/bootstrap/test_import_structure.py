@@ -34,6 +34,7 @@ print(json.dumps([len(opened), twice, sorted(dir(transformers)), sorted(dir(tran
 """
 
 
+@pytest.mark.nightly  # covered: every test that imports megascend
 def test_model_files_are_read_once_and_names_unchanged() -> None:
     """Run in processes that have not imported transformers."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}

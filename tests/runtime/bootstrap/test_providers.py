@@ -229,6 +229,7 @@ def test_external_provider_is_called_in_order(tmp_path: Path, python) -> None:
     assert python(REGISTERED, str(checkpoint)).endswith("called in order\n")
 
 
+@pytest.mark.nightly  # covered: external provider is called in order
 def test_provider_is_loaded_by_import_path(tmp_path: Path, python) -> None:
     (tmp_path / "own_provider.py").write_text(OUTSIDE)
     program = f"""

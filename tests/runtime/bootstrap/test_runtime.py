@@ -103,6 +103,7 @@ print(*changed)
     assert set(run_started(program, WORLD_SIZE="2", OMP_NUM_THREADS="3").split()) - baseline == {"TORCHDYNAMO_DISABLE"}
 
 
+@pytest.mark.nightly  # covered: the environment changes only as reported
 def test_user_settings_win_and_are_not_reported():
     program = """
 import os, torch, megascend
@@ -121,6 +122,7 @@ def test_several_processes_on_a_cpu_get_one_thread_each():
     assert run_started(program, WORLD_SIZE="2") == "1\n"
 
 
+@pytest.mark.difference  # differs: functions that are replaced when Megatron's modules are imported
 def test_reported_modules_and_functions_are_installed():
     program = """
 import sys, torch
@@ -159,6 +161,7 @@ print('true')
     assert run(program).endswith("true\n")
 
 
+@pytest.mark.nightly  # covered: reported modules and functions are installed
 def test_installed_stub_modules_are_reported():
     program = """
 import sys, megascend
@@ -190,7 +193,8 @@ print('lazy')
     [
         pytest.param("transformers", marks=pytest.mark.nightly),
         pytest.param("peft", marks=pytest.mark.nightly),
-        "transformers, peft, torch.distributed",
+        # covered: test_import_order.py
+        pytest.param("transformers, peft, torch.distributed", marks=pytest.mark.nightly),
     ],
 )
 def test_transformers_and_peft_can_precede_the_bootstrap(first):

@@ -44,6 +44,8 @@ from megascend.runtime.topology.topology import plan
 from megascend.testing import Lost, run_distributed
 from weightwire.liveness import Identity
 
+pytestmark = pytest.mark.waiting
+
 # --- the diagnosis (pure functions) ---
 
 REDUCING = RankRecord(

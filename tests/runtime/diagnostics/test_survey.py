@@ -26,6 +26,8 @@ from megascend.runtime.topology.topology import plan
 from megascend.testing import Lost, run_distributed
 from weightwire.liveness import Identity
 
+pytestmark = pytest.mark.waiting
+
 WORLD = 300
 LOCAL = RankRecord(
     heartbeat=7, label="barrier", outer="barrier", counts={"forward": 3, "barrier": 3}, open=["barrier"], waiting=True

@@ -18,6 +18,8 @@ from megascend.runtime.distributed.launch import Launch, child_environment, plai
 from megascend.runtime.platforms import cpu_products
 from npu_acceptance import processes
 
+pytestmark = pytest.mark.waiting
+
 RANK = {
     "RANK": "0",
     "WORLD_SIZE": "1",

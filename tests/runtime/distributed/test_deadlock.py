@@ -7,6 +7,8 @@ import pytest
 from megascend.runtime.diagnostics.collective_sequence import CollectiveCounts as Counts
 from megascend.runtime.distributed.deadlock import Pending, find_cycle
 
+pytestmark = pytest.mark.waiting
+
 GROUPS = {
     "world": [[0, 1, 2, 3]],
     "tp": [[0, 1], [2, 3]],

@@ -7,6 +7,8 @@ import pytest
 from megascend.errors import CheckpointError, MegascendError, OutOfStepError
 from megascend.runtime.distributed.frames import SIZE, Position, aligned_frames, decode, describe, encode
 
+pytestmark = pytest.mark.waiting
+
 FOLDER = Position("gather_objects", "world", 12, 3, "save('a')", "save")
 
 

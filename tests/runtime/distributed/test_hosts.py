@@ -15,6 +15,8 @@ from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.distributed.rendezvous import agree_on_start, gloo_problem
 from weightwire.liveness import Identity
 
+pytestmark = pytest.mark.waiting
+
 
 def start(
     store: dist.Store, ranks: tuple[int, ...], world_size: int, timeout_s: float = 20

@@ -31,6 +31,8 @@ from megascend.runtime.distributed.process_groups import ProcessGroups, initiali
 from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed
 
+pytestmark = pytest.mark.waiting
+
 TIMEOUT_S, DEADLINE_S = 240.0, 60.0
 
 Call = Callable[[ProcessGroups], Any]

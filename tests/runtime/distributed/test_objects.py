@@ -26,6 +26,8 @@ from megascend.runtime.distributed.process_groups import ProcessGroups, initiali
 from megascend.runtime.topology.topology import plan
 from megascend.testing import Lost, run_distributed
 
+pytestmark = pytest.mark.waiting
+
 NEVER_S = 3600.0
 """Longer than any deadline here: a wait of this length fails the test."""
 
@@ -116,6 +118,7 @@ def test_a_group_error_names_the_group(groups_of_two_by_two) -> None:
     assert "1 of 2 ranks did not arrive at all_reduce_numbers on group 'tp' within 2 s: rank 3." in message
 
 
+@pytest.mark.nightly  # covered: ranks that do not come are named
 def test_missing_rank_is_reported_with_the_call(groups_of_two_by_two) -> None:
     def work() -> list[str]:
         groups: ProcessGroups = groups_of_two_by_two(3.0)

@@ -43,6 +43,8 @@ from megascend.runtime.topology.topology import GROUP_AXES, plan
 from megascend.testing import run_distributed
 from support.forked_programs import environment
 
+pytestmark = pytest.mark.waiting
+
 
 def open_groups(runtime: Runtime, world: int, timeout_s: float = 30, **parallel: Any) -> process_groups.ProcessGroups:
     return initialize(plan(Parallel(**parallel), world), runtime.platform, timeout_s)
@@ -255,6 +257,7 @@ def test_relayed_frames_connect_few_ranks(runtime: Runtime, monkeypatch: pytest.
         assert (direct, gathered) == (2, 2)
 
 
+@pytest.mark.nightly  # covered: reliability/test_hang_and_death.py; relayed frames in the same file
 def test_lost_rank_is_named_where_frames_are_relayed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "RELAYED_ABOVE", 3)
 

@@ -180,6 +180,7 @@ def test_files_and_directories_are_synced_before_the_rename(checkpoint, tmp_path
     assert parent
 
 
+@pytest.mark.nightly  # covered: training/checkpoint/test_corruption.py: every damage, kind hf
 def test_checkpoint_with_hf_contains_the_exported_model(checkpoint, tmp_path):
     def body(backend):
         train(backend)
@@ -345,6 +346,7 @@ def test_close_in_a_finally_block_limits_the_wait_for_other_ranks(checkpoint, mo
     assert run_distributed(work, 1, init=False) == [[None, LEAVE_S]]
 
 
+@pytest.mark.nightly_cases("one rank")  # covered: on all ranks
 @pytest.mark.parametrize("failing_ranks", [(0, 1), (1,)], ids=["all ranks", "one rank"])
 def test_exception_in_the_block_does_not_wait_forever(checkpoint, tmp_path, monkeypatch, failing_ranks):
     """Hang the disk: the block's exception is still raised, and the other rank's error names rank 1."""

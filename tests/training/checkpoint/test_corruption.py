@@ -79,6 +79,7 @@ def in_backend(kind, checkpoint, output, body):
     return run_distributed(work, 2, init=False, timeout_s=120)[0]
 
 
+@pytest.mark.nightly_cases("full")  # covered: the same files and a model in kind hf
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_damaged_file_is_refused_and_changes_nothing(kind, checkpoint, tmp_path):
     def body(backend, retention, states, event_log):
@@ -118,6 +119,7 @@ def test_every_damaged_file_is_refused_and_changes_nothing(kind, checkpoint, tmp
     assert attempts >= 10 * len(expected)
 
 
+@pytest.mark.nightly_cases("full")  # covered: kind adapters, which has more files
 @pytest.mark.parametrize("kind", ["full", "adapters"])
 def test_previous_checkpoint_is_loaded_and_logged(kind, checkpoint, tmp_path, capfd):
     def body(backend, retention, states, event_log):
@@ -229,6 +231,7 @@ def test_invalid_adapter_files_leave_loaded_adapters_unchanged(checkpoint, tmp_p
     in_backend("adapters", checkpoint, tmp_path, body)
 
 
+@pytest.mark.nightly_cases("False")  # covered: True
 @pytest.mark.parametrize("tied", [False, True])
 def test_checkpoint_of_a_model_with_other_parameters_is_refused(parity_folder, tmp_path, tied):
     """Refuse a checkpoint with equal sizes whose model ties the output layer to the embedding, or does not."""

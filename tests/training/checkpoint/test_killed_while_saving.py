@@ -122,6 +122,7 @@ def test_every_kill_point_of_a_series_leaves_a_loadable_checkpoint(checkpoint, t
     assert {"fsync", "mkdir", "replace", "unlink", "rmdir"} <= set(names)
 
 
+@pytest.mark.nightly_cases("exchange")  # covered: no exchange; every point of a series
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no exchange"])
 def test_every_kill_point_of_an_overwrite_leaves_a_checkpoint(checkpoint, tmp_path, exchange):
     """Overwrite a checkpoint; without an atomic exchange of names it is briefly only present as ``.last.old``."""
@@ -309,6 +310,7 @@ def wait_until(condition, seconds=120):
         time.sleep(0.005)
 
 
+@pytest.mark.nightly  # covered: reliability/test_hang_and_death.py; for it
 @pytest.mark.parametrize("waits", ["for it", "in the next save"])
 def test_rank_stopped_while_writing_is_reported_in_time(checkpoint, tmp_path, waits):
     """Report a stopped rank in time: its writer never returns, and connections to it stay open."""

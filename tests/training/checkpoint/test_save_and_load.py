@@ -9,7 +9,6 @@ import pytest
 from megascend import Adam, Batching, CheckpointError, ConfigError, Parallel, Schedule
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
-from support.covering import FIRST_STACK, FIRST_STACK_ONLY, first_stack_only
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 SCHEDULE = Schedule(kind="cosine", warmup_steps=2, total_steps=8)
@@ -58,12 +57,16 @@ def run(
 
 
 def marks(layout, distributed):
-    """Mark cases as nightly: in CI the plain optimizer runs on DP2 and EP2, and the second stack on three layouts."""
-    in_ci = distributed or layout in ("DP2", "EP2")
-    second = distributed and layout in ("TP2", "PP2 x VPP2", "EP2")
-    return [] if in_ci and (FIRST_STACK or second) else [pytest.mark.nightly]
+    """Mark cases as nightly: in CI the plain optimizer runs on DP2 and EP2 only."""
+    return [] if distributed or layout in ("DP2", "EP2") else [pytest.mark.nightly]
 
 
+@pytest.mark.core_cases("PP2 x VPP2-True")
+@pytest.mark.nightly_cases(
+    "single-True",  # covered: reliability/test_resume.py: single
+    "PP2-True",  # covered: PP2 x VPP2
+    "EP2-False",  # covered: EP2-True, DP2-False
+)
 @pytest.mark.parametrize(
     ("layout", "distributed"),
     [pytest.param(layout, kind, marks=marks(layout, kind)) for layout in LAYOUTS for kind in (True, False)],
@@ -75,23 +78,26 @@ def test_same_layout_resumes_bit_for_bit(parity_folder, tmp_path, layout, distri
     assert rest == uninterrupted[3:]
 
 
-@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=FIRST_STACK_ONLY)])
+@pytest.mark.nightly_cases("False")  # covered: True
+@pytest.mark.parametrize("distributed", [True, False])
 def test_checkpoint_before_the_first_step_resumes_bit_for_bit(parity_folder, tmp_path, distributed):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     uninterrupted = run(checkpoint, "DP2", distributed=distributed, save_to=tmp_path / "step-0", save_after=None)
     assert run(checkpoint, "DP2", distributed=distributed, load_from=tmp_path / "step-0") == uninterrupted
 
 
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=FIRST_STACK_ONLY), "fp16"])
+@pytest.mark.nightly_cases("bf16")  # covered: fp16; upstream's reader in bf16
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_main_parameters_are_saved(parity_folder, tmp_path, precision):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     uninterrupted = run(checkpoint, "DP2", precision, save_to=tmp_path / "step-3")
     assert run(checkpoint, "DP2", precision, load_from=tmp_path / "step-3", steps=range(3)) == uninterrupted[3:]
 
 
+@pytest.mark.nightly  # covered: training/checkpoint/test_resharding.py
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("TP2", "single"), pytest.param("single", "TP2", marks=FIRST_STACK_ONLY), ("DP2", "TP2"), ("PP2", "DP2")],
+    [("TP2", "single"), ("single", "TP2"), ("DP2", "TP2"), ("PP2", "DP2")],
 )
 def test_other_layout_resumes_from_the_same_numbers(parity_folder, tmp_path, saved, loaded):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
@@ -103,7 +109,6 @@ def test_other_layout_resumes_from_the_same_numbers(parity_folder, tmp_path, sav
         assert lr == expected_lr
 
 
-@first_stack_only
 def test_unsuitable_directories_raise_checkpoint_error(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     other = tmp_path / "other"

@@ -83,6 +83,7 @@ def assert_same(actual, expected):
         assert torch.equal(read.reshape(-1).view(torch.uint8), values.reshape(-1).view(torch.uint8)), name
 
 
+@pytest.mark.nightly_cases("plain-bf16")  # covered: distributed
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16"])
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
 def test_asynchronous_checkpoint_has_the_state_of_the_save_call(checkpoint, tmp_path, precision, distributed):

@@ -412,6 +412,7 @@ BEFALL_A = [
 LEAVE_A_ALONE = [bad_token, unknown_adapter, loss_raises, another_comes_and_goes, refused_adapters]
 
 
+@pytest.mark.nightly_cases("single", "DP2")  # covered: TP2 + SP
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
     [(1, Parallel()), (2, Parallel(tensor=2, sequence=True)), (2, Parallel())],
@@ -465,6 +466,7 @@ def test_tenants_are_isolated_with_pipelines_and_split_sequences(dense, world_si
     assert run_distributed(on_rank, world_size, init=False, timeout_s=120) == [[]] * world_size
 
 
+@pytest.mark.nightly_cases("EP2")  # covered: ETP2
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
     [(1, Parallel()), (2, Parallel(expert=2)), (2, Parallel(tensor=2))],

@@ -223,6 +223,7 @@ def test_other_peoples_directories_are_not_replaced(tmp_path):
 # --- with a model
 
 
+@pytest.mark.nightly_cases("TP2 + SP-fp32", "DP2-fp16")  # covered: DP2 in fp32; TP2 + SP in fp16
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("layout", ["single", "TP2 + SP", "DP2"])
 def test_two_tenants_resume_bit_for_bit(dense, tmp_path, layout, precision):
@@ -255,7 +256,7 @@ def test_two_tenants_resume_bit_for_bit(dense, tmp_path, layout, precision):
 @pytest.mark.parametrize(
     ("arch", "layouts"),
     [
-        ("dense", ["TP2 + SP", "PP2", "single", "DP2"]),
+        pytest.param("dense", ["TP2 + SP", "PP2", "single", "DP2"], marks=pytest.mark.nightly),  # covered: odd shapes
         ("moe", ["ETP2", "EP2", "single", "PP2 x EP2"]),
         ("odd", ["TP2 + SP", "PP2", "TP2 + SP"]),
     ],

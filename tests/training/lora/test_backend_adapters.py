@@ -86,6 +86,7 @@ def assert_close(rows, expected, tolerance=1e-5):
 # --- forward
 
 
+@pytest.mark.nightly_cases("qwen3-*")  # covered: qwen3_moe
 @pytest.mark.parametrize("layout", ["single", "TP2 + SP", "PP2", "CP2"])
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_a_fresh_adapter_changes_nothing_and_the_reference_never_changes(parity_folder, arch, layout):
@@ -197,6 +198,11 @@ def test_micro_batches_recomputation_and_other_adapters_do_not_matter(dense):
             assert_close(only(rows, name), expected), label
 
 
+@pytest.mark.nightly_cases(
+    "TP2",  # covered: TP2 + SP
+    "DP2",  # covered: CP2; TP2 + SP
+    "PP2",  # covered: CP2; TP2 + SP
+)
 @pytest.mark.parametrize("layout", ["TP2", "TP2 + SP", "CP2", "DP2", "PP2"])
 def test_dropout_does_not_depend_on_the_layout(dense, layout):
     """Recompute there as well: masks depend on the token, the layer and the feature."""
@@ -391,6 +397,7 @@ def test_settings_of_a_step_replacement_and_the_queues_log_probabilities(dense, 
     run_distributed(on_rank, 2, init=False)
 
 
+@pytest.mark.nightly_cases("qwen3")  # covered: qwen3_moe
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_tenants_on_one_data_parallel_rank_only(parity_folder, arch):
     """Also use ranks without any sample, and many more micro batches on one rank than on the other."""
@@ -430,10 +437,12 @@ def test_tenants_on_one_data_parallel_rank_only(parity_folder, arch):
     ("limits", "targets"),
     [
         (("3.self_attn.q_proj", "3.mlp.up_proj"), "all-linear"),
-        ("all-linear", ("model.layers.0.self_attn.k_proj",)),
+        # covered: targets2, and a limit of the backend
+        pytest.param("all-linear", ("model.layers.0.self_attn.k_proj",), marks=pytest.mark.nightly),
         ("all-linear", ("1.mlp.down_proj", "2.self_attn.o_proj")),
-        ((*ALL[:7], "lm_head"), ("lm_head",)),
-        (("3.mlp.up_proj", "embed_tokens"), ("embed_tokens",)),
+        pytest.param((*ALL[:7], "lm_head"), ("lm_head",), marks=pytest.mark.nightly),  # covered: targets2, limits0
+        # covered: targets2, limits0
+        pytest.param(("3.mlp.up_proj", "embed_tokens"), ("embed_tokens",), marks=pytest.mark.nightly),
     ],
 )
 def test_targets_on_some_pipeline_stages_only(deep, tmp_path, limits, targets):
@@ -510,6 +519,7 @@ def squared(logprobs, inputs):
     return logprobs**2, {"twice": 2 * logprobs.detach()}
 
 
+@pytest.mark.nightly_cases("CP2", "DP2")  # covered: TP2 + SP
 @pytest.mark.parametrize("layout", ["single", "TP2 + SP", "CP2", "DP2"])
 def test_metrics_of_a_tenant_equal_a_separate_run(dense, layout):
     world_size, parallel = LAYOUTS[layout]

@@ -12,6 +12,10 @@ NIGHTLY = dict.fromkeys(("single", "TP2", "DP2"), pytest.mark.nightly)
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 
+@pytest.mark.nightly_cases(
+    "TP2 + SP-4",  # covered: embedding and head on TP2 + SP
+    "CP2-4",  # covered: embedding and head on TP2 + SP, experts on EP2, PP2
+)
 @pytest.mark.parametrize(
     ("case", "tenants"),
     [

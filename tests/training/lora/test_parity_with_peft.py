@@ -3,7 +3,6 @@
 import pytest
 
 from megascend.testing.parity import Case, case_checkpoint, token_lists
-from support.covering import on_this_stack
 from support.lora_parity import (
     adapter_differences,
     case_adapter,
@@ -38,8 +37,6 @@ IN_SHORT = (
     "embedding and head, DP2, distributed optimizer",
     "embedding and head, CP2 packed",
 )
-COVERED = ("TP2", "MoE single", "MoE EP2", "embedding and head, single", "embedding and head, TP2 + SP", "bf16")
-"""Nightly: what they have another case of CI has, too, or ``npu/test_lora.py``."""
 CASES = [case for case in lora_matrix() if case.name in IN_SHORT]
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -48,7 +45,24 @@ def test_the_short_list_names_cases():
     assert len(CASES) == len(IN_SHORT)
 
 
-@pytest.mark.parametrize("case", on_this_stack(CASES, nightly=COVERED), ids=lambda case: case.name)
+@pytest.mark.core_cases("TP2 + SP, padded")
+@pytest.mark.nightly_cases(
+    "TP2 + SP",  # covered: TP2 + SP, padded
+    "CP2 packed",  # covered: embedding and head, CP2 packed
+    "TP2 x PP2",  # covered: TP2 + SP, padded; PP2 x VPP2
+    "MoE TP2 + SP (ETP2)",  # covered: MoE TP2 x EP2, ETP2
+    "MoE TP2 x EP2 + SP",  # covered: MoE TP2 x EP2, ETP2; npu/test_lora.py
+    "MoE, full recompute",  # covered: CP2, full recompute; MoE TP2 x EP2, ETP2
+    "embedding and head, PP2",  # covered: embedding and head: TP2, DP2, CP2
+    "TP2",  # covered, as those below: what they have another case has, too, or npu/test_lora.py
+    "MoE single",
+    "MoE EP2",
+    "embedding and head, single",
+    "embedding and head, TP2 + SP",
+    "bf16",
+)
+@pytest.mark.difference_cases("TP2 + SP")  # differs: layers on which adapters act
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_trajectory_equals_peft(case: Case, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     adapter = case_adapter(checkpoint, case)

@@ -140,6 +140,7 @@ def run(case: Case, method: str, checkpoint: Path, adapter: Path, out: Path):
     return trajectory
 
 
+@pytest.mark.nightly_cases("TP2 x PP2, nf4")  # covered: EP2, fp8
 @pytest.mark.usefixtures("megatron_imported")
 @pytest.mark.parametrize(
     "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]

@@ -80,6 +80,7 @@ def test_an_architecture_has_one_map(outside):
         register_lora_targets("outside", layer_targets)
 
 
+@pytest.mark.nightly  # covered: engines/megatron/test_registered_architecture.py: its adapters
 @pytest.mark.usefixtures("megatron_imported")
 def test_adapters_of_a_real_model_follow_the_registered_map(parity_folder, outside):
     """Map only Llama's attention: "all-linear" then means q, k, v and o, and MLPs cannot be named."""

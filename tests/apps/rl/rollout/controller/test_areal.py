@@ -13,6 +13,8 @@ from megascend.apps.rl.rollout.controller.controller import REMEMBERED
 from megascend.apps.rl.rollout.controller.messages import AUDIENCE, BEARER
 from weightwire.auth import sign
 
+pytestmark = pytest.mark.waiting
+
 META = {
     "type": "dataclass",
     "class_path": "areal.api.io_struct.WeightUpdateMeta",

@@ -23,6 +23,8 @@ from megascend.errors import (
     MessageError,
 )
 
+pytestmark = pytest.mark.waiting
+
 
 class World:
     """A controller of two engines on a manual clock."""

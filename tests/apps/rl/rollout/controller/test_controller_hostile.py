@@ -20,6 +20,8 @@ from megascend.errors import MessageError
 from weightwire.auth import Verifier, sign
 from weightwire.keys import Key
 
+pytestmark = pytest.mark.waiting
+
 OTHER = Key("f" * 32)
 EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 FEWER = settings(EXAMPLES, max_examples=60)
@@ -77,6 +79,7 @@ HEADERS = st.lists(
 )
 
 
+@pytest.mark.nightly  # covered: chosen requests in the same file
 @EXAMPLES
 @given(
     method=st.sampled_from(["GET", "POST", "PUT", "OPTIONS", "CONNECT", "post", "P\0ST"]),

@@ -19,6 +19,8 @@ from megascend.errors import ControllerError, ControllerRestartedError, LeaseLap
 from weightwire.engine_calls import LoopThread
 from weightwire.keys import ENVIRONMENT, Key
 
+pytestmark = pytest.mark.waiting
+
 
 class LeasedEngine:
     """An engine in the test's process, called over a socket; its pauses lapse on a manual clock."""

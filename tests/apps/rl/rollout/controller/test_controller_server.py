@@ -46,6 +46,8 @@ from weightwire.engine_calls import LoopThread
 from weightwire.errors import AuthError
 from weightwire.keys import Key
 
+pytestmark = pytest.mark.waiting
+
 OTHER = Key("f" * 32)
 
 

@@ -30,6 +30,8 @@ from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
 from weightwire.sender import Sender, spec_of
 
+pytestmark = pytest.mark.waiting
+
 TIMEOUT_S = 60.0
 
 

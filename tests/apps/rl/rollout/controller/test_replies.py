@@ -11,6 +11,8 @@ from megascend.apps.rl.rollout.controller.replies import Replies
 from megascend.apps.rl.rollout.http_client import Answer
 from megascend.errors import ControllerBusyError, MessageError
 
+pytestmark = pytest.mark.waiting
+
 
 class World:
     """Replies on a manual clock, with a record of executed calls."""

@@ -12,6 +12,8 @@ from controller_doubles import ManualClock, settle
 from megascend.apps.rl.rollout.controller.tasks import RolloutTasks
 from megascend.errors import ControllerBusyError, MessageError, RolloutTaskError
 
+pytestmark = pytest.mark.waiting
+
 
 def with_tasks(test: Callable[[RolloutTasks, ManualClock], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:

@@ -90,6 +90,8 @@ def kinds(folder: Path) -> dict[str, int]:
     return {kind: int(number) for kind, number in (line.split() for line in lines)}
 
 
+# covered: trainer and server-forks
+@pytest.mark.nightly_cases("trainer-alone", "trainer-forks", "trainer and server-alone")
 @pytest.mark.parametrize("forks", ["alone", "forks"])
 @pytest.mark.parametrize("with_server", [False, True], ids=["trainer", "trainer and server"])
 def test_nothing_is_left_when_the_trainer_is_killed(
