@@ -52,6 +52,8 @@ class Updates:
         return self.receiver.location().to_json()
 
     def forget(self, target: str) -> None:
+        if "forget" in self.faults:
+            raise RuntimeError("not now")
         self.receiver.forget(target)
 
     def begin(self, offer: dict[str, Any]) -> None:
@@ -429,6 +431,57 @@ def test_only_the_owner_updates_the_engine(control, engine):
         foreign, _ = offer_of(2.0, 8, owner="e#1")
         with pytest.raises(OwnerError, match="e#1 does not own the engine: its owner is d#1"):
             await owned(control, "d#1", "begin_update", foreign)
+
+    run(act())
+
+
+def test_claim_that_has_failed_takes_over_at_its_next_attempt(control, engine):
+    async def act():
+        await control.claim("a#1", 60)
+        await push(control, 1.0, 7)
+        engine.workers[1].updates.faults = {"forget"}
+        with pytest.raises(WireError, match="worker 1: forget: RuntimeError: not now"):
+            await control.claim("b#1", 60, take_over=True)
+        assert (await control.info())["owner"]["name"] == "a#1"
+        engine.workers[1].updates.faults = set()
+        await control.claim("b#1", 60, take_over=True)
+        await push(control, 3.0, 1, owner="b#1")
+        assert (engine.values, control.active_version()) == ([3.0, 3.0], 1)
+
+    run(act())
+
+
+def test_claim_begins_its_lease_after_the_call_before_it(engine):
+    clock = {"now": 0.0}
+    control = Control(engine, lambda: clock["now"])
+
+    async def act():
+        await control.claim("a#1", 3600)
+        async with control.owned("a#1"):
+            claims = [asyncio.ensure_future(control.claim(name, 10, take_over=True)) for name in ("b#1", "b#1")]
+            await asyncio.sleep(0.01)
+            assert (await control.info())["owner"]["name"] == "a#1"
+            clock["now"] = 20.0
+        await asyncio.gather(*claims)
+        await owned(control, "b#1", "resume")
+        with pytest.raises(OwnerError, match="its owner is b#1"):
+            await owned(control, "a#1", "resume")
+
+    run(act())
+
+
+def test_claim_ends_a_verify_of_the_last_owner(control):
+    async def act():
+        await control.claim("a#1", 60)
+        offer, _ = offer_of(1.0, 1)
+        await owned(control, "a#1", "begin_update", offer)
+        seal = Seal(offer.update, 1, offer.manifest.identity, ("0" * 16,) * 4)
+        verifying = asyncio.ensure_future(owned(control, "a#1", "verify", seal, TIMEOUT_S))
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(control.claim("b#1", 60, take_over=True), TIMEOUT_S / 4)
+        with pytest.raises(OwnerError, match=r"b#1 has claimed it"):
+            await verifying
+        await push(control, 3.0, 1, owner="b#1")
 
     run(act())
 

@@ -61,6 +61,8 @@ class Control(InferenceEngine):
         self._clock = clock
         self._owner: Lease | None = None
         self._last_owner = ""
+        self._claimant = ""
+        """Name whose claim waits for the owner's running call."""
         self._update: Offer | None = None
         self._lease = Lease.begin("", 0.0, clock())
         """Of the open update; the workers' receivers have it, too."""
@@ -174,26 +176,41 @@ class Control(InferenceEngine):
             take_over: claim the engine even from another owner, whose update is dropped.
         """
         lease_s = _lease(lease_s)
+        self._require_claimable(name, take_over)
+        if name != self._last_owner:
+            # Before the lock: a call of the owner that waits, as verify does, ends and does not delay the claim.
+            self._claimant = name
+            try:
+                async with self._changing:
+                    self._require_claimable(name, take_over)  # another claim may have had the lock before
+                    if name != self._last_owner:
+                        await self._take_over(name)
+                    self._owner = Lease.begin(name, lease_s, self._clock())
+            finally:
+                if self._claimant == name:
+                    self._claimant = ""
+        else:
+            self._owner = Lease.begin(name, lease_s, self._clock())
+
+    def _require_claimable(self, name: str, take_over: bool) -> None:
         owner = self._current_owner()
         if owner is not None and _trainer(owner.owner) != _trainer(name) and not take_over:
             raise OwnerError(
                 f"the engine is owned by {owner.owner}, which may be silent for another {owner.left_s(self._clock()):.0f} s; "
                 f"{name} can claim it then, or take it over"
             )
-        # Before anything is awaited: of two claims at the same time, the second finds the first one's.
-        self._owner = Lease.begin(name, lease_s, self._clock())
-        if name != self._last_owner:
-            log.info("%s owns the engine now", name)
-            self._last_owner = name
-            async with self._changing:
-                await self._settled()
-                await self._drop(f"{name} has taken the engine over")
-                if self._asleep:
-                    await self.resume()  # the owner that needed the memory is gone
-                # The new owner counts its versions from anywhere, so the workers forget the last ones.
-                for target in self._versions:
-                    await self._workers("forget", target)
-                self._newest = {}
+
+    async def _take_over(self, name: str) -> None:
+        """Undo what the last owner has left. If it fails, the next claim of the same name begins again."""
+        await self._settled()
+        await self._drop(f"{name} has taken the engine over")
+        if self._asleep:
+            await self.resume()  # the owner that needed the memory is gone
+        # The new owner counts its versions from anywhere, so the workers forget the last ones.
+        for target in self._versions:
+            await self._workers("forget", target)
+        self._newest, self._last_owner = {}, name
+        log.info("%s owns the engine now", name)
 
     @contextlib.asynccontextmanager
     async def owned(self, name: str) -> AsyncIterator[Control]:
@@ -208,6 +225,8 @@ class Control(InferenceEngine):
         if owner is None or owner.owner != name:
             state = "nobody has claimed it, or the claim has lapsed" if owner is None else f"its owner is {owner.owner}"
             raise OwnerError(f"{name} does not own the engine: {state}")
+        if self._claimant not in ("", name):
+            raise OwnerError(f"{name} is losing the engine: {self._claimant} has claimed it")
         owner.renew(self._clock())
 
     def release(self, name: str) -> None:
@@ -262,7 +281,7 @@ class Control(InferenceEngine):
         async with self._dropping():
             # Polls, since a waiting call would block the workers' computation.
             while not all(answer["verified"] for answer in await self._workers("verify", seal.to_json())):
-                self._require(offer.owner)  # another owner may have taken over
+                self._require(offer.owner)  # another owner may be taking over
                 if self._clock() > deadline:
                     raise DeadlineError(f"{seal.update} has not arrived at all workers within {timeout_s:g} s")
                 await asyncio.sleep(POLL_S)
