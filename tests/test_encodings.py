@@ -49,12 +49,3 @@ def test_source_never_uses_the_locale_encoding():
         for node in text_without_encoding(path.read_text(encoding="utf-8"))
     ]
     assert not calls
-
-
-def test_text_without_encoding_finds_calls():
-    lines = ("p.read_text()", "p.write_text(t)", "open(p)", "open(p, 'w')", "p.open()", "os.fdopen(n, 'w')")
-    lines += ("subprocess.run(c, text=True)", "tempfile.NamedTemporaryFile('w')")
-    assert [ast.unparse(node) for line in lines for node in text_without_encoding(line)] == list(lines)
-    right = ("open(p, 'rb')", "p.open('wb')", "open(1, 'w')", "p.read_text('utf-8')", "open(p, encoding='utf-8')")
-    right += ("os.open(p, flags)", "subprocess.run(c)", "p.write_text(t, encoding='utf-8')", "group.open(size)")
-    assert not [line for line in right for _ in text_without_encoding(line)]

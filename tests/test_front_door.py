@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,28 +94,6 @@ def test_console_script_imports_plugins_beside_the_run_file(plugin: str, tmp_pat
     completed = run(sys.executable, "-c", program + "print(resolve('half').name)", cwd=tmp_path)
     assert completed.stdout.count("plug-in") == 1, completed.stdout + completed.stderr
     assert completed.stdout.endswith("half\n")
-
-
-def test_names_in_the_documentation_are_public() -> None:
-    import builtins
-    import importlib.util
-
-    import torch
-
-    import megascend
-    import simnpu
-
-    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "cookbook").rglob("*.md")]
-    missing = set()
-    for page in [*pages, *(ROOT / "cookbook").rglob("*.py")]:
-        text = page.read_text(encoding="utf-8")
-        for name in re.findall(r"(?<![\w./-])megascend\.([A-Za-z]\w*)", text):
-            if name not in (*megascend.__all__, "NAME", "json") and not importlib.util.find_spec(f"megascend.{name}"):
-                missing.add((page.name, name))
-        for name in re.findall(r"\b[A-Z][A-Za-z]+Error\b", text):
-            if not any(hasattr(module, name) for module in (megascend, builtins, simnpu, torch)):
-                missing.add((page.name, name))
-    assert missing == set()
 
 
 PROGRAM = """
