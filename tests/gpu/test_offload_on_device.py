@@ -28,6 +28,7 @@ def torch_adam(groups: list[dict[str, Any]]) -> Any:
 
 
 def transformer_engine_adam(groups: list[dict[str, Any]]) -> Any:
+    megascend.bootstrap("cuda")
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     return FusedAdam(groups, adam_w_mode=True, **ADAM)
