@@ -132,6 +132,9 @@ def engine_model(
     linear_attention.compute_fp32_exactly(model)
     linear_attention.correct_steps(model)
     model.tie_weights()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # else the row of pad_token_id, a token like any other, would have no gradient
     without_bias(model, scalar_head)
     head = output_layer(model)
     if (problem := not_plain(head, scalar_head)) is not None:
