@@ -110,7 +110,7 @@ run_main() {
   local files=()
   case $suite in
     differences) mapfile -t files < <(files_marked difference tests | grep -v '^tests/npu/') ;;
-    standard) [ "$#" -gt 0 ] || files=(--concerned "$("$python" scripts/changed_rooms.py --backend | tr '\n' ' ')") ;;
+    standard) [ "$#" -gt 0 ] || files=(--concerned "$("$python" scripts/changed_rooms.py --backend)") ;;
   esac
   echo "== tests on stack $stack"
   run_tests "${files[@]}" "$@"
