@@ -580,7 +580,7 @@ class Backend:
 
     def prepare_saves(self) -> None:
         """Allocate the host memory that :meth:`save` copies to, in the background. Local; otherwise the first save does it."""
-        self._saver.prepare(self.engine.state(include_replicas=False))
+        self._saver.prepare(checkpoints.engine_state(self.engine, loading=False))
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Resume from a checkpoint: under the same layout exactly, under another one with the same parameters and moments.

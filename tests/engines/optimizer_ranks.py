@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import megascend
+from megascend.engines.common.checkpoints import engine_state
 from megascend.errors import MegascendError
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
@@ -81,7 +82,7 @@ def mains(
                 backend.forward_backward(backend.shard(causal_samples(token_lists())))
                 backend.optimizer_step()
             core = backend.engine
-            state = core.state(include_replicas=True)
+            state = engine_state(core, loading=True)
             state = {name: value for name, value in state.items() if hasattr(value, "slices")}
             # fp32 parameters are their own main parameters; of others a rank may have no part.
             tensors = {

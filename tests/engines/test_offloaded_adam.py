@@ -11,6 +11,7 @@ import torch
 import megascend
 from megascend import Parallel
 from megascend.engines.common import offloaded_adam
+from megascend.engines.common.checkpoints import engine_state
 from megascend.engines.common.offloaded_adam import OffloadedAdam, host_blocks
 from megascend.errors import ConfigError
 from megascend.reference.te.optimizers import FusedAdam
@@ -112,7 +113,7 @@ def train(backend: Any, steps: int, samples: list[Any]) -> dict[str, list[float]
 def flat_state(backend: Any) -> dict[str, torch.Tensor]:
     """Return weights and optimizer state of this rank's slices, however they are divided."""
     values = {}
-    for name, tensor in backend.engine.state(include_replicas=True).items():
+    for name, tensor in engine_state(backend.engine, loading=True).items():
         if hasattr(tensor, "slices"):
             joined = torch.full(tensor.shape, float("nan"))
             for offsets, part in tensor.slices:

@@ -13,6 +13,7 @@ import torch
 
 import megascend
 from megascend.engines.common import offloaded_adam
+from megascend.engines.common.checkpoints import engine_state
 from megascend.engines.common.offloaded_adam import SLOTS, OffloadedAdam
 from megascend.testing.parity import case_checkpoint
 
@@ -102,7 +103,7 @@ def train(checkpoint: Path, offload: bool, precision: str) -> tuple[Any, int, in
                 parameter.main_grad.normal_(generator=generator)
             norms.append(engine.optimizer.step(step, True).grad_norm)
         digests = {name: digest(tensor) for name, tensor in backend.named_weights()}
-        for name, tensor in engine.state(include_replicas=True).items():
+        for name, tensor in engine_state(engine, loading=True).items():
             if hasattr(tensor, "slices"):
                 parts = sorted(tensor.slices, key=lambda entry: entry[0])
                 digests[name] = digest(torch.cat([part.float().cpu().reshape(-1) for _, part in parts]))

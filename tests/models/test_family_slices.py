@@ -50,7 +50,7 @@ def test_slices_equal_the_weights_of_the_checkpoint(case: Case, parity_folder: P
         weights, problems = load_file(checkpoint / "model.safetensors"), []
         covered = {name: torch.zeros(weight.shape, dtype=torch.bool) for name, weight in weights.items()}
         with case_backend(case, checkpoint) as backend:
-            for name, offsets, values in held_weights(backend.engine.weight_state(), backend.engine.hf_slices()):
+            for name, offsets, values in held_weights(backend.engine.weights(), backend.engine.hf_slices()):
                 index = index_of(offsets, values.shape)
                 covered[name][index] = True
                 if not torch.equal(weights[name][index].float(), values.float()):

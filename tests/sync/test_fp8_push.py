@@ -88,7 +88,7 @@ def test_every_rank_quantises_its_experts_and_refuses_infinite_ones(parity_folde
 
         def on_rank():
             backend = make_trainer(checkpoint, Parallel(expert=2), precision="fp32")
-            state = backend.engine.weight_state()
+            state = backend.engine.weights()
             experts = [values for name in state if ".experts." in name for _, values in state[name].slices]
             with megascend.WeightSync(backend, served, bucket_bytes=50_000, mode="delta") as sync, torch.no_grad():
                 pushes = [sync.push(1)]

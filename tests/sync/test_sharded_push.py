@@ -153,7 +153,7 @@ def test_a_rank_that_fails_to_describe_its_slices_leaves_the_push_to_rank_0(pari
         def on_rank():
             backend = make_trainer(checkpoint, Parallel(tensor=2), timeout_s=30)
             if backend.rank == 1:
-                backend.engine.weight_state = lambda: {}["no such layer"]
+                backend.engine.weights = lambda: {}["no such layer"]
             with megascend.WeightSync(backend, served) as sync:
                 return sync.push(1).why_not_sharded
 

@@ -32,7 +32,7 @@ from megascend.training.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.training.batch.results import StepResult
 from megascend.training.batch.sample import Sample
 from megascend.training.checkpoint.hf_slices import HfSlices
-from megascend.training.checkpoint.slices import OPTIMIZER_PREFIX, TensorSlices
+from megascend.training.checkpoint.slices import TensorSlices
 from megascend.training.kernels.linear_divergence import TeacherDivergence
 from megascend.training.lora.adapter_io import SavedAdapter, read_tensor
 from megascend.training.lora.registry import AdapterSettings
@@ -212,8 +212,8 @@ OnOutput = Callable[[MicroBatch, Any], tuple[Tensor, Any]]
 class Engine(ABC):
     """A model of one kind, ready to train.
 
-    A subclass sets ``kind``, ``layout`` and ``trainable``, and implements :meth:`run`, :meth:`state`, :meth:`hf_slices` and
-    :meth:`named_weights`; everything else has a default.
+    A subclass sets ``kind``, ``layout`` and ``trainable``, and implements :meth:`run`, :meth:`weights`, :meth:`hf_slices`,
+    :meth:`training_state` and :meth:`named_weights`; everything else has a default.
 
     Args:
         spec: the settings.
@@ -290,39 +290,34 @@ class Engine(ABC):
     def release_memory(self) -> None:  # noqa: B027
         """Free device memory that is only an optimisation, such as CUDA graphs. Local."""
 
-    # --- checkpoints ---
+    # --- names of weights: checkpoints, pushes of slices and optimizer settings by weight follow from them ---
 
     @abstractmethod
-    def state(self, *, include_replicas: bool) -> dict[str, Any]:
-        """Return this rank's part of the model and its optimizer: ``checkpoint.slices.TensorSlices`` and objects by name.
+    def weights(self) -> dict[str, TensorSlices]:
+        """Return this rank's slices of the model's tensors by the engine's names, replicas included. Live tensors; local.
 
-        Tensors are live, or copies that ``trainable.restore()`` reads after a load has filled them. Empty for a frozen model.
-
-        Args:
-            include_replicas: include replicas that another rank writes, as loading requires.
+        While the same object is returned, the slices are unchanged: pushes keep views of them.
         """
 
     @abstractmethod
     def hf_slices(self) -> HfSlices:
-        """Return the slices of Hugging Face weights that make up the tensors of :meth:`state`, for all ranks. Collective.
-
-        Other kinds of engine use them to read a checkpoint of this one.
+        """Return the slices of Hugging Face weights that make up the tensors of :meth:`weights`, for all ranks. Collective.
 
         Raises:
             CheckpointError: on every rank: a tensor is not made up of such slices.
         """
 
-    def weight_state(self) -> dict[str, TensorSlices]:
-        """Return this rank's slices of the model's tensors, replicas included, without optimizer state. Live tensors; local.
+    # --- checkpoints ---
 
-        Empty for a frozen model. While the same object is returned, the slices are unchanged: pushes keep views of them.
+    @abstractmethod
+    def training_state(self, *, loading: bool) -> dict[str, Any]:
+        """Return what a checkpoint of a trained model has beside its weights, on this rank: tensors as slices, and objects.
+
+        Tensors are live, or copies that ``trainable.restore()`` reads after a load has filled them.
+
+        Args:
+            loading: the tensors will be filled from a checkpoint.
         """
-        state = self.state(include_replicas=True)
-        return {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, TensorSlices) and not name.startswith(OPTIMIZER_PREFIX)
-        }
 
     def random_streams(self) -> Any:
         """Return the state of random generators beyond those of Python, NumPy, torch and the device."""
@@ -331,8 +326,9 @@ class Engine(ABC):
     def restore_random_streams(self, state: Any) -> None:  # noqa: B027
         """Restore the random generators from :meth:`random_streams`."""
 
-    # --- weights ---
+    # --- complete weights ---
 
+    # Not made of slices: the weights of some architectures (gpt_oss) are computed from parameters, by a library's conversion.
     @abstractmethod
     def named_weights(
         self, adapter: str | None = None, *, receivers: Receivers = "all", device: torch.device | str | None = None

@@ -277,9 +277,9 @@ class ShardedSync:
             with_values: quantise weights in fp8 blocks; otherwise their slices have no memory.
         """
         engine = self._backend.engine
-        state = engine.weight_state()
-        if not state:
+        if engine.trainable.frozen:
             raise WeightSyncError("the model is frozen, and has no training state")
+        state = engine.weights()
         numbers = by_name(self._specs)
         copies: dict[str, list[str]] = {}
         for copy, original in getattr(engine.info, "copies", {}).items():

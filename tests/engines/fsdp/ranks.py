@@ -22,6 +22,7 @@ from legs import run_leg, weights_of
 
 import megascend
 import megascend.engines.fsdp.engine  # ranks find it imported
+from megascend.engines.common.checkpoints import engine_state
 from megascend.engines.fsdp import recomputation, transformers_api
 from megascend.errors import MegascendError
 from megascend.testing import run_distributed
@@ -258,13 +259,11 @@ def refuses(checkpoint: str, folder: str) -> list[tuple[str, bool]]:
 
     def on_rank() -> tuple[str, bool]:
         with make(checkpoint) as backend:
-            before = [
-                part.clone() for c in backend.engine.state(include_replicas=True).values() for _, part in c.slices
-            ]
+            before = [part.clone() for c in engine_state(backend.engine, loading=True).values() for _, part in c.slices]
             try:
                 backend.load(folder)
             except MegascendError as error:
-                after = [part for c in backend.engine.state(include_replicas=True).values() for _, part in c.slices]
+                after = [part for c in engine_state(backend.engine, loading=True).values() for _, part in c.slices]
                 return str(error), equal(before, after)
             return "it was loaded", False
 
@@ -315,16 +314,14 @@ def not_finite(checkpoint: str, **options: Any) -> list[tuple[Any, bool, float]]
             samples = backend.shard(causal_samples(token_lists()))
             backend.forward_backward(samples)
             backend.optimizer_step()
-            before = [
-                part.clone() for c in backend.engine.state(include_replicas=True).values() for _, part in c.slices
-            ]
+            before = [part.clone() for c in engine_state(backend.engine, loading=True).values() for _, part in c.slices]
             poison = backend.rank == 1
             for sample in samples:
                 sample.advantages = torch.full((len(sample),), torch.nan if poison else 1.0)
                 sample.old_logprobs = torch.full((len(sample),), -6.0)
             backend.forward_backward(samples, "importance_sampling")
             step = backend.optimizer_step()
-            after = [part for c in backend.engine.state(include_replicas=True).values() for _, part in c.slices]
+            after = [part for c in engine_state(backend.engine, loading=True).values() for _, part in c.slices]
             return step, equal(before, after), backend.forward_backward(samples).loss
 
     return on_ranks(on_rank, 2)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import megascend
+from megascend.engines.common.checkpoints import engine_state
 from megascend.testing.parity import STEPS, causal_samples, token_lists
 from support.lora_parity import PeftTrajectory, train_one
 
@@ -117,7 +118,7 @@ def resumed(checkpoint: str, saved: str, **options: Any) -> tuple[bool, int]:
 
 
 def bits(backend: megascend.SingleBackend) -> dict[str, bytes]:
-    state = backend.engine.state(include_replicas=True)
+    state = engine_state(backend.engine, loading=True)
     parts = {name: chunks.slices[0][1].flatten().view(torch.uint8) for name, chunks in state.items()}
     contents = {name: values.numpy().tobytes() for name, values in parts.items()}
     counters = repr(backend.engine.trainable.counters()).encode()

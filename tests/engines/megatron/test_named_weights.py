@@ -403,14 +403,14 @@ def test_backend_named_weights_of_model_merged_adapter_and_adapter(parity_folder
 
 def test_weight_state_is_described_again_after_a_parameter_has_moved(parity_folder: Path) -> None:
     with make_backend(case_checkpoint(parity_folder, "qwen3_moe")) as backend:
-        state = backend.engine.weight_state()
+        state = backend.engine.weights()
         backend.forward_backward(causal_samples(token_lists()[:1]))
         assert not backend.optimizer_step().skipped
-        assert backend.engine.weight_state() is state
+        assert backend.engine.weights() is state
         for parameter in backend.engine.bare_chunks[0].parameters():
             parameter.data = parameter.data.clone().add_(1)
         weights = dict(backend.named_weights())
-        slices = list(held_weights(backend.engine.weight_state(), backend.engine.hf_slices()))
+        slices = list(held_weights(backend.engine.weights(), backend.engine.hf_slices()))
         assert {name for name, _, _ in slices} == weights.keys()
         assert all(
             torch.equal(weights[name][index_of(offsets, values.shape)], values) for name, offsets, values in slices

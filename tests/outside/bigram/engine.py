@@ -13,7 +13,7 @@ from megascend.engines.common.full_model import FullModel
 from megascend.engines.common.heads import PlainOutput
 from megascend.training.batch.micro_batch import SequenceLayout
 from megascend.training.checkpoint.hf_slices import HfSlice
-from megascend.training.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
+from megascend.training.checkpoint.slices import TensorSlices
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -46,13 +46,12 @@ class BigramEngine(Engine):
                 loss.backward()
         return results
 
-    def state(self, *, include_replicas):
-        if self.groups.rank > 0 and not include_replicas:
-            return {}  # every rank has the same, and the main one writes it
-        tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        for name, kind, values in self.optimizer.tensors(loading=include_replicas):
-            tensors[OPTIMIZER_KEY.format(state=kind, key=name)] = values
-        return {name: TensorSlices.whole(values) for name, values in tensors.items()}
+    def weights(self):
+        replica = self.groups.rank > 0  # every rank has the same, and the main one writes it
+        return {
+            name: TensorSlices.whole(parameter.detach(), replica=replica)
+            for name, parameter in self.model.named_parameters()
+        }
 
     def hf_slices(self):
         weights = {"embedding": (EMBEDDING, self.embedding), "head": (HEAD, self.head)}
@@ -60,6 +59,9 @@ class BigramEngine(Engine):
             name: [HfSlice((0, 0), tuple(parameter.shape), weight, (0, 0))]
             for name, (weight, parameter) in weights.items()
         }
+
+    def training_state(self, *, loading):
+        return self.optimizer.state(self.weights(), loading=loading)
 
     def named_weights(self, adapter=None, *, receivers="all", device=None):
         if receivers == "all" or self.groups.rank in ({0} if receivers == "main" else receivers):

@@ -40,10 +40,10 @@ def as_bytes(tensor):
 
 def exact_state(backend):
     """Return this rank's checkpoint state and live parameters as bytes."""
-    from megascend.engines.common.checkpoints import random_state
+    from megascend.engines.common.checkpoints import engine_state, random_state
 
     engine, state = backend.engine, {}
-    for name, entry in engine.state(include_replicas=False).items():
+    for name, entry in engine_state(engine, loading=False).items():
         if isinstance(entry, TensorSlices):
             state |= {(name, offsets): as_bytes(values) for offsets, values in entry.slices}
     for number, chunk in enumerate(engine.bare_chunks):

@@ -78,7 +78,6 @@ class ReferenceModel:
 
     Raises:
         CheckpointError: on every rank: the weights of ``settings.model`` cannot be read.
-        ConfigError: the engine does not show its weights.
     """
 
     def __init__(self, backend: Backend, settings: ReferenceSettings) -> None:
@@ -87,7 +86,7 @@ class ReferenceModel:
         self._weights: SwappedWeights | None = None
         if engine.trainable.frozen:
             return
-        self._weights = SwappedWeights(backend, "reference")
+        self._weights = SwappedWeights(backend)
         if settings.model != BASE:
             self._weights.read(Path(settings.model), "reference.model")
 

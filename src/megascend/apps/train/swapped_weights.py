@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megascend.config import Mtp
-from megascend.errors import CheckpointError, ConfigError
+from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.architectures import transformers_config
 from megascend.models.checkpoint_files.files import TensorHeader
 from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
@@ -43,19 +43,12 @@ class SwappedWeights:
     """A rank's weights of another model in host memory, with a buffer for the policy's while they are in use.
 
     Initially a copy of the policy's weights, which for a new backend are those that the run begins with. Collective.
-
-    Args:
-        setting: section of the run file, for messages.
     """
 
-    def __init__(self, backend: Backend, setting: str) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend, page_locked = backend, backend.platform.page_locks_memory
         self._staging, self._policy_staging = Staging(page_locked=page_locked), Staging(page_locked=page_locked)
-        self._weights: dict[str, TensorSlices] = self._staging.copy(backend.engine.weight_state())
-        if not self._weights:
-            raise ConfigError(
-                f"{setting}: engine {backend.engine.kind} does not show its weights (Engine.weight_state)"
-            )
+        self._weights: dict[str, TensorSlices] = self._staging.copy(backend.engine.weights())
 
     def read(self, directory: Path, setting: str) -> None:
         """Read the weights from a directory of the policy's architecture. Collective.
@@ -76,7 +69,7 @@ class SwappedWeights:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the engine compute the other model within the context."""
-        live = self._backend.engine.weight_state()
+        live = self._backend.engine.weights()
         policy = self._policy_staging.copy(live)
         try:
             _write(live, self._weights)

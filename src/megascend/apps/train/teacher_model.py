@@ -72,7 +72,7 @@ class TeacherModel:
         self._projection: Tensor | None = None
         engine = backend.engine
         if can_swap(directory, engine.model_dir, engine.info, frozen=engine.trainable.frozen):
-            self._weights = SwappedWeights(backend, setting)
+            self._weights = SwappedWeights(backend)
             self._weights.read(directory, setting)
             self._step = Step(engine)
         else:

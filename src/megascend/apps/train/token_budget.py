@@ -13,7 +13,7 @@ import torch
 from megascend.apps.data.store import Samples
 from megascend.apps.plan.search import MEMORY_SHARE
 from megascend.config import RunConfig
-from megascend.engines.common.checkpoints import random_state, set_random_state
+from megascend.engines.common.checkpoints import engine_state, random_state, set_random_state
 from megascend.errors import ConfigError
 from megascend.training.batch.micro_batch import SequenceLayout
 from megascend.training.batch.sample import Sample
@@ -116,7 +116,7 @@ def measure_budget(
     platform, engine = backend.platform, backend.engine
     # A run that measures must draw the same dropout as one with the budget in its file.
     random_streams = random_state(engine)
-    engine.state(include_replicas=False)  # makes the optimizer's moments, which are there from the first step on
+    engine_state(engine, loading=False)  # makes the optimizer's moments, which are there from the first step on
     available = platform.usable_memory()
     layout = engine.layout
     smallest = samples.longest_unit(layout)

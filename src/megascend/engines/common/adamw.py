@@ -22,7 +22,7 @@ from megascend.runtime.distributed.process_groups import ProcessGroups
 from megascend.training.batch.gradient_scaling import GradientScaling
 from megascend.training.batch.results import StepResult
 from megascend.training.checkpoint.hf_slices import HfSlices, held_weights
-from megascend.training.checkpoint.slices import TensorSlices
+from megascend.training.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
 
 
 @dataclass(frozen=True)
@@ -218,6 +218,17 @@ class MainAdamW(GradientScaling):
         for name, (parameter, main) in self._pairs.items():
             if parameter is not main:
                 yield name, "param", main.detach()
+
+    def state(self, weights: Mapping[str, TensorSlices], *, loading: bool) -> dict[str, TensorSlices]:
+        """Return :meth:`tensors` by their names in checkpoints, in the slices that ``weights`` has of the parameters."""
+        tensors = {}
+        for name, kind, values in self.tensors(loading=loading):
+            weight = weights[name]
+            # One slice, or none if the rank's shard is empty.
+            slices = [(offsets, values.detach()) for offsets, _ in weight.slices]
+            state = TensorSlices(weight.shape, values.dtype, slices=slices, replicas=weight.replicas)
+            tensors[OPTIMIZER_KEY.format(state=kind, key=name)] = state
+        return tensors
 
     def _states(self, adamw: torch.optim.AdamW) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """Yield torch's AdamW's state of every parameter, initialised as in its first step if it does not exist yet."""

@@ -73,6 +73,21 @@ def _as_json(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"save: {name} must be JSON: {error}") from error
 
 
+def engine_state(engine: Engine, *, loading: bool) -> dict[str, Any]:
+    """Return this rank's weights and training state by name; empty for a frozen model.
+
+    Args:
+        loading: include replicas, since a load fills all tensors; otherwise only what this rank writes.
+    """
+    if engine.trainable.frozen:
+        return {}
+    state = {**engine.weights(), **engine.training_state(loading=loading)}
+    if loading:
+        return state
+    written = {name: value.without_replicas() for name, value in state.items() if isinstance(value, TensorSlices)}
+    return {name: value for name, value in (state | written).items() if name not in written or value.slices}
+
+
 def checkpoint_state(engine: Engine, manifest: CheckpointManifest, base_model: str) -> CheckpointState:
     """Collect the content of a checkpoint; tensors are live. Collective: adapters are gathered on rank 0."""
     trainable = engine.trainable
@@ -84,7 +99,7 @@ def checkpoint_state(engine: Engine, manifest: CheckpointManifest, base_model: s
             # Saved as a reason: this engine can still resume the checkpoint, engines of other kinds report why they cannot.
             slices = str(error)
     return CheckpointState(
-        state={**engine.state(include_replicas=False), _random_key(engine): random_state(engine)},
+        state={**engine_state(engine, loading=False), _random_key(engine): random_state(engine)},
         manifest=manifest,
         adapters=trainable.saved_adapters(),
         base_model=base_model,
@@ -107,7 +122,7 @@ def load(engine: Engine, directory: Path, saved: CheckpointManifest, current: Ch
         ConfigError: an adapter does not fit; the present ones are kept.
     """
     # Live tensors: dcp.load writes into them.
-    state: dict[str, Any] = engine.state(include_replicas=True)
+    state: dict[str, Any] = engine_state(engine, loading=True)
     same_engine = saved.engine == current.engine
     same_layout = same_engine and saved.layout == current.layout
     counters = saved.optimizer if same_engine else _translate_counters(current.optimizer, saved.optimizer)

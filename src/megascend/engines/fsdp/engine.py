@@ -254,23 +254,14 @@ class FsdpEngine(TransformersEngine):
         with rows, linear_attention.cached_delta_rules(self.model, lambda: self._cached):
             yield
 
-    def state(self, *, include_replicas: bool) -> dict[str, Any]:
-        if self.optimizer is None:
-            return {}
+    def weights(self) -> dict[str, TensorSlices]:
         # Replicas hold the same shards: the ranks of the first one write them.
         ranks_per_replica = self.topology.world_size // self._fsdp.replicate
-        return dict(
-            shards.state(
-                self._shards,
-                self.optimizer,
-                include_replicas=include_replicas,
-                first_copy=self.groups.rank < ranks_per_replica,
-                first_rank=self.groups.rank == 0,
-            )
-        )
+        rank = self.groups.rank
+        return shards.weights(self._shards, first_copy=rank < ranks_per_replica, first_rank=rank == 0)
 
-    def weight_state(self) -> dict[str, TensorSlices]:
-        return {} if self.optimizer is None else shards.weights(self._shards)
+    def training_state(self, *, loading: bool) -> dict[str, Any]:
+        return {} if self.optimizer is None else self.optimizer.state(self.weights(), loading=loading)
 
     def hf_slices(self) -> HfSlices:
         if isinstance(self._hf_slices, CheckpointError):

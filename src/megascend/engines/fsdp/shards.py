@@ -28,7 +28,7 @@ from megascend.models.checkpoint_files.quantised import read_tensor
 from megascend.reference.reductions import names_with_nan, out_of_range, square_sum
 from megascend.runtime.distributed.process_groups import ProcessGroups
 from megascend.training.checkpoint.hf_slices import HfSlice
-from megascend.training.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, index_of, minus, overlap
+from megascend.training.checkpoint.slices import TensorSlices, index_of, minus, overlap
 
 
 @dataclass(frozen=True)
@@ -229,42 +229,18 @@ class ShardAdamW(MainAdamW):
             shard.source.grad = main.grad = None
 
 
-def weights(shards: Sequence[LocalShard]) -> dict[str, TensorSlices]:
-    """Return this rank's shards of the model's tensors, replicas included; live tensors."""
-    tensors = {shard.name: TensorSlices(shard.shape, shard.local.dtype) for shard in shards}
-    for shard in shards:
-        if shard.local.numel():
-            tensors[shard.name].add(shard.offsets, shard.local.detach())
-    return tensors
-
-
-def state(
-    shards: Sequence[LocalShard], optimizer: MainAdamW, *, include_replicas: bool, first_copy: bool, first_rank: bool
-) -> dict[str, TensorSlices]:
-    """Return this rank's state for a checkpoint under the names of transformers' parameters.
-
-    Live tensors, but for 8-bit moments, whose fp32 copies :meth:`MainAdamW.restore` takes.
+def weights(shards: Sequence[LocalShard], *, first_copy: bool, first_rank: bool) -> dict[str, TensorSlices]:
+    """Return this rank's shards of the model's tensors under transformers' names, replicas included; live tensors.
 
     Args:
-        include_replicas: include replicas that another rank writes, as loading requires.
         first_copy: this rank belongs to the first replica of the model, which writes the shards.
         first_rank: this is rank 0, which writes tensors that are not sharded.
     """
-    by_name = {shard.name: shard for shard in shards}
-    tensors: dict[str, TensorSlices] = {}
-
-    def add(name: str, shard: LocalShard, values: Tensor) -> None:
-        writes = first_copy if shard.is_parameter else first_rank
+    tensors = {shard.name: TensorSlices(shard.shape, shard.local.dtype) for shard in shards}
+    for shard in shards:
         # Only the writer lists a tensor: slices of several ranks at the same offsets fail when torch validates the plan.
-        if not include_replicas and not (writes and values.numel()):
-            return
-        slices = tensors[name] = TensorSlices(shard.shape, values.dtype)
+        writes = first_copy if shard.is_parameter else first_rank
         # A rank may have no rows of a small tensor.
-        if values.numel():
-            slices.add(shard.offsets, values.detach())
-
-    for name, shard in by_name.items():
-        add(name, shard, shard.local)
-    for name, kind, values in optimizer.tensors(loading=include_replicas):
-        add(OPTIMIZER_KEY.format(state=kind, key=name), by_name[name], values)
+        if shard.local.numel():
+            tensors[shard.name].add(shard.offsets, shard.local.detach(), replica=not writes)
     return tensors

@@ -120,7 +120,7 @@ class MegatronEngine(Engine):
         self.runtime.configure_model(self.config, spec.provider_options)
         self._quantised = None if spec.base_weights == "unquantised" else QuantisedBase(spec.base_weights)
         self.bare_chunks = self._build_chunks(spec)
-        self._weight_state = state.WeightState(self.bare_chunks, self.groups)
+        self._weights = state.Weights(self.bare_chunks, self.groups)
         # Before DDP wraps the modules and takes over their parameters.
         token = None if info.image_layout is None else info.image_layout.token
         vision.install(self.bare_chunks, info.architecture.images, token, spec.vision_tower)
@@ -469,22 +469,17 @@ class MegatronEngine(Engine):
 
     # --- checkpoints and weights ---
 
-    def state(self, *, include_replicas: bool) -> dict[str, Any]:
-        if self.optimizer is None:
-            return {}
+    def weights(self) -> dict[str, TensorSlices]:
         # Until a pending gather is done, some parameters still have their old values.
         self.finish_param_gather()
-        entries = list(state.entries(self.bare_chunks, self.groups))
-        return {
-            **state.model_state(entries, include_replicas=include_replicas),
-            **state.optimizer_state(entries, self.optimizer, include_replicas=include_replicas),
-        }
+        return self._weights.slices()
 
-    def weight_state(self) -> dict[str, TensorSlices]:
+    def training_state(self, *, loading: bool) -> dict[str, Any]:
+        entries = list(state.entries(self.bare_chunks, self.groups))
+        objects = state.layer_objects(entries, loading=loading)
         if self.optimizer is None:
-            return {}
-        self.finish_param_gather()
-        return self._weight_state.slices()
+            return objects
+        return objects | state.optimizer_state(entries, self.optimizer, loading=loading)
 
     def hf_slices(self) -> HfSlices:
         """Compute the slices in the first call; see :meth:`megascend.engines.base.Engine.hf_slices`."""

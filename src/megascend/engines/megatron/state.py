@@ -49,26 +49,18 @@ def entries(chunks: Sequence[Any], groups: ProcessGroups) -> Iterator[Entry]:
                 yield entry
 
 
-def model_state(entries: Sequence[Entry], *, include_replicas: bool) -> dict[str, Any]:
-    """Return this rank's parameters, buffers and layers' objects by name in the checkpoint.
-
-    Args:
-        include_replicas: include replicas that another rank writes, as loading requires.
-    """
-    values: dict[str, Any] = {}
-    for entry in entries:
-        if isinstance(entry, ShardedObject):
-            if entry.data is not None and (include_replicas or _is_main_replica(entry.replica_id)):
-                values[entry.unique_key] = entry.data
-            continue
-        for tensor in tensors_of(entry):
-            if include_replicas or _is_main_replica(tensor.replica_id):
-                slices = _slices(values, tensor.key, tensor, tensor.dtype)
-                slices.add(tensor.global_offset, _with_leading(tensor.data, tensor))
-    return values
+def layer_objects(entries: Sequence[Entry], *, loading: bool) -> dict[str, Any]:
+    """Return the layers' objects by name in the checkpoint, without those that another rank writes unless ``loading``."""
+    return {
+        entry.unique_key: entry.data
+        for entry in entries
+        if isinstance(entry, ShardedObject)
+        and entry.data is not None
+        and (loading or _is_main_replica(entry.replica_id))
+    }
 
 
-class WeightState:
+class Weights:
     """Slices of the model's parameters and buffers on this rank, replicas included: live tensors.
 
     Described again only if a tensor has moved: Megatron takes tenths of a second for a thousand experts.
@@ -85,39 +77,42 @@ class WeightState:
         places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in live]
         if self._slices and places == self._places:
             return self._slices
-        tensors = model_state(list(entries(self._chunks, self._groups)), include_replicas=True)
-        slices = {name: value for name, value in tensors.items() if isinstance(value, TensorSlices)}
         storages = {tensor.untyped_storage().data_ptr() for tensor in live}
-        views = [values for value in slices.values() for _, values in value.slices]
-        # A copy would keep its numbers while the model trains.
-        self._slices = slices if all(values.untyped_storage().data_ptr() in storages for values in views) else {}
-        self._places = places
+        slices: dict[str, TensorSlices] = {}
+        for entry in entries(self._chunks, self._groups):
+            for tensor in () if isinstance(entry, ShardedObject) else tensors_of(entry):
+                values = _with_leading(tensor.data, tensor)
+                # It would keep its numbers while the model trains, and a load would fill it in vain.
+                if values.untyped_storage().data_ptr() not in storages:
+                    raise CheckpointError(
+                        f"{tensor.key}: Megatron describes a copy of it; please report the architecture"
+                    )
+                replica = not _is_main_replica(tensor.replica_id)
+                _slices(slices, tensor.key, tensor, tensor.dtype).add(tensor.global_offset, values, replica=replica)
+        self._slices, self._places = slices, places
         return slices
 
 
 def optimizer_state(
-    entries: Sequence[Entry], optimizer: MegatronOptimizer, *, include_replicas: bool
+    entries: Sequence[Entry], optimizer: MegatronOptimizer, *, loading: bool
 ) -> dict[str, TensorSlices]:
     """Return Adam's moments, Muon's momentum and, for 16-bit parameters, the float32 main parameters.
 
     Live tensors, but for 8-bit moments, whose fp32 copies :meth:`MegatronOptimizer.restore` takes.
-
-    Args:
-        include_replicas: include replicas that another rank writes, as loading requires.
     """
     tensors: dict[str, TensorSlices] = {}
     runs = _runs_by_parameter(entries)
-    for state in optimizer.parameter_states(loading=include_replicas):
+    for state in optimizer.parameter_states(loading=loading):
         for run in _runs_of(state.parameter, runs):
             # The state of a distributed optimizer is sharded over data parallel ranks: it has no replicas along that axis,
             # the last one of the id.
             replica_id = run.tensor.replica_id
             if state.divided and isinstance(replica_id, tuple):
                 replica_id = replica_id[:-1]
-            if include_replicas or _is_main_replica(replica_id):
-                for name, values in state.tensors.items():
-                    key = OPTIMIZER_KEY.format(state=name, key=run.tensor.key)
-                    _add_run(_slices(tensors, key, run.tensor, values.dtype), run, state.start, values)
+            replica = not _is_main_replica(replica_id)
+            for name, values in state.tensors.items():
+                key = OPTIMIZER_KEY.format(state=name, key=run.tensor.key)
+                _add_run(_slices(tensors, key, run.tensor, values.dtype), run, state.start, values, replica=replica)
     return tensors
 
 
@@ -172,7 +167,7 @@ def _runs(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[NamedRun]:
         yield NamedRun(start, tensor)
 
 
-def _add_run(slices: TensorSlices, run: NamedRun, start: int, values: Tensor) -> None:
+def _add_run(slices: TensorSlices, run: NamedRun, start: int, values: Tensor, *, replica: bool = False) -> None:
     """Add the slices of a run that are in ``values``, a flat run of a parameter that starts at ``start``."""
     data: Any = run.tensor.data
     # The distributed optimizer cuts the flat buffer anywhere, also in the middle of a row: a run becomes several slices.
@@ -182,7 +177,7 @@ def _add_run(slices: TensorSlices, run: NamedRun, start: int, values: Tensor) ->
     for piece in slices_of_run(data.shape, low - run.start, high - run.start):
         begin = piece.start + run.start - start
         part = flat[begin : begin + piece.stop - piece.start].view((1,) * leading + piece.sizes)
-        slices.add(plus(run.tensor.global_offset, (0,) * leading + piece.offsets), part)
+        slices.add(plus(run.tensor.global_offset, (0,) * leading + piece.offsets), part, replica=replica)
 
 
 def _slices(tensors: dict[str, Any], key: str, tensor: ShardedTensor, dtype: torch.dtype) -> TensorSlices:

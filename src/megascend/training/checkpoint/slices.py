@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from weightwire.slices import index_of, minus, overlap, plus
 
 __all__ = [
     "OPTIMIZER_KEY",
-    "OPTIMIZER_PREFIX",
     "ContiguousSlice",
     "TensorSlices",
     "index_of",
@@ -29,8 +28,7 @@ __all__ = [
     "slices_of_run",
 ]
 
-OPTIMIZER_PREFIX = "optimizer.state."
-OPTIMIZER_KEY = OPTIMIZER_PREFIX + "{state}.{key}"
+OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
 """Name of ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer`` or ``param`` (the fp32 original) of a tensor ``key``."""
 
 
@@ -42,21 +40,32 @@ class TensorSlices:
         shape, dtype: shape and dtype of the global tensor.
         may_differ: the checkpoint's tensor may be longer or shorter than this one (a padded vocabulary).
         slices: (offsets in the global tensor, values), values with as many dimensions as the global tensor.
+        replicas: indices of the slices that another rank writes to checkpoints.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     may_differ: bool = False
     slices: list[tuple[tuple[int, ...], Tensor]] = field(default_factory=list)
+    replicas: set[int] = field(default_factory=set)
 
     @classmethod
-    def whole(cls, values: Tensor) -> TensorSlices:
+    def whole(cls, values: Tensor, *, replica: bool = False) -> TensorSlices:
         """Wrap a tensor that this rank holds completely."""
-        return cls(tuple(values.shape), values.dtype, slices=[((0,) * values.dim(), values)])
+        slices = cls(tuple(values.shape), values.dtype)
+        slices.add((0,) * values.dim(), values, replica=replica)
+        return slices
 
-    def add(self, offsets: Sequence[int], values: Tensor) -> None:
+    def add(self, offsets: Sequence[int], values: Tensor, *, replica: bool = False) -> None:
         """Add a slice. Two slices at the same offsets can be read; writing them fails when torch validates the plan."""
+        if replica:
+            self.replicas.add(len(self.slices))
         self.slices.append((tuple(offsets), values))
+
+    def without_replicas(self) -> TensorSlices:
+        """Return only the slices that this rank writes."""
+        written = [entry for index, entry in enumerate(self.slices) if index not in self.replicas]
+        return replace(self, slices=written, replicas=set())
 
     def at(self, index: MetadataIndex) -> Tensor:
         """Return the slice at ``index.offset``; if there are several, the one with the number in ``index``."""
