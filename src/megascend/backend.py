@@ -33,6 +33,8 @@ from megascend.training.batch.sample import Sample
 from megascend.training.checkpoint import manifest
 from megascend.training.checkpoint.saver import PendingSave, Saver
 from megascend.training.lora.adapter_set import AdapterSet
+from megascend.training.lora.peft_format import to_config
+from megascend.training.lora.peft_tensors import to_tensors
 
 if TYPE_CHECKING:
     from megascend.runtime.platforms.base import Platform
@@ -458,8 +460,13 @@ class Backend:
             ConfigError: the adapter does not exist.
         """
         self._agree(f"adapter_as_peft({name!r})", lambda: self._adapters().require(name))
+        adapters = self._adapters()
+        adapter = adapters.unsharded(name)
+        if adapter is None:
+            return None
         # The directory's name only: the path means nothing on the machine that receives this.
-        return self._adapters().as_peft(name, self._model_dir.name)
+        config = to_config(adapter.lora, adapter.values, self._model_dir.name, adapters.registry.adaptable)
+        return config, to_tensors(adapter.values, adapter.lora.rank)
 
     # --- weights and checkpoints ---
 
@@ -499,12 +506,11 @@ class Backend:
 
         self._agree(f"named_weights({adapter=}, {adapter_only=}, {receivers=})", check)
         if adapter_only and adapter is not None:
-            factors = self._adapters().named_weights(adapter, everywhere=receivers != "main")
+            unsharded = self._adapters().unsharded(adapter, everywhere=receivers != "main")
             # All ranks have taken part in the exchange above; only some yield its result.
             receives = receivers in ("all", "main") or self.rank in receivers
-            return (
-                (name, tensor if device is None else tensor.to(device)) for name, tensor in factors.items() if receives
-            )
+            factors = to_tensors(unsharded.values, unsharded.lora.rank) if unsharded is not None and receives else {}
+            return ((name, tensor if device is None else tensor.to(device)) for name, tensor in factors.items())
         return self.engine.named_weights(adapter, receivers=receivers, device=device)
 
     def export_hf(self, path: str | Path, adapter: str | None = None) -> None:

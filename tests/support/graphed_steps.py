@@ -185,7 +185,7 @@ def life(backend: Backend, lengths: Sequence[int] = (40, 9, 33, 70, 12, 5)) -> d
     look("alone", of("d")[:1])
     tensors["logits"] = torch.cat(backend.forward(of("a")[:2], logits=True).logits or [])
     for name in ("a", "c", "d"):
-        weights = backend.engine.trainable.named_weights(name, everywhere=True)  # type: ignore[reportAttributeAccessIssue]
+        weights = dict(backend.named_weights(name, adapter_only=True))
         tensors[f"values of {name}"] = torch.cat([tensor.flatten() for tensor in weights.values()])
     return tensors
 

@@ -34,7 +34,8 @@ from megascend.training.batch.sample import Sample
 from megascend.training.checkpoint.hf_slices import HfSlices
 from megascend.training.checkpoint.slices import TensorSlices
 from megascend.training.kernels.linear_divergence import TeacherDivergence
-from megascend.training.lora.adapter_io import SavedAdapter, read_tensor
+from megascend.training.lora.adapter_io import read_tensor
+from megascend.training.lora.factors import UnshardedAdapter
 from megascend.training.lora.registry import AdapterSettings
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -196,7 +197,7 @@ class Trainable(Protocol):
         """Continue after ``step`` steps, without gradients."""
         ...
 
-    def saved_adapters(self) -> dict[str, SavedAdapter]:
+    def saved_adapters(self) -> dict[str, UnshardedAdapter]:
         """Return on rank 0 all adapters, unsharded on the CPU, with their optimizers (``lora.adapter_io``). Collective."""
         ...
 

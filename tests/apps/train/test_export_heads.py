@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from megascend.apps.train.exports import find_adapter, head_of, stored_head
 from megascend.config import Classification, Lora
 from megascend.errors import CheckpointError
-from megascend.training.lora.adapter_io import STATE, SavedAdapter, write
-from megascend.training.lora.factors import Factors, head_factors
+from megascend.training.lora.adapter_io import STATE, write
+from megascend.training.lora.factors import Factors, UnshardedAdapter, head_factors
 from megascend.training.lora.target_modules import HEAD
 
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -36,7 +36,7 @@ def adapter_with(folder: Path, labels: tuple[str, ...] | None, problem_type: Any
         QUERY: Factors(torch.ones(2, 4), torch.ones(4, 2)),
         HEAD: head_factors(torch.ones(rows, 4), 2),
     }
-    saved = SavedAdapter(Lora(rank=2, targets=("q_proj",)), factors, labels=labels, problem_type=problem_type)
+    saved = UnshardedAdapter(Lora(rank=2, targets=("q_proj",)), factors, labels=labels, problem_type=problem_type)
     write(folder, saved, "base", [QUERY, HEAD])
     return folder
 

@@ -136,7 +136,7 @@ def test_merged_adapter_matches_peft(parity_folder, tmp_path, arch, parallel):
         backend = trained_adapter(checkpoint, parallel)
         backend.save_adapter("a", tmp_path / "adapter")
         manager = backend.engine.adapters
-        merge = merged(manager.factors("a", everywhere=True))
+        merge = merged(manager.unsharded("a", everywhere=True))
         return copied(stream(backend, merge=merge)), copied(stream(backend))
 
     ranks = run_distributed(on_rank, 2, init=False, timeout_s=120)
@@ -158,8 +158,8 @@ def test_adapter_weights_match_save_adapter(parity_folder, tmp_path):
     def on_rank():
         backend = trained_adapter(checkpoint, Parallel(expert=2))
         backend.save_adapter("a", tmp_path / "adapter")
-        manager = backend.engine.adapters
-        return manager.named_weights("a"), manager.named_weights("a", everywhere=True)
+        streams = (backend.named_weights("a", adapter_only=True, receivers=receivers) for receivers in ("main", "all"))
+        return [dict(stream) for stream in streams]
 
     main, other = run_distributed(on_rank, 2, init=False, timeout_s=120)
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from megascend import Adam, Adapters, Batching, CheckpointError, ConfigError, Lora, Parallel, Schedule
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
-from megascend.training.lora.adapter_io import OPTIMIZER, STATE, SavedAdapter, read, read_tensor, write
-from megascend.training.lora.factors import Factors
+from megascend.training.lora.adapter_io import OPTIMIZER, STATE, read, read_tensor, write
+from megascend.training.lora.factors import Factors, UnshardedAdapter
 from support.lora_parity import ALL
 
 LENGTHS = (9, 14, 7, 12)
@@ -81,7 +81,7 @@ def saved_adapter(**changes):
 
     lora = Lora(rank=2, alpha=3.0, targets=("q_proj", "v_proj"), seed=5, optimizer=Adam(lr=0.5, betas=(0.8, 0.9)))
     fields = {"taken": 3, "step_count": 5, "skipped_in_a_row": 1, "loss_scale": 1024.0, "good_steps": 2} | changes
-    return SavedAdapter(lora, factors(0), (factors(1), factors(2)), **fields)
+    return UnshardedAdapter(lora, factors(0), (factors(1), factors(2)), **fields)
 
 
 def equal(first, second):
@@ -459,7 +459,7 @@ def test_an_adapter_is_written_where_a_link_leads_and_others_may_read_it(tmp_pat
     link.symlink_to(disk)
     for value in (1.0, 2.0):
         values, *moments = ({name: Factors(torch.full((2, 4), value), torch.full((4, 2), value))} for _ in range(3))
-        saved = SavedAdapter(
+        saved = UnshardedAdapter(
             Lora(rank=2, targets=("q_proj",)), values, (moments[0], moments[1]), taken=1, step_count=1, loss_scale=1.0
         )
         before = os.umask(0o022)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megascend.config import Lora
-from megascend.training.lora.factors import Factors, delta_for, merged
+from megascend.training.lora.factors import Factors, UnshardedAdapter, delta_for, merged
 
 LORA = Lora(rank=2, alpha=6.0)
 
@@ -59,12 +59,12 @@ def test_deltas_find_their_weights():
 )
 def test_other_weights_stay_the_very_same_tensor(name):
     weight = torch.randn(4, 3)
-    assert merged((LORA, FACTORS))(name, weight) is weight
+    assert merged(UnshardedAdapter(LORA, FACTORS))(name, weight) is weight
 
 
 def test_sums_are_formed_in_float32():
     weight = torch.randn(4, 3).bfloat16()
-    result = merged((LORA, FACTORS))("model.layers.1.self_attn.q_proj.weight", weight)
+    result = merged(UnshardedAdapter(LORA, FACTORS))("model.layers.1.self_attn.q_proj.weight", weight)
     assert result.dtype == torch.bfloat16
     exact = weight.float() + by_hand("model.layers.1.self_attn.q_proj")
     assert bool(((result.float() - exact).abs() <= exact.abs() * 2.0**-8 + 1e-6).all()), "rounded once"
@@ -74,4 +74,4 @@ def test_sums_are_formed_in_float32():
 def test_experts_that_are_stored_the_other_way_round_get_the_transposed_product():
     name = "model.layers.1.mlp.experts.gate_up_proj"
     weight = torch.randn(12, 3, 8)
-    torch.testing.assert_close(merged((LORA, FACTORS), {name})(name, weight), weight + by_hand(name).mT)
+    torch.testing.assert_close(merged(UnshardedAdapter(LORA, FACTORS), {name})(name, weight), weight + by_hand(name).mT)

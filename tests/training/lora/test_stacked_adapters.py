@@ -6,7 +6,7 @@ import torch
 from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.training.lora.layout import shape_groups
 from megascend.training.lora.registry import AdapterRegistry, AdapterSettings
-from megascend.training.lora.stacked_adapters import StackedAdapters, common_rank
+from megascend.training.lora.stacked_adapters import StackedAdapters, StackPool, common_rank
 from megascend.training.lora.target_modules import FusedSlice, TargetModule
 
 IN, OUT, EXPERTS = 5, 9, 2
@@ -143,22 +143,32 @@ def test_another_set_of_adapters_finds_nothing_of_the_last_one():
     registry = make_registry(groups)
     first = [adapter(registry, "wide", LORAS["wide"]), adapter(registry, "wider", Lora(rank=8))]
     first[0].values.detach().fill_(torch.nan)
-    used = StackedAdapters(first, groups, torch.float32, torch.device("cpu"))
-    used.fill()
+    pool = StackPool(groups, torch.float32, torch.device("cpu"))
+    used = pool.fill(first)
     for stack in used.stacks:
         stack.a_grads.fill_(torch.nan)
         stack.b_grads.fill_(torch.inf)
     second = [adapter(registry, "narrow", LORAS["narrow"]), None]
-    assert used.try_assign(second)
+    assert pool.fill(second) is used
     new = StackedAdapters(second, groups, torch.float32, torch.device("cpu"))
-    for stacked in (used, new):
-        stacked.fill()
+    new.fill()
     for reused, fresh in zip(used.stacks, new.stacks, strict=True):
         for name in ("a", "a_grads", "b", "b_grads"):
             assert torch.equal(getattr(reused, name), getattr(fresh, name))
-    assert not used.try_assign([second[0]]), "fewer adapters need memory of another shape"
-    assert not used.try_assign([adapter(registry, "broad", Lora(rank=9)), None]), "so does a higher rank"
     assert used.adapters == tuple(second)
+    assert pool.fill([second[0]]) is not used, "fewer adapters need memory of another shape"
+    eight = pool.fill(first)
+    assert pool.fill([adapter(registry, "broad", Lora(rank=9)), None]) is not eight, "so does a higher rank"
+
+
+def test_a_removed_adapter_leaves_no_stack():
+    groups = target_modules()
+    registry = make_registry(groups)
+    adapters = [adapter(registry, "wide", LORAS["wide"]), None]
+    pool = StackPool(groups, torch.float32, torch.device("cpu"))
+    assert pool.fill(adapters).bytes == pool.bytes > 0
+    pool.forget(adapters[0])
+    assert pool.bytes == 0
 
 
 def test_the_common_rank_is_a_multiple_of_eight_only_where_several_share_a_product():

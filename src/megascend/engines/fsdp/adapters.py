@@ -162,7 +162,7 @@ def sharded_adapters(
     registry = AdapterRegistry.for_model(drawn_targets, names, settings, refused_targets)
     layers = add_hooks(model, registry.shape_groups, divided=share is not None)
     merge = None if context.info.image_layout is None else context.info.image_layout.merge
-    return AdapterSet(registry, context.topology, context.groups, context.model_dir, layers, merge)
+    return AdapterSet(registry, context.groups, context.model_dir, layers, merge)
 
 
 def adapter_targets(

@@ -275,8 +275,7 @@ class FsdpEngine(TransformersEngine):
         merge = None
         if adapter is not None:
             assert self.adapters is not None
-            factors = self.adapters.factors(adapter, everywhere=receivers != "main")
-            merge = merged(factors, self._transposed)
+            merge = merged(self.adapters.unsharded(adapter, everywhere=receivers != "main"), self._transposed)
         yield from named_weights(
             self.model,
             self.groups,

@@ -515,7 +515,7 @@ class MegatronEngine(Engine):
                 name for name in self.info.tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
             ]
             merge = merged(
-                self.adapters.factors(adapter, everywhere=receivers != "main"),
+                self.adapters.unsharded(adapter, everywhere=receivers != "main"),
                 transposed=fused if self.info.transposed_experts else (),
                 model_name=architecture.model_name,
             )

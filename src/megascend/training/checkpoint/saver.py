@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megascend.runtime.diagnostics.hang_monitor import HangMonitor
     from megascend.runtime.distributed.process_groups import ProcessGroups
     from megascend.training.checkpoint.hf_slices import HfSlices
+    from megascend.training.lora.factors import UnshardedAdapter
 
 MEGATRON_CONFIG = {
     "sharded_backend": "torch_dist",
@@ -65,7 +66,7 @@ class CheckpointState:
 
     state: dict[str, Any]
     manifest: CheckpointManifest
-    adapters: dict[str, adapter_io.SavedAdapter]
+    adapters: dict[str, UnshardedAdapter]
     base_model: str
     projections: list[str]
     hf_slices: HfSlices | str | None = None

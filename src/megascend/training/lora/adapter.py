@@ -17,7 +17,7 @@ from megascend.training.batch.results import StepResult
 from megascend.training.lora.layout import FlatLayout, Span
 
 if TYPE_CHECKING:
-    from megascend.training.lora.adapter_io import SavedAdapter
+    from megascend.training.lora.factors import UnshardedAdapter
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Adapter(GradientScaling):
         """Steps that changed the adapter."""
         return int(self._steps_taken)
 
-    def restore(self, first: Tensor, second: Tensor, saved: SavedAdapter) -> None:
+    def restore(self, first: Tensor, second: Tensor, saved: UnshardedAdapter) -> None:
         """Resume from saved moments and counters."""
         self._moments, self._steps_taken = (first, second), self._count(saved.taken)
         self.step_count, self.skipped_in_a_row = saved.step_count, saved.skipped_in_a_row

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,7 +28,7 @@ from megascend.models.checkpoint_files.files import weight_files
 from megascend.runtime.io.atomic import is_replaceable, replacing_directory
 from megascend.runtime.io.hashing import digest
 from megascend.training.lora import peft_format
-from megascend.training.lora.factors import Factors
+from megascend.training.lora.factors import Factors, UnshardedAdapter
 from megascend.training.lora.peft_format import CONFIG
 from megascend.training.lora.peft_tensors import WEIGHTS, base_layer
 
@@ -37,34 +36,10 @@ STATE, OPTIMIZER = "megascend_adapter.json", "optimizer.safetensors"
 FORMAT = 1
 
 
-@dataclass(frozen=True)
-class SavedAdapter:
-    """A saved adapter: settings, unsharded factors and optimizer state.
-
-    Attributes:
-        values: unsharded factors by projection.
-        moments: Adam's first and second moment, as ``values``, or None if only weights were saved (by peft, for example).
-        labels: labels of its scalar head's rows; None without a head, or if they are not recorded (by peft, for example).
-        problem_type: what its head learns; None for reward models.
-        taken, step_count, skipped_in_a_row, loss_scale, good_steps: as in Adapter; zero without ``moments``.
-    """
-
-    lora: Lora
-    values: dict[str, Factors]
-    moments: tuple[dict[str, Factors], dict[str, Factors]] | None = None
-    taken: int = 0
-    step_count: int = 0
-    skipped_in_a_row: int = 0
-    loss_scale: float | None = None
-    good_steps: int = 0
-    labels: tuple[str, ...] | None = None
-    problem_type: ProblemType | None = None
-
-
 COUNTERS = ("taken", "step_count", "skipped_in_a_row", "loss_scale", "good_steps")
 
 
-def write(path: Path, saved: SavedAdapter, base_model: str, adaptable: list[str]) -> None:
+def write(path: Path, saved: UnshardedAdapter, base_model: str, adaptable: list[str]) -> None:
     """Write ``saved`` next to ``path``, then rename it to ``path``, replacing an older adapter. Follows links."""
     try:
         check_target(path)
@@ -95,7 +70,7 @@ def check_target(path: Path) -> None:
         raise CheckpointError(f"save_adapter: {path} exists and is not an adapter; choose another directory")
 
 
-def read(path: Path, *, optimizer: bool) -> SavedAdapter:
+def read(path: Path, *, optimizer: bool) -> UnshardedAdapter:
     """Read an adapter that megascend or peft saved.
 
     Args:
@@ -105,7 +80,7 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
     if not (path / STATE).is_file():
         if optimizer and (path / OPTIMIZER).exists():
             raise CheckpointError(f"{path} has {OPTIMIZER} but no {STATE}; it is not complete")
-        return SavedAdapter(lora, values)
+        return UnshardedAdapter(lora, values)
     try:
         state = load_json((path / STATE).read_bytes())
         if state.get("format") != FORMAT:
@@ -123,7 +98,7 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
             raise ValueError(f"{STATE} has rank {settings.rank} and alpha {settings.alpha:g}, {CONFIG} has others")
         # Saved with optimizer=False: weights and settings only.
         if not optimizer or ("taken" not in state and not (path / OPTIMIZER).exists()):
-            return SavedAdapter(settings, values, **head)
+            return UnshardedAdapter(settings, values, **head)
         tensors = load_file(path / OPTIMIZER)
         moments = (unflatten(tensors, "exp_avg."), unflatten(tensors, "exp_avg_sq."))
         counters = {name: state[name] for name in COUNTERS}
@@ -135,7 +110,7 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
         shapes = {name: (factors.a.shape, factors.b.shape) for name, factors in moment.items()}
         if shapes != {name: (factors.a.shape, factors.b.shape) for name, factors in values.items()}:
             raise CheckpointError(f"{path / OPTIMIZER} does not belong to {path / WEIGHTS}")
-    return SavedAdapter(settings, values, moments, **counters, **head)
+    return UnshardedAdapter(settings, values, moments, **counters, **head)
 
 
 def _head_of(state: Mapping[str, Any]) -> dict[str, Any]:

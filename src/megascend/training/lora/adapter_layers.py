@@ -14,7 +14,7 @@ from megascend.training.kernels.low_rank import LowRank
 from megascend.training.kernels.token_rows import Permutation
 from megascend.training.lora.grouped import SegmentedLinear
 from megascend.training.lora.segments import ExpertAdapterRows, TokenSegments
-from megascend.training.lora.stacked_adapters import FactorsAndGrads, StackedAdapters
+from megascend.training.lora.stacked_adapters import StackedAdapters
 from megascend.training.lora.target_modules import TargetModule, matches
 
 AdapterSlot = tuple[int, int, TargetModule]
@@ -212,8 +212,8 @@ class AdapterLayers:
         adapted = adapted_segments(self.stacked, segments, target)
         if not adapted:
             return None
-        factors: FactorsAndGrads = self.stacked.factors(shape_group, 0, segments.single)
-        return LowRank(factors[2], factors[3], adapted)
+        factors = self.stacked.factors(shape_group, 0, segments.single)
+        return LowRank(factors.b, factors.b_grads, adapted)
 
     def _active(self) -> tuple[StackedAdapters, TokenSegments]:
         assert self.stacked is not None

@@ -16,7 +16,6 @@ from megascend.errors import CheckpointError, ConfigError, DataError, OutOfDevic
 from megascend.runtime.distributed.memory import catch_oom, catch_oom_on_all_ranks
 from megascend.runtime.distributed.objects import raise_on_all_ranks
 from megascend.runtime.distributed.process_groups import ProcessGroups
-from megascend.runtime.topology.topology import Topology
 from megascend.training.batch.images import SampleImages
 from megascend.training.batch.micro_batch import MicroBatch
 from megascend.training.batch.results import StepResult
@@ -24,15 +23,13 @@ from megascend.training.batch.sample import Sample
 from megascend.training.kernels.host_copy import to_device
 from megascend.training.lora import peft_format
 from megascend.training.lora.adapter import Adapter
-from megascend.training.lora.adapter_io import COUNTERS, STATE, SavedAdapter, check_base_weights, read, write
+from megascend.training.lora.adapter_io import COUNTERS, STATE, check_base_weights, read, write
 from megascend.training.lora.adapter_layers import AdapterLayers, token_keys
-from megascend.training.lora.factors import Factors
-from megascend.training.lora.optimizer import AdapterOptimizer
-from megascend.training.lora.peft_format import to_config
-from megascend.training.lora.peft_tensors import to_tensors
+from megascend.training.lora.factors import UnshardedAdapter
+from megascend.training.lora.optimizer import step_adapters
 from megascend.training.lora.registry import AdapterRegistry
 from megascend.training.lora.segments import TokenSegments, token_segments, tokens_per_adapter
-from megascend.training.lora.stacked_adapters import StackedAdapters, StackPool, stack_capacity
+from megascend.training.lora.stacked_adapters import StackedAdapters, StackPool
 from megascend.training.lora.target_modules import HEAD, matches
 from megascend.training.lora.transfer import gather, scatter
 
@@ -52,7 +49,6 @@ class AdapterSet:
     def __init__(
         self,
         registry: AdapterRegistry,
-        topology: Topology,
         groups: ProcessGroups,
         model_dir: Path,
         layers: AdapterLayers,
@@ -61,10 +57,8 @@ class AdapterSet:
         self.registry, self._shape_groups = registry, registry.shape_groups
         self.layers, self._merge = layers, merge
         self._dtype, self._device = registry.settings.dtype, registry.settings.device
-        self._stacked: StackedAdapters | None = None
-        self._pool: StackPool | None = None
-        self._topology, self._groups, self._model_dir = topology, groups, model_dir
-        self.optimizer = AdapterOptimizer(topology, groups)
+        self._pool = StackPool(self._shape_groups, self._dtype, self._device)
+        self._groups, self._model_dir = groups, model_dir
         self.step_count = 0
 
     @property
@@ -125,7 +119,7 @@ class AdapterSet:
             adam = {adapter.name: adapter.adam.model_copy(update={"lr": lr}) for adapter in chosen}
         for settings in (adam or {}).values():
             settings.check_for_adapters()
-        result = StepResult.of(self.optimizer.step(chosen, adam or {}))
+        result = StepResult.of(step_adapters(chosen, adam or {}, self._groups))
         self.step_count += 1
         return result
 
@@ -139,8 +133,8 @@ class AdapterSet:
         assert counters is None, "a checkpoint of adapters has no counters of a model; the manifest was checked"
         self.step_count = step
 
-    def saved_adapters(self) -> dict[str, SavedAdapter]:
-        adapters = {name: self.collect_unsharded(name, optimizer=True) for name in sorted(self.registry)}
+    def saved_adapters(self) -> dict[str, UnshardedAdapter]:
+        adapters = {name: self.unsharded(name, optimizer=True) for name in sorted(self.registry)}
         return {name: saved for name, saved in adapters.items() if saved is not None}
 
     def load_adapters(self, directories: Mapping[str, Path]) -> None:
@@ -188,19 +182,19 @@ class AdapterSet:
         # On all ranks or none: a registry that differs between ranks would make the next collective hang.
         self.registry.add(catch_oom_on_all_ranks(make, self._groups, f"adapter {name!r}"))
 
-    def collect_unsharded(self, name: str, *, optimizer: bool) -> SavedAdapter | None:
-        """Return an unsharded adapter on the CPU, on rank 0; None on the others. Collective.
+    def unsharded(self, name: str, *, optimizer: bool = False, everywhere: bool = False) -> UnshardedAdapter | None:
+        """Return an unsharded adapter on the CPU, on rank 0 or ``everywhere``; None on other ranks. Collective.
 
         Args:
             optimizer: include the optimizer's state.
         """
         adapter = self.registry[name]
         vectors = [adapter.values.detach(), *(adapter.moments() if optimizer else ())]
-        factors = gather(vectors, adapter, self._shape_groups, self._groups)
+        factors = gather(vectors, adapter, self._shape_groups, self._groups, everywhere=everywhere)
         if factors is None:
             return None
         settings = self.registry.settings
-        saved = SavedAdapter(
+        saved = UnshardedAdapter(
             adapter.lora, factors[0], labels=settings.labels or None, problem_type=settings.problem_type
         )
         if not optimizer:
@@ -210,7 +204,7 @@ class AdapterSet:
 
     def save(self, name: str, path: Path, base_model: str, *, optimizer: bool) -> None:
         """Write an adapter; see ``MegatronBackend.save_adapter``. Collective."""
-        saved = self.collect_unsharded(name, optimizer=optimizer)
+        saved = self.unsharded(name, optimizer=optimizer)
         problem = None
         if saved is not None:
             try:
@@ -269,7 +263,7 @@ class AdapterSet:
         assert adapter is not None
         return adapter
 
-    def _restored(self, name: str, settings: Lora, saved: SavedAdapter) -> Adapter:
+    def _restored(self, name: str, settings: Lora, saved: UnshardedAdapter) -> Adapter:
         """Build an adapter from a saved one. If no moments were saved, its first step allocates them."""
         adapter = self.registry.create(name, settings)
         scatter(saved.values, adapter, adapter.values, self._shape_groups)
@@ -279,25 +273,6 @@ class AdapterSet:
                 scatter(values, adapter, moment, self._shape_groups)
             adapter.restore(*moments, saved)
         return adapter
-
-    def factors(self, name: str, *, everywhere: bool = False) -> tuple[Lora, dict[str, Factors]] | None:
-        """Return an adapter's settings and unsharded factors on rank 0 (or ``everywhere``), None elsewhere. Collective."""
-        adapter = self.registry[name]
-        factors = gather([adapter.values.detach()], adapter, self._shape_groups, self._groups, everywhere=everywhere)
-        return None if factors is None else (adapter.lora, factors[0])
-
-    def named_weights(self, name: str, *, everywhere: bool = False) -> dict[str, Tensor]:
-        """Return an adapter's tensors as :meth:`save` writes them, on rank 0 (or ``everywhere``), else {}. Collective."""
-        settings_and_factors = self.factors(name, everywhere=everywhere)
-        return {} if settings_and_factors is None else to_tensors(settings_and_factors[1], settings_and_factors[0].rank)
-
-    def as_peft(self, name: str, base_model: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Return an adapter's (``adapter_config.json``, float32 tensors on the CPU) on rank 0, None elsewhere. Collective."""
-        settings_and_factors = self.factors(name)
-        if settings_and_factors is None:
-            return None
-        lora, factors = settings_and_factors
-        return to_config(lora, factors, base_model, list(self.registry.adaptable)), to_tensors(factors, lora.rank)
 
     # --- in the layers ---
 
@@ -312,45 +287,30 @@ class AdapterSet:
     @contextlib.contextmanager
     def applying(self, names: Sequence[str]) -> Iterator[None]:
         """Apply adapters (``""``: the base model) by their indices in ``names`` within the context."""
-        self.layers.stacked = self._filled_stack(names) if any(names) else None
+        adapters = [self.registry[name] if name else None for name in names]
+        self.layers.stacked = self._pool.fill(adapters) if any(names) else None
         try:
             yield
         finally:
             self.layers.stacked = self.layers.segments = None
 
-    def _filled_stack(self, names: Sequence[str]) -> StackedAdapters:
-        """Return a stack filled with the current factors of these adapters."""
-        adapters = tuple(self.registry[name] if name else None for name in names)
-        if self._pool is not None:
-            self._stacked = self._pool.take(adapters)
-        elif self._stacked is None or (self._stacked.adapters != adapters and not self._stacked.try_assign(adapters)):
-            self._stacked = None  # free the old stack before allocating another
-            self._stacked = StackedAdapters(adapters, self._shape_groups, self._dtype, self._device)
-        # In every call: steps and loads change the adapters' fp32 values in between.
-        self._stacked.fill()
-        return self._stacked
-
     def collect(self) -> None:
-        """Add the gradients of the last call to those of its adapters."""
-        assert self._stacked is not None
-        self._stacked.collect()
+        self._pool.collect()
 
     def forget(self, name: str) -> None:
         """Remove an adapter and its copies in stacks."""
-        if self._pool is not None:
-            self._pool.forget(self.registry[name])
-        if self._stacked is not None and self.registry[name] in self._stacked.adapters:
-            self._stacked = None
+        self._pool.forget(self.registry[name])
         self.registry.remove(name)
 
     def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
         """Set the batch's segments: the adapter of each token, by its index in ``names``."""
+        topology = self._groups.topology
         # A context parallel rank holds the same share of every sample, so its tokens stay sorted by adapter.
-        lengths = [length // self._topology.context for length in batch.padded_lengths]
+        lengths = [length // topology.context for length in batch.padded_lengths]
         # Stacks of a pool have empty slots, for which segments must exist as well.
-        count = len(names) if self._pool is None else stack_capacity(len(names))
+        count = self._pool.slots(len(names))
         counts = tokens_per_adapter(batch.adapter_index, lengths, count)
-        ranks = self._topology.tensor if self._topology.sequence_parallel else 1
+        ranks = topology.tensor if topology.sequence_parallel else 1
         batch.segments = token_segments(
             batch.token_adapter_index,
             counts,
@@ -409,7 +369,7 @@ class AdapterSet:
         return parts
 
 
-def loaded_settings(saved: SavedAdapter, lora: Lora | None, projections: Sequence[str], path: Path) -> Lora:
+def loaded_settings(saved: UnshardedAdapter, lora: Lora | None, projections: Sequence[str], path: Path) -> Lora:
     """Return the settings of a loaded adapter: ``lora``, or the saved ones; they target exactly what was saved."""
     settings = lora or saved.lora
     if settings.rank != saved.lora.rank or settings.scaling != saved.lora.scaling:

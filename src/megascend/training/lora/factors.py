@@ -1,4 +1,4 @@
-"""Unsharded factors of adapted weights, as saved and loaded, and merging them into exported weights."""
+"""Unsharded adapters, as saved and loaded, and merging them into exported weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megascend.config import Lora
+from megascend.config.data import ProblemType
 from megascend.reference.reductions import to_dtype
 from megascend.training.lora.target_modules import HEAD, is_embedding
 
@@ -36,6 +37,30 @@ class Factors:
         return scaling * (self.b @ self.a)
 
 
+@dataclass(frozen=True)
+class UnshardedAdapter:
+    """An adapter in no layout: as it is saved, merged and sent.
+
+    Attributes:
+        values: factors by projection.
+        moments: Adam's first and second moment, as ``values``, or None if only weights were saved (by peft, for example).
+        labels: labels of its scalar head's rows; None without a head, or if they are not recorded (by peft, for example).
+        problem_type: what its head learns; None for reward models.
+        taken, step_count, skipped_in_a_row, loss_scale, good_steps: as in Adapter; zero without ``moments``.
+    """
+
+    lora: Lora
+    values: dict[str, Factors]
+    moments: tuple[dict[str, Factors], dict[str, Factors]] | None = None
+    taken: int = 0
+    step_count: int = 0
+    skipped_in_a_row: int = 0
+    loss_scale: float | None = None
+    good_steps: int = 0
+    labels: tuple[str, ...] | None = None
+    problem_type: ProblemType | None = None
+
+
 def head_factors(weight: Tensor, rank: int) -> Factors:
     """Return a scalar head's weight [labels, h], or its gradient, as factors; see ``target_modules.HEAD``."""
     a = weight.new_zeros(rank, weight.numel())
@@ -54,7 +79,7 @@ EXPERT_WEIGHT = re.compile(
 
 
 def merged(
-    adapter: tuple[Lora, dict[str, Factors]] | None,
+    adapter: UnshardedAdapter | None,
     transposed: Collection[str] = (),
     model_name: Callable[[str], str] = str,
 ) -> Callable[[str, Tensor], Tensor] | None:
@@ -69,7 +94,7 @@ def merged(
     """
     if adapter is None:
         return None
-    lora, factors = adapter
+    lora, factors = adapter.lora, adapter.values
 
     def merge(name: str, weight: Tensor) -> Tensor:
         if name == f"{HEAD}.weight" and HEAD in factors:

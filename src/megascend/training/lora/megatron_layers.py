@@ -91,7 +91,7 @@ def megatron_adapters(
         sequence_first=True,
     )
     add_hooks(layers, chunks, registry.shape_groups)
-    return AdapterSet(registry, topology, groups, model_dir, layers, merge)
+    return AdapterSet(registry, groups, model_dir, layers, merge)
 
 
 def add_hooks(layers: AdapterLayers, chunks: Sequence[Any], shape_groups: Sequence[ShapeGroup]) -> None:

@@ -19,43 +19,40 @@ from megascend.training.lora.layout import SHARDINGS, Sharding
 from megascend.training.lora.transfer import is_main_replica
 
 
-class AdapterOptimizer:
-    """Optimizer of adapters. Its state is in the adapters; gradients are reduced over the topology's ranks."""
+def step_adapters(
+    adapters: Sequence[Adapter], adam: Mapping[str, Adam], groups: ProcessGroups
+) -> dict[str, StepResult]:
+    """Reduce and clip gradients and step, adapter by adapter; skip one whose gradients are not finite.
 
-    def __init__(self, topology: Topology, groups: ProcessGroups) -> None:
-        self._topology, self._groups = topology, groups
+    Collective over the world, whose ranks pass the same adapters. Waits for the device once. ``adam``: for this step only.
+    """
+    groups.monitor.call("grad reduce", _reduce, adapters, groups)
+    with groups.monitor.phase("update"):
+        shardings: list[Sharding] = [
+            sharding for sharding in SHARDINGS if is_main_replica(sharding, groups.coordinates)
+        ]
+        # One all-reduce for all adapters, in which one copy of every factor counts.
+        squares = torch.stack([square_norm(adapter, shardings) for adapter in adapters])
+        if groups.topology.world_size > 1:
+            dist.all_reduce(squares)
+        return update(adapters, squares.sqrt().tolist(), adam)
 
-    def step(self, adapters: Sequence[Adapter], adam: Mapping[str, Adam]) -> dict[str, StepResult]:
-        """Reduce and clip gradients and step, adapter by adapter; skip one whose gradients are not finite.
 
-        Collective over the world, whose ranks pass the same adapters. Waits for the device once. ``adam``: for this step only.
-        """
-        self._groups.monitor.call("grad reduce", self._reduce, adapters)
-        with self._groups.monitor.phase("update"):
-            shardings: list[Sharding] = [
-                sharding for sharding in SHARDINGS if is_main_replica(sharding, self._groups.coordinates)
-            ]
-            # One all-reduce for all adapters, in which one copy of every factor counts.
-            squares = torch.stack([square_norm(adapter, shardings) for adapter in adapters])
-            if self._topology.world_size > 1:
-                dist.all_reduce(squares)
-            return update(adapters, squares.sqrt().tolist(), adam)
-
-    def _reduce(self, adapters: Sequence[Adapter]) -> None:
-        """Sum the gradients over ranks with different tokens or partial sums."""
-        topology = self._topology
-        ranks = topology.data * topology.context
-        for adapter in adapters:
-            for sharding in SHARDINGS:
-                start, stop = adapter.layout.ranges[sharding]
-                if start == stop:
-                    continue
-                # A view: it is reduced in place.
-                grads = adapter.grads[start:stop]
-                for name in reductions(sharding, topology):
-                    dist.all_reduce(grads, group=self._groups.device_group(name))
-            if ranks > 1:
-                adapter.grads.div_(ranks)  # the loss is scaled for a mean over ranks, as Megatron's DDP computes
+def _reduce(adapters: Sequence[Adapter], groups: ProcessGroups) -> None:
+    """Sum the gradients over ranks with different tokens or partial sums."""
+    topology = groups.topology
+    ranks = topology.data * topology.context
+    for adapter in adapters:
+        for sharding in SHARDINGS:
+            start, stop = adapter.layout.ranges[sharding]
+            if start == stop:
+                continue
+            # A view: it is reduced in place.
+            grads = adapter.grads[start:stop]
+            for name in reductions(sharding, topology):
+                dist.all_reduce(grads, group=groups.device_group(name))
+        if ranks > 1:
+            adapter.grads.div_(ranks)  # the loss is scaled for a mean over ranks, as Megatron's DDP computes
 
 
 def square_norm(adapter: Adapter, shardings: Iterable[Sharding]) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +16,11 @@ from megascend.training.kernels.host_copy import to_device
 from megascend.training.lora.adapter import Adapter
 from megascend.training.lora.layout import ShapeGroup
 
-FactorsAndGrads = tuple[Tensor, Tensor, Tensor, Tensor]
-
 RANK_MULTIPLE = 8  # grouped kernels need rows of a multiple of 16 bytes
 
 
-@dataclass(frozen=True)
-class StackedFactors:
-    """One shape group's factors of all adapters of a call, and their gradient buffers.
+class StackedFactors(NamedTuple):
+    """One shape group's factors of all adapters of a call, and their gradient buffers; or views of them.
 
     Attributes:
         a, a_grads: [layers, adapters, experts, in, slices * rank], the first in the model's precision, the second float32. In
@@ -45,14 +43,6 @@ class StackedPart:
     grads: Tensor
     stack: Tensor
     stack_grads: Tensor
-
-
-@dataclass(frozen=True)
-class StackedParts:
-    """Parts of all adapters of a stack: of A, and of B by the scaling that is included in the stack's B."""
-
-    a: list[StackedPart]
-    b: dict[float, list[StackedPart]]
 
 
 class StackedAdapters:
@@ -79,22 +69,15 @@ class StackedAdapters:
         rank: int | None = None,
     ) -> None:
         self._shape_groups, self._device = shape_groups, device
-        self._set_adapters(adapters)
         self.rank = common_rank(adapters) if rank is None else rank
-        self.stacks = [self._allocate(shape_group, dtype, device) for shape_group in shape_groups]
+        self.stacks = [self._allocate(shape_group, len(adapters), dtype) for shape_group in shape_groups]
         self._blocks = [
             [row_blocks(fused_slice.local_rows) for fused_slice in shape_group.first.slices]
             for shape_group in shape_groups
         ]
         # Views of memory that never moves, cached because every layer and micro batch asks for them.
-        self._views: dict[tuple[int, int, int | str | None], FactorsAndGrads] = {}
-
-    def try_assign(self, adapters: Sequence[Adapter | None]) -> bool:
-        """Switch to other adapters if they fit the allocated memory; return whether they do."""
-        if len(adapters) != len(self.adapters) or common_rank(adapters) != self.rank:
-            return False
-        self.assign(adapters)
-        return True
+        self._views: dict[tuple[int, int, int | str | None], StackedFactors] = {}
+        self._set_adapters(adapters)
 
     def assign(self, adapters: Sequence[Adapter | None]) -> None:
         """Switch to other adapters: the same number, none of a higher rank."""
@@ -106,21 +89,22 @@ class StackedAdapters:
     @property
     def bytes(self) -> int:
         """Memory of factors and gradients."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for stack in self.stacks
-            for tensor in (stack.a, stack.a_grads, stack.b, stack.b_grads)
-        )
+        return sum(tensor.numel() * tensor.element_size() for stack in self.stacks for tensor in stack)
 
     def _set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
         self.adapters = tuple(adapters)
-        self._cached_parts: StackedParts | None = None
+        # B's by the scaling that is included in the stack's B.
+        self._a_parts: list[StackedPart] = []
+        self._b_parts: defaultdict[float, list[StackedPart]] = defaultdict(list)
+        for index, adapter in enumerate(adapters):
+            if adapter is not None:
+                self._add_parts(index, adapter)
         rates = [0.0 if adapter is None else adapter.lora.dropout for adapter in adapters]
         self.dropouts = to_device(torch.tensor(rates), self._device)
 
-    def _allocate(self, shape_group: ShapeGroup, dtype: torch.dtype, device: torch.device) -> StackedFactors:
-        target = shape_group.first
-        lead = (len(shape_group.target_modules), len(self.adapters), target.experts)
+    def _allocate(self, shape_group: ShapeGroup, adapters: int, dtype: torch.dtype) -> StackedFactors:
+        target, device = shape_group.first, self._device
+        lead = (len(shape_group.target_modules), adapters, target.experts)
         inner = len(target.slices) * self.rank
 
         # Both layouts keep the dimension contiguous that the product reads row by row: an embedding looks up rows of
@@ -141,17 +125,17 @@ class StackedAdapters:
             stack.a_grads.zero_()
             stack.b_grads.zero_()
         # foreach operators refuse empty lists, which adapters of none of these layers would give.
-        if self._parts.a:
+        if self._a_parts:
             # One launch for hundreds of small copies, which also rounds to the model's precision.
-            torch._foreach_copy_([part.stack for part in self._parts.a], [part.values for part in self._parts.a])
-        for scaling, parts in self._parts.b.items():
+            torch._foreach_copy_([part.stack for part in self._a_parts], [part.values for part in self._a_parts])
+        for scaling, parts in self._b_parts.items():
             for part in parts:
                 # Scaled in fp32, and rounded once.
                 torch.mul(part.values, scaling, out=part.stack)
 
     def collect(self) -> None:
         """Add the stack's gradients to the adapters'."""
-        for scaling, parts in ((1.0, self._parts.a), *self._parts.b.items()):
+        for scaling, parts in ((1.0, self._a_parts), *self._b_parts.items()):
             if parts:
                 # B in the stack includes the scaling, so the adapter's gradient is the stack's times the scaling.
                 torch._foreach_add_([part.grads for part in parts], [part.stack_grads for part in parts], alpha=scaling)
@@ -159,19 +143,8 @@ class StackedAdapters:
             if adapter is not None:
                 adapter.accumulated = True
 
-    @property
-    def _parts(self) -> StackedParts:
-        """Parts of the adapters, cached: 32 adapters have hundreds."""
-        if self._cached_parts is None:
-            parts = StackedParts([], {})
-            for index, adapter in enumerate(self.adapters):
-                if adapter is not None:
-                    self._add_parts(parts, index, adapter)
-            self._cached_parts = parts
-        return self._cached_parts
-
-    def _add_parts(self, parts: StackedParts, index: int, adapter: Adapter) -> None:
-        b_parts = parts.b.setdefault(adapter.lora.scaling, [])
+    def _add_parts(self, index: int, adapter: Adapter) -> None:
+        b_parts = self._b_parts[adapter.lora.scaling]
         pairs = zip(adapter.views(adapter.values.detach()), adapter.views(adapter.grads), strict=True)
         for (span, values), (_, grads) in pairs:
             number, stack = span.shape_group, self.stacks[span.shape_group]
@@ -180,7 +153,7 @@ class StackedAdapters:
                 stack_slices, grad_slices = (
                     self._slices(number, factor.mT, index, adapter.lora.rank) for factor in (stack.a, stack.a_grads)
                 )
-                parts.a.append(StackedPart(values, grads, stack_slices, grad_slices))
+                self._a_parts.append(StackedPart(values, grads, stack_slices, grad_slices))
                 continue
             stack_slices, grad_slices = (
                 self._slices(number, factor, index, adapter.lora.rank) for factor in (stack.b, stack.b_grads)
@@ -192,27 +165,20 @@ class StackedAdapters:
                     tensors = (values, grads, stack_slices[:, :, slice_number], grad_slices[:, :, slice_number])
                     b_parts.append(StackedPart(*(block.view(tensor) for tensor in tensors)))
 
-    def factors(self, shape_group: int, layer: int, index: int | None) -> FactorsAndGrads:
+    def factors(self, shape_group: int, layer: int, index: int | None) -> StackedFactors:
         """Return (A, its gradients, B, its gradients) of one layer: [adapters * experts, ...], or of one adapter."""
         key = (shape_group, layer, index)
         if key not in self._views:
-            stack = self.stacks[shape_group]
             selection = slice(None) if index is None else slice(index, index + 1)
-            a, a_grads, b, b_grads = (
-                tensor[layer, selection].flatten(0, 1) for tensor in (stack.a, stack.a_grads, stack.b, stack.b_grads)
-            )
-            self._views[key] = a, a_grads, b, b_grads
+            views = (tensor[layer, selection].flatten(0, 1) for tensor in self.stacks[shape_group])
+            self._views[key] = StackedFactors(*views)
         return self._views[key]
 
-    def factors_of_experts(self, shape_group: int, layer: int) -> FactorsAndGrads:
+    def factors_of_experts(self, shape_group: int, layer: int) -> StackedFactors:
         """Return (A, its gradients, B, its gradients) of a layer's experts: [experts, adapters, ...], the order of their rows."""
         key = (shape_group, layer, "experts")
         if key not in self._views:
-            stack = self.stacks[shape_group]
-            a, a_grads, b, b_grads = (
-                tensor[layer].transpose(0, 1) for tensor in (stack.a, stack.a_grads, stack.b, stack.b_grads)
-            )
-            self._views[key] = a, a_grads, b, b_grads
+            self._views[key] = StackedFactors(*(tensor[layer].transpose(0, 1) for tensor in self.stacks[shape_group]))
         return self._views[key]
 
     def _slices(self, shape_group: int, factor: Tensor, index: int, rank: int) -> Tensor:
@@ -266,14 +232,13 @@ def row_blocks(rows: Tensor) -> list[RowBlocks]:
 
 
 class StackPool:
-    """A stack for each of a few sizes: numbers and ranks of adapters, rounded up to powers of two.
-
-    Captured steps read factors and add gradients by address, so a stack keeps its memory while the adapters in it change; slots
-    that a call does not need are empty.
+    """Stacks of the last calls, which keep their memory while the adapters in them change.
 
     Args:
         limit: stacks kept; the least recently used is dropped.
-        on_drop: called with a dropped stack before its memory is freed.
+        on_drop: called with a dropped stack before its memory is freed; for captured steps, which read factors and add gradients
+            by address. Numbers and ranks of adapters are then rounded up to powers of two, which keep the number of stacks, and
+            with it of captured graphs, small; slots that a call does not need are empty.
     """
 
     def __init__(
@@ -281,42 +246,55 @@ class StackPool:
         shape_groups: Sequence[ShapeGroup],
         dtype: torch.dtype,
         device: torch.device,
-        limit: int,
-        on_drop: Callable[[StackedAdapters], None],
+        limit: int = 1,
+        on_drop: Callable[[StackedAdapters], None] | None = None,
     ) -> None:
         self._shape_groups, self._dtype, self._device = shape_groups, dtype, device
         self._limit, self._on_drop = limit, on_drop
         self._stacks: OrderedDict[tuple[int, int], StackedAdapters] = OrderedDict()
 
-    def take(self, adapters: Sequence[Adapter | None]) -> StackedAdapters:
-        """Return the stack for a call of ``adapters``, which are first in it, in their order."""
-        adapters = (*adapters, *[None] * (stack_capacity(len(adapters)) - len(adapters)))
-        # Powers of two keep the number of stacks, and with it of captured graphs, small.
-        key = len(adapters), max(RANK_MULTIPLE, next_power_of_two(common_rank(adapters)))
-        stack = self._stacks.get(key)
-        if stack is None:
+    def slots(self, adapters: int) -> int:
+        """Return the number of slots in the stack for a call of so many adapters."""
+        return adapters if self._on_drop is None else next_power_of_two(adapters)
+
+    def fill(self, adapters: Sequence[Adapter | None]) -> StackedAdapters:
+        """Return the stack for a call of ``adapters``, which are first in it, in their order, with their current values."""
+        adapters = (*adapters, *[None] * (self.slots(len(adapters)) - len(adapters)))
+        rank = common_rank(adapters)
+        if self._on_drop is not None:
+            rank = max(RANK_MULTIPLE, next_power_of_two(rank))
+        key = len(adapters), rank
+        if key not in self._stacks:
             while len(self._stacks) >= self._limit:
-                self._on_drop(self._stacks.popitem(last=False)[1])
-            stack = StackedAdapters(adapters, self._shape_groups, self._dtype, self._device, rank=key[1])
-            self._stacks[key] = stack
+                self._drop(next(iter(self._stacks)))  # before another is allocated
+            self._stacks[key] = StackedAdapters(adapters, self._shape_groups, self._dtype, self._device, rank=rank)
         self._stacks.move_to_end(key)
+        stack = self._stacks[key]
         if stack.adapters != adapters:
             stack.assign(adapters)
+        # In every call: steps and loads change the adapters' fp32 values in between.
+        stack.fill()
         return stack
+
+    def collect(self) -> None:
+        """Add the gradients of the last call to those of its adapters."""
+        next(reversed(self._stacks.values())).collect()
 
     def forget(self, adapter: Adapter) -> None:
         """Remove every copy of an adapter."""
-        for stack in self._stacks.values():
-            if adapter in stack.adapters:
+        for key in [key for key, stack in self._stacks.items() if adapter in stack.adapters]:
+            if self._on_drop is None:
+                self._drop(key)
+            else:
                 # Emptied, not dropped: captured steps still read its memory.
-                stack.assign([None] * len(stack.adapters))
+                self._stacks[key].assign([None] * key[0])
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        stack = self._stacks.pop(key)
+        if self._on_drop is not None:
+            self._on_drop(stack)
 
     @property
     def bytes(self) -> int:
         """Memory of all stacks."""
         return sum(stack.bytes for stack in self._stacks.values())
-
-
-def stack_capacity(adapters: int) -> int:
-    """Return the number of slots in the stack for a call of so many adapters."""
-    return next_power_of_two(adapters)
