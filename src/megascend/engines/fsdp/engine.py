@@ -258,7 +258,7 @@ class FsdpEngine(TransformersEngine):
         # Replicas hold the same shards: the ranks of the first one write them.
         ranks_per_replica = self.topology.world_size // self._fsdp.replicate
         rank = self.groups.rank
-        return shards.weights(self._shards, first_copy=rank < ranks_per_replica, first_rank=rank == 0)
+        return shards.slices_of(self._shards, first_copy=rank < ranks_per_replica, first_rank=rank == 0)
 
     def training_state(self, *, loading: bool) -> dict[str, Any]:
         return {} if self.optimizer is None else self.optimizer.state(self.weights(), loading=loading)

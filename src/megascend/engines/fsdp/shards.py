@@ -187,13 +187,8 @@ class ShardAdamW(MainAdamW):
         self._groups, self._replicas = groups, replicas
         # Detached, but in the shard's memory: AdamW's updates write the model's parameters.
         mains = {shard.name: shard.local.requires_grad_() for shard in shards}
-        slices = {shard.name: TensorSlices(shard.shape, torch.float32) for shard in shards}
-        for shard in shards:
-            if shard.local.numel():
-                slices[shard.name].add(shard.offsets, shard.local.detach())
-        super().__init__(
-            {name: (main, main) for name, main in mains.items()}, adam, schedule, precision, slices, weights
-        )
+        pairs = {name: (main, main) for name, main in mains.items()}
+        super().__init__(pairs, adam, schedule, precision, slices_of(shards), weights)
 
     def gradients(self) -> list[Tensor]:
         """Assign the gradients, already reduced by the backward pass, to AdamW's parameters. Called once per step."""
@@ -229,8 +224,10 @@ class ShardAdamW(MainAdamW):
             shard.source.grad = main.grad = None
 
 
-def weights(shards: Sequence[LocalShard], *, first_copy: bool, first_rank: bool) -> dict[str, TensorSlices]:
-    """Return this rank's shards of the model's tensors under transformers' names, replicas included; live tensors.
+def slices_of(
+    shards: Sequence[LocalShard], *, first_copy: bool = True, first_rank: bool = True
+) -> dict[str, TensorSlices]:
+    """Return shards under transformers' names; live tensors.
 
     Args:
         first_copy: this rank belongs to the first replica of the model, which writes the shards.
