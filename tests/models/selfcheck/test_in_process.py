@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from megascend.config import Parallel
 from megascend.engines.common.heads import plain_slice
 from megascend.engines.fsdp import attention
-from megascend.engines.fsdp.engine import FsdpSubject
+from megascend.engines.fsdp.self_check import FsdpSubject
 from megascend.errors import ConfigError, PlatformError
 from megascend.models.checkpoint_files.scalar_head import ScalarHead
 from megascend.models.selfcheck import check, in_process

@@ -6,6 +6,7 @@ Engine ``single`` is this engine on one rank, with one sample a row and an unsha
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,18 +14,14 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from megascend.engines.base import DTYPES, OnOutput, longest_sample, seed_generators
+from megascend.engines.base import DTYPES, Engine, OnOutput, longest_sample, seed_generators
 from megascend.engines.common import linear_attention, vision
-from megascend.engines.common.adamw import ModelAdamW
+from megascend.engines.common.adamw import MainAdamW, ModelAdamW, WeightMap
 from megascend.engines.common.full_model import FullModel
 from megascend.engines.common.heads import fresh_weights
 from megascend.engines.common.key_values import DecodeStep, Prefill, other_attention
 from megascend.engines.common.replayed_blocks import BlockReplay
 from megascend.engines.common.rotary import RotaryByLength
-from megascend.engines.common.transformers_engine import (
-    TransformersEngine,
-    TransformersSubject,
-)
 from megascend.engines.common.transformers_names import check_rows, tensor_slices
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
@@ -34,13 +31,13 @@ from megascend.engines.fsdp.expert_parallel import ExpertShare, keep_local_exper
 from megascend.engines.fsdp.named_weights import named_weights
 from megascend.engines.fsdp.output_head import LossHead, check_product
 from megascend.engines.fsdp.router_loss import RouterLoss, router_recorder
+from megascend.engines.fsdp.self_check import FsdpSubject, engine_name
 from megascend.engines.fsdp.sharding import FsdpGroups, freeze, reshard, shard
 from megascend.engines.fsdp.token_mixing import check_layers, pass_borders
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
-from megascend.models.checkpoint_files.scalar_head import ScalarHead
 from megascend.models.selfcheck import in_process
-from megascend.models.selfcheck.trial_inputs import ImageTokens
+from megascend.models.selfcheck.check import require_agreement_in_process
 from megascend.runtime.distributed.objects import raise_on_all_ranks
 from megascend.runtime.topology.topology import Receivers, Topology
 from megascend.training.batch.micro_batch import MicroBatch, SequenceLayout
@@ -52,7 +49,7 @@ from megascend.training.lora.target_modules import RefusedTargets, TargetModule
 from megascend.training.lora.transformers_targets import is_transposed
 
 
-class FsdpEngine(TransformersEngine):
+class FsdpEngine(Engine):
     """A transformers model, sharded by torch; see :class:`megascend.engines.base.Engine`.
 
     Its parameters are sharded between calls.
@@ -63,6 +60,8 @@ class FsdpEngine(TransformersEngine):
             fp32 and 1.6 times in bf16, to the same bits. One sample a row needs no attention of ours: any architecture works.
 
     Attributes:
+        model: transformers' causal language model, or its token classifier for a scalar head.
+        optimizer: optimizer of the model's own parameters; None if adapters are trained.
         bytes_read: bytes of the checkpoint that this rank has read.
         adapters: adapters on a frozen model; None if the model itself is trained.
     """
@@ -89,7 +88,11 @@ class FsdpEngine(TransformersEngine):
         subject = FsdpSubject(
             info.scalar_head, packing=spec.batching.packing, context=topology.context, npu=npu, sharded=sharded
         )
-        self.check_slice(self.model.config, subject, enabled=spec.self_check)
+        start = time.monotonic()
+        self.self_check = require_agreement_in_process(
+            self.model_dir, self.model.config, self.max_length, groups, subject, enabled=spec.self_check
+        )
+        self.self_check_s = time.monotonic() - start
         self._rotary = RotaryByLength(self.model)
         self._cached: Prefill | DecodeStep | None = None  # of the micro batch that runs
         if packing:
@@ -105,6 +108,7 @@ class FsdpEngine(TransformersEngine):
         self._share = None
         if topology.expert > 1:
             self._share = ExpertShare(groups.device_group("ep"), topology.expert, groups.coordinates.expert)
+        self.optimizer: MainAdamW | None = None
         self.adapters: AdapterSet | None = None
         if spec.adapters is not None:
             self.adapters = sharded_adapters(
@@ -151,10 +155,11 @@ class FsdpEngine(TransformersEngine):
 
     def _make_optimizer(self, spec: EngineSpec) -> shards.ShardAdamW | ModelAdamW:
         settings = spec.optimizer, spec.schedule, spec.precision
+        weights = WeightMap(self.info, spec.vision_tower, self.groups, self.hf_slices, self.kind)
         if not self._sharded:
-            return ModelAdamW(self.model, *settings, self.weight_map(spec))
+            return ModelAdamW(self.model, *settings, weights)
         trained = [local_shard for local_shard in self._shards if local_shard.trained]
-        return shards.ShardAdamW(trained, *settings, self.groups, spec.fsdp.replicate, self.weight_map(spec))
+        return shards.ShardAdamW(trained, *settings, self.groups, spec.fsdp.replicate, weights)
 
     def _make_head(self) -> LossHead:
         """Return the head; check on the loaded model itself that it is a plain product, if no part of it is sharded."""
@@ -218,7 +223,9 @@ class FsdpEngine(TransformersEngine):
                     self.adapters.layers.require_called()
                 results.append(result)
                 if not forward_only:
-                    self.backward(loss)
+                    scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
+                    with self.groups.monitor.phase("backward"):
+                        (loss if scale == 1 else loss * scale).backward()
         except ConfigError:  # raised on all ranks, so that all leave FSDP's state machine at the same point
             if hasattr(self.model, "reset_iter_state"):  # torch 2.13
                 self.model.reset_iter_state()
@@ -234,6 +241,14 @@ class FsdpEngine(TransformersEngine):
         return attention.sample_lengths(
             packed, self._exchange, self.device, self.dtype, compiled=self._fsdp.compile, cached=batch.cached
         )
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
 
     def cache_unsupported_reason(self) -> str | None:
         if self._exchange is not None:
@@ -349,11 +364,6 @@ class CheckedModel:
         return cls(model, layers, slices, targets, refused_targets)
 
 
-def engine_name(sharded: bool) -> str:
-    """Return the name of this engine in run files and checkpoints."""
-    return "fsdp" if sharded else "single"
-
-
 def check_model(
     spec: EngineSpec, info: ModelInfo, topology: Topology, platform: str, *, sharded: bool = True
 ) -> list[str]:
@@ -367,59 +377,3 @@ def check_model(
     if topology.expert > 1:
         keep_local_experts(checked.model, topology.expert, transformers_api.is_fused_experts)
     return [target.slices[0].name for target in checked.adapter_targets]
-
-
-class FsdpSubject(TransformersSubject):
-    """Self-check subject: a small model as the FSDP2 engine computes it, on the CPU.
-
-    Args:
-        scalar_head: head that replaces a causal language model's output layer, or None.
-        packing: samples share a row.
-        context: context parallel size; above 1 the model must know the samples' borders, so the slice is packed.
-        npu: products of experts use the NPU's operator in this process; the slice, on the CPU, uses transformers' own.
-        sharded: False for engine ``single``, which never packs.
-    """
-
-    def __init__(
-        self, scalar_head: ScalarHead | None, *, packing: bool, context: int, npu: bool, sharded: bool = True
-    ) -> None:
-        super().__init__(scalar_head)
-        self.engine, self._sharded, self._npu = engine_name(sharded), sharded, npu
-        self.packing = (packing or context > 1) and sharded
-        if sharded:
-            self.remedy = "set batching.packing: false" + (" and parallel.context: 1" if context > 1 else "")
-
-    def build(self, config: Any) -> Any:
-        unsharded = None if self._sharded else torch.float32
-        model = transformers_api.engine_model(
-            config, self.scalar_head, config.get_text_config().vocab_size, unsharded=unsharded
-        )
-        if self._npu and transformers_api.has_experts(model):
-            transformers_api.use_experts(model.config, "eager", "a slice on the CPU has no operator of the NPU's")
-        self._rotary = RotaryByLength(model)
-        if self.packing:
-            pass_borders(model)
-        return model
-
-    def logits(
-        self, model: Any, samples: Sequence[torch.Tensor], images: ImageTokens | None = None
-    ) -> list[torch.Tensor]:
-        lengths = [len(ids) for ids in samples]
-        total = max(lengths)
-        ids = [ids if self.packing else torch.nn.functional.pad(ids, (0, total - len(ids))) for ids in samples]
-        rows = torch.cat(ids)[None] if self.packing else torch.stack(ids)
-        positions = [torch.arange(len(sample)) for sample in ids]
-        sample_index = torch.cat([torch.full_like(sample, index) for index, sample in enumerate(positions)])
-        self._rotary.enter_samples(sample_index.view(rows.shape), lengths)
-        options: dict[str, Any] = {}
-        if self._sharded:
-            packed = tuple(lengths) if self.packing else None
-            options[attention.KEYWORD] = attention.sample_lengths(packed, None, rows.device, torch.float32)
-        options["position_ids"] = torch.cat(positions).view(rows.shape)
-        if images is not None:
-            options |= self.image_arguments(samples, rows, images, self.packing)
-        # The head's product is replaced by the engine's own, chunked one: a model that scales or caps its logits
-        # afterwards would silently lose that.
-        logits = check_product(model, sharded=self._sharded, input_ids=rows, **options)
-        parts = logits.flatten(0, 1).split([len(sample) for sample in ids])
-        return [part[:length].float() for part, length in zip(parts, lengths, strict=True)]
