@@ -401,7 +401,7 @@ def test_backend_named_weights_of_model_merged_adapter_and_adapter(parity_folder
         assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
-def test_weight_state_is_described_again_after_a_parameter_has_moved(parity_folder: Path) -> None:
+def test_weights_are_described_again_after_a_parameter_has_moved(parity_folder: Path) -> None:
     with make_backend(case_checkpoint(parity_folder, "qwen3_moe")) as backend:
         state = backend.engine.weights()
         backend.forward_backward(causal_samples(token_lists()[:1]))
