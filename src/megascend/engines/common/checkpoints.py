@@ -84,8 +84,8 @@ def engine_state(engine: Engine, *, loading: bool) -> dict[str, Any]:
     state = {**engine.weights(), **engine.training_state(loading=loading)}
     if loading:
         return state
-    written = {name: value.without_replicas() for name, value in state.items() if isinstance(value, TensorSlices)}
-    return {name: value for name, value in (state | written).items() if name not in written or value.slices}
+    state |= {name: value.without_replicas() for name, value in state.items() if isinstance(value, TensorSlices)}
+    return {name: value for name, value in state.items() if not isinstance(value, TensorSlices) or value.slices}
 
 
 def checkpoint_state(engine: Engine, manifest: CheckpointManifest, base_model: str) -> CheckpointState:
