@@ -67,6 +67,14 @@ def test_a_sample_over_the_budget_names_the_setting():
         plan_micro_batches([10, 120], [None, None], BUDGET, packing=True)
 
 
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("lengths", "pairs"), [([100], [None]), ([50, 50], ["pair", "pair"])])
+def test_budget_is_the_most_that_fits(lengths, pairs, packing):
+    assert plan_micro_batches(lengths, pairs, BUDGET, packing) == [list(range(len(lengths)))]
+    with pytest.raises(DataError, match=r"over batching\.micro_batch_tokens=99"):
+        plan_micro_batches(lengths, pairs, BUDGET - 1, packing)
+
+
 # --- the same algorithms, written out: every sum is formed again at every look ---
 
 
