@@ -33,6 +33,9 @@ Mtp = Literal["train", "keep", "drop"]
 VisionTower = Literal["frozen", "train"]
 BaseWeights = Literal["unquantised", "fp8", "nf4"]
 
+OptimizerKind = Literal["adamw", "muon"]
+"""The settings of a kind other than ``adamw`` are the section of its name."""
+
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
 ProviderOptions = dict[str, bool | int | float | str | None]
@@ -112,7 +115,7 @@ class Muon(Section):
 class Adam(Section):
     """AdamW as in Megatron: fp32 main parameters, global gradient-norm clipping; optionally Muon for the layers' matrices."""
 
-    kind: Annotated[Literal["adamw", "muon"], Also("optim")] = Field(
+    kind: Annotated[OptimizerKind, Also("optim")] = Field(
         "adamw",
         description="muon: Muon for the matrices of the decoder's layers and of their experts; AdamW for embeddings, output "
         "layer, norms, biases, routers and a vision tower",
@@ -166,10 +169,9 @@ class Adam(Section):
         patterns = [group.match for group in self.groups]
         if twice := next((pattern for pattern in patterns if patterns.count(pattern) > 1), None):
             raise ValueError(f"groups: {twice!r} is listed twice")
-        if self.kind != "muon" and self.muon != Muon():
-            raise ValueError(
-                f"optimizer.muon has settings of kind: muon, and kind is {self.kind}: set kind: muon, or leave it out"
-            )
+        for kind in get_args(OptimizerKind):
+            if kind not in ("adamw", self.kind) and getattr(self, kind) != type(self).model_fields[kind].default:
+                raise ValueError(f"optimizer.{kind} is for kind: {kind}, and kind is {self.kind}: leave it out")
         if self.kind != "adamw" and self.moments != "fp32":
             raise ValueError(
                 f"moments: {self.moments} is a setting of kind: adamw, and kind is {self.kind}: leave it out"

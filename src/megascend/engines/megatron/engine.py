@@ -229,9 +229,8 @@ class MegatronEngine(Engine):
         try:
             slices = self.hf_slices()
         except CheckpointError as error:
-            raise ConfigError(
-                f"optimizer.groups, optimizer.kind: muon: the model's weights have no names: {error}"
-            ) from error
+            setting = "optimizer.groups" if self.adam.kind == "adamw" else f"optimizer.kind: {self.adam.kind}"
+            raise ConfigError(f"{setting}: the model's weights have no names: {error}") from error
         problem, parameters = None, []
         try:
             by_weight = SettingsByWeight(self.adam, self.info, spec.vision_tower)
