@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -106,3 +108,21 @@ def test_a_row_without_any_key_is_refused():
     mask[3] = True
     with pytest.raises(DataError, match="allows no key at all"):
         kernel_mask(mask, "general")
+
+
+@pytest.mark.parametrize("settings", [{}, {"attention_mask_type": "causal"}], ids=["another provider", "MindSpeed"])
+def test_model_gets_no_causal_mask_whichever_provider_made_it(settings):
+    """Only MindSpeed's configuration has the kind of mask."""
+    from megascend.engines.megatron.attention_mask import install
+
+    class Decoder(torch.nn.Module):
+        def forward(self, input_ids, position_ids, attention_mask):
+            return attention_mask
+
+    decoder, tokens = Decoder(), torch.zeros(2, S, dtype=torch.int64)
+    sizes = {"num_attention_heads": 4, "tensor_model_parallel_size": 1, "context_parallel_size": 1}
+    install([decoder], SimpleNamespace(**sizes, **settings))
+    assert decoder(tokens, tokens, None) is None
+    assert decoder(tokens, tokens, triangle()) is None
+    with pytest.raises(DataError, match="not the causal triangle"):
+        decoder(tokens, tokens, torch.zeros(S, S, dtype=torch.bool))

@@ -121,7 +121,9 @@ def install(chunks: Sequence[torch.nn.Module], config: Any) -> None:
     def check(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # GPTModel.forward begins with input_ids, position_ids, attention_mask.
         mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
-        if mask is None and config.attention_mask_type == "causal":
+        # MindSpeed's; with other providers, decoders are causal.
+        mask_type = getattr(config, "attention_mask_type", "causal")
+        if mask is None and mask_type == "causal":
             return args, kwargs
         ids = args[0] if args else kwargs["input_ids"]
         position_ids = args[1] if len(args) > 1 else kwargs["position_ids"]
@@ -130,7 +132,7 @@ def install(chunks: Sequence[torch.nn.Module], config: Any) -> None:
         mask = kernel_mask(
             mask,
             AttentionShape(batch, heads, queries, queries * context),
-            config.attention_mask_type,
+            mask_type,
             position_ids[0] if context > 1 else None,
             packed=kwargs.get("packed_seq_params") is not None,
         )

@@ -104,8 +104,6 @@ class MegatronAdaptor(PatchProvider):
         for name, value in self._defaults.items():
             if not hasattr(config, name):
                 setattr(config, name, value)
-        if not hasattr(config, "attention_mask_type"):  # MindSpeed's, which megascend's check of masks reads
-            config.attention_mask_type = "causal"
         arguments = import_module(ARGUMENTS).get_mindspeed_args()
         values = {name: FIXED.get(name, getattr(config, name)) for name in self._names}
         updates = {name: value for name, value in values.items() if getattr(arguments, name, None) != value}
