@@ -15,7 +15,7 @@ from peft import LoraConfig
 from pydantic import BaseModel
 from transformers import TrainingArguments
 
-from megascend.apps.data.files import READERS
+from megascend.apps.data.files import Format
 from megascend.apps.rl.set_up import check_objective
 from megascend.config import Adam, RunConfig, load_config
 from megascend.config.registry import DATA_FORMATS, ENGINES, PROVIDERS, TRACKERS, losses_of_responses
@@ -218,8 +218,15 @@ def test_engine_is_the_backend_that_its_row_names(name: str) -> None:
     assert load_entry(ENGINES[name].backend).engine_name == name
 
 
-def test_every_format_of_data_has_a_reader() -> None:
-    assert READERS.keys() == {*DATA_FORMATS.values(), "saved"}
+@pytest.mark.parametrize("ending", DATA_FORMATS)
+def test_format_of_data_is_read_where_its_row_says(ending: str) -> None:
+    assert isinstance(load_entry(DATA_FORMATS[ending]), Format)
+
+
+@pytest.mark.parametrize("name", INFERENCE_ENGINES)
+def test_inference_engine_is_made_where_its_row_says(name: str) -> None:
+    assert inference_engine(name) is INFERENCE_ENGINES[name]
+    assert callable(load_entry(INFERENCE_ENGINES[name].make))
 
 
 @pytest.mark.parametrize("path", [row.factory for row in PROVIDERS.values()] + [row.open for row in TRACKERS.values()])

@@ -262,16 +262,16 @@ def check_loss_of_responses(name: str, *, reference: bool) -> None:
 
 # --- formats of data ---
 
+_FILES = "megascend.apps.data.files"
+TEXT_FORMAT = f"{_FILES}:TEXT"
 DATA_FORMATS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    **dict.fromkeys((".txt", ".md", ".rst"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson"), f"{_FILES}:JSONL"),
+    ".json": f"{_FILES}:JSON",
+    **dict.fromkeys((".csv", ".tsv"), f"{_FILES}:CSV"),
+    ".parquet": f"{_FILES}:PARQUET",
+    ".arrow": f"{_FILES}:ARROW",
+    **dict.fromkeys((".txt", ".md", ".rst"), TEXT_FORMAT),
 }
-"""Formats of the files that are read, by their endings; ``apps/data/files.py`` has a reader for each."""
+"""Formats of the files that are read, by their endings: import path of the :class:`megascend.apps.data.files.Format`."""
 COMPRESSIONS = (".gz", ".bz2", ".zst")
-"""Second endings that files of all other formats may have."""
+"""Second endings that files of all formats without a table may have."""

@@ -15,6 +15,7 @@ import io
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,9 +23,9 @@ from megascend.apps.data.columns import parse_record
 from megascend.apps.data.document import Document
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.labels import label_name
-from megascend.apps.data.splits import TABLES, SplitFiles, data_ending, is_saved
+from megascend.apps.data.splits import SplitFiles, data_ending, is_saved
 from megascend.config import Data
-from megascend.config.registry import COMPRESSIONS, DATA_FORMATS
+from megascend.config.registry import COMPRESSIONS, DATA_FORMATS, load
 from megascend.errors import DataError
 
 Position = tuple[int, int]
@@ -44,6 +45,28 @@ class Record(NamedTuple):
     source: str
     value: Any
     end: Position
+
+
+class Table(NamedTuple):
+    """Types of a table's columns, a schema of pyarrow, and the number of its rows."""
+
+    schema: Any
+    rows: int
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of data files.
+
+    Attributes:
+        read: yields the records of a file from a position on; with True, as a stream does.
+        table: describes a file whose records are rows of typed columns; None for other formats.
+        name: name for messages of a format with a table.
+    """
+
+    read: Callable[[Path, Findings, Position, bool], Iterator[Record]]
+    table: Callable[[Path], Table] | None = None
+    name: str = ""
 
 
 # Written by Windows tools at the start of UTF-8 files; json.loads refuses it.
@@ -124,16 +147,15 @@ def read_file(
         start: position of the first.
         streaming: long texts are several records, and what must be read as a whole is refused.
     """
-    kind = "saved" if path.is_dir() else DATA_FORMATS[data_ending(path)]
-    reader = READERS[kind]
+    kind = _format(path)
     try:
         features = {**_stored_features(path, kind, findings), **card_features}
     except ValueError as error:  # pyarrow's errors, too
         findings.file_problem(f"{path}: {error}")
         return
-    encoded = kind not in ("json", "jsonl")
+    encoded = kind not in (JSON, JSONL)
     converters = {name: convert for name, inner in features.items() if (convert := _converter(inner, encoded))}
-    for record in reader(path, findings, start, streaming):
+    for record in kind.read(path, findings, start, streaming):
         # Columns that are null stay, by which they are known to be there.
         columns = converters.keys() & (record.value if isinstance(record.value, dict) else ())
         with findings.collecting():
@@ -142,6 +164,15 @@ def read_file(
             except DataError as error:
                 raise DataError(f"{record.source}: {error}") from None
             yield record._replace(value=record.value | changes) if changes else record
+
+
+def _format(path: Path) -> Format:
+    return SAVED if path.is_dir() else load(DATA_FORMATS[data_ending(path)])
+
+
+def has_rows(path: Path) -> bool:
+    """Check whether the records of one of the files of a split are rows, whose number is known without reading them."""
+    return path.is_dir() or _format(path).table is not None
 
 
 def _open(path: Path, offset: int = 0) -> io.BufferedReader:
@@ -162,19 +193,18 @@ def _open(path: Path, offset: int = 0) -> io.BufferedReader:
 # --- values as datasets' features declare them ---
 
 
-def _stored_features(path: Path, kind: str, findings: Findings) -> Mapping[str, Any]:
+def _stored_features(path: Path, kind: Format, findings: Findings) -> Mapping[str, Any]:
     """Return the types of a table's columns; none of other files."""
-    if kind not in (*TABLES, "saved"):
+    if kind == SAVED:
+        return _loaded(path, findings).features
+    if kind.table is None:
         return {}
     import datasets
-    from pyarrow import parquet
 
-    if kind == "saved":
-        return _loaded(path, findings).features
     try:
-        schema = parquet.read_schema(path) if kind == "parquet" else _arrow_table(path).schema
+        schema = kind.table(path).schema
     except ValueError as error:
-        raise ValueError(f"not {NAMES[kind]} that can be read: {error}") from error
+        raise ValueError(f"not {kind.name} that can be read: {error}") from error
     try:
         return datasets.Features.from_arrow_schema(schema)
     except ValueError as error:
@@ -384,6 +414,13 @@ def _delimiter_hint(path: Path) -> str:
     return ""
 
 
+def _parquet_table(path: Path) -> Table:
+    from pyarrow import parquet
+
+    metadata = parquet.read_metadata(path)
+    return Table(metadata.schema.to_arrow_schema(), metadata.num_rows)
+
+
 def _parquet_records(path: Path, findings: Findings, start: Position, streaming: bool) -> Iterator[Record]:
     import pyarrow
     from pyarrow import parquet
@@ -398,14 +435,19 @@ def _parquet_records(path: Path, findings: Findings, start: Position, streaming:
                     yield from _rows(path, file.iter_batches(batch_size=ROWS, row_groups=[group]), number, start[0])
                 number += count
     except pyarrow.ArrowException as error:
-        findings.file_problem(f"{path}: not {NAMES['parquet']} that can be read: {error}")
+        findings.file_problem(f"{path}: not {PARQUET.name} that can be read: {error}")
+
+
+def _arrow_table(path: Path) -> Table:
+    content = _arrow_content(path)
+    return Table(content.schema, len(content))
 
 
 def _arrow_records(path: Path, findings: Findings, start: Position, streaming: bool) -> Iterator[Record]:
-    yield from _rows(path, _arrow_table(path).slice(start[0]).to_batches(ROWS), start[0], start[0])
+    yield from _rows(path, _arrow_content(path).slice(start[0]).to_batches(ROWS), start[0], start[0])
 
 
-def _arrow_table(path: Path) -> Any:
+def _arrow_content(path: Path) -> Any:
     """Return the rows of an Arrow file, mapped into memory: of a stream, as datasets writes it, or of the file format."""
     import pyarrow
 
@@ -442,33 +484,27 @@ def _rows(path: Path, batches: Iterable[Any], number: int, first: int) -> Iterat
             yield Record(f"{path}[{number - 1}]", record, (number, 0))
 
 
-READERS: dict[str, Callable[[Path, Findings, Position, bool], Iterator[Record]]] = {
-    "jsonl": _jsonl_records,
-    "json": _json_records,
-    "csv": _csv_records,
-    "parquet": _parquet_records,
-    "arrow": _arrow_records,
-    "saved": _saved_records,
-    "text": _text_records,
-}
-"""Readers of the formats in ``DATA_FORMATS``, and of a split that datasets has saved: of a file from a position on; with True,
-as a stream does."""
-NAMES = {"parquet": "a parquet file", "arrow": "an Arrow file"}
+TEXT = Format(_text_records)
+JSONL = Format(_jsonl_records)
+JSON = Format(_json_records)
+CSV = Format(_csv_records)
+PARQUET = Format(_parquet_records, _parquet_table, "a parquet file")
+ARROW = Format(_arrow_records, _arrow_table, "an Arrow file")
+SAVED = Format(_saved_records)
+"""Of a split that datasets has saved; ``DATA_FORMATS`` names the others by the endings of files."""
 
 
 def stream_length(path: Path) -> int:
     """Return the position after the last record of one of the files of a split; 0 if it is unknown."""
-    kind = "saved" if path.is_dir() else DATA_FORMATS[data_ending(path)]
-    if kind == "saved":
+    kind = _format(path)
+    if kind == SAVED:
         return len(_loaded(path, Findings()))
-    if kind not in TABLES:
+    if kind.table is None:
         return 0 if path.suffix in COMPRESSIONS else path.stat().st_size
-    from pyarrow import parquet
-
     try:
-        return parquet.read_metadata(path).num_rows if kind == "parquet" else len(_arrow_table(path))
+        return kind.table(path).rows
     except ValueError as error:  # pyarrow's errors, too
-        raise DataError(f"{path}: not {NAMES[kind]} that can be read: {error}") from None
+        raise DataError(f"{path}: not {kind.name} that can be read: {error}") from None
 
 
 LARGE = 32 * 2**20

@@ -17,14 +17,12 @@ from typing import Any
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.images import file_state
 from megascend.config.documents import load_yaml
-from megascend.config.registry import COMPRESSIONS, DATA_FORMATS
+from megascend.config.registry import COMPRESSIONS, DATA_FORMATS, TEXT_FORMAT, load
 from megascend.errors import DataError
 from megascend.models.checkpoint_files.files import A_POINTER, is_pointer
 from megascend.runtime.io.paths import real
 
-TABLES = ("parquet", "arrow")
-"""Formats whose records are rows, at places that are known without reading."""
-TEXT_SUFFIXES = tuple(suffix for suffix, kind in DATA_FORMATS.items() if kind == "text")
+TEXT_SUFFIXES = tuple(suffix for suffix, kind in DATA_FORMATS.items() if kind == TEXT_FORMAT)
 _FIRST_SUFFIXES = {kind: suffix for suffix, kind in reversed(DATA_FORMATS.items())}
 KNOWN_SUFFIXES = f"{', '.join(reversed(_FIRST_SUFFIXES.values()))} (docs/data.md has all)"
 ALL = "all"
@@ -57,10 +55,15 @@ def data_ending(path: Path) -> str:
     return path.with_suffix("").suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
-def data_format(path: Path) -> str | None:
-    """Return the format of a data file by its ending; None if it is not read."""
-    kind = DATA_FORMATS.get(data_ending(path))
-    return None if kind in TABLES and path.suffix in COMPRESSIONS else kind
+def is_text(path: Path) -> bool:
+    """Check whether a data file is one text by its ending."""
+    return DATA_FORMATS.get(data_ending(path)) == TEXT_FORMAT
+
+
+def is_readable(path: Path) -> bool:
+    """Check whether a data file is read by its ending. Tables are not read compressed."""
+    entry = DATA_FORMATS.get(data_ending(path))
+    return entry is not None and (path.suffix not in COMPRESSIONS or load(entry).table is None)
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def _split_files(path: Path, split: str | None, config_name: str | None, finding
             f"no training data at {path} ({findings.setting}): it is a link to {path.readlink()}, which does not exist"
         )
     if path.is_file():
-        if data_format(path) is None:
+        if not is_readable(path):
             raise DataError(
                 f"{path}: files ending in {path.suffix!r} are not read ({findings.setting}); known: {KNOWN_SUFFIXES}"
             )
@@ -150,14 +153,12 @@ def _split_files(path: Path, split: str | None, config_name: str | None, finding
         raise DataError(f"no training data in {path} ({findings.setting}): no file in it ends in {KNOWN_SUFFIXES}")
     if split == ALL and config_name is None:
         return _complete(readable, findings)
-    splits = folder_splits(
-        path, config_name, findings.setting, text=all(data_format(file) == "text" for file in readable)
-    )
+    splits = folder_splits(path, config_name, findings.setting, text=all(is_text(file) for file in readable))
     names = list(splits) if split == ALL else [choose_split(path, split, list(splits), findings.setting)]
     files = []
     for name in names:
         for file in splits[name]:
-            if data_format(file) is not None:
+            if is_readable(file):
                 files.append(file)
             else:
                 findings.problem(
@@ -350,7 +351,7 @@ def _readable_files(path: Path, findings: Findings) -> list[Path]:
             findings.remark("hidden files are not read", str(file))
         elif file.is_dir():
             findings.remark("is not read: a link to a folder", str(file))
-        elif data_format(file) is None:
+        elif not is_readable(file):
             findings.remark(f"{file.suffix or file.name!r} files are not read", str(file))
         elif file.name.upper() == CARD.upper():
             findings.remark("is not read", str(file))
@@ -396,8 +397,8 @@ def _compare(
     """Report the readable files of a folder that no selected split contains, and why."""
     split_of_file = {file: split for split, split_files in splits.items() if split not in names for file in split_files}
     no_split = [file for file in readable if file not in set(files) and file not in split_of_file]
-    texts = [file for file in files if data_format(file) == "text"]
-    records = [file for file in no_split if data_format(file) != "text"]
+    texts = [file for file in files if is_text(file)]
+    records = [file for file in no_split if not is_text(file)]
     if texts and records:
         noun = "file" if len(texts) == 1 else "files"
         raise DataError(

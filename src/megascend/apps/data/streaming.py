@@ -25,12 +25,12 @@ import xxhash
 
 from megascend.apps.data.columns import parse_record
 from megascend.apps.data.document import Document
-from megascend.apps.data.files import BEGINNING, Position, Record, read_file, stream_length
+from megascend.apps.data.files import BEGINNING, Position, Record, has_rows, read_file, stream_length
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.images import ImageProcessor
 from megascend.apps.data.order import Progress, SourceTurns
 from megascend.apps.data.samples import Encoder
-from megascend.apps.data.splits import TABLES, SplitFiles, data_format, file_states
+from megascend.apps.data.splits import SplitFiles, file_states
 from megascend.config.data import DataSource
 from megascend.errors import DataError
 from megascend.training.batch.image_sources import ImageSources
@@ -158,7 +158,7 @@ class SampleStream:
         self._source = SourceFiles(source) if files is None else files
         self._lengths = [stream_length(file) for file in self._source.files]
         # Rows are known; records of other files are counted while they are read.
-        if all(file.is_dir() or data_format(file) in TABLES for file in self._source.files):
+        if all(has_rows(file) for file in self._source.files):
             self._source.split.check_count(sum(self._lengths))
         self.begin(0)
 
