@@ -1,4 +1,4 @@
-"""Slices of any run of a flattened tensor, compared with index arrays."""
+"""Slices of any run of a flattened tensor, compared with index arrays; slices that other ranks write."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 
 import numpy
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascend.training.checkpoint.slices import slices_of_run
+from megascend.training.checkpoint.slices import TensorSlices, slices_of_run
 
 
 def inside(part, shape):
@@ -73,3 +74,14 @@ def test_scalar_is_one_slice():
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 2)])
 def test_empty_tensor_has_no_slices(shape):
     assert list(slices_of_run(shape, 0, 0)) == []
+
+
+def test_slices_without_replicas_are_those_that_this_rank_writes():
+    tensor = TensorSlices((6,), torch.float32, may_differ=True)
+    for start, replica in ((0, False), (2, True), (4, False)):
+        tensor.add((start,), torch.full((2,), float(start)), replica=replica)
+    written = tensor.without_replicas()
+    assert [(offsets, values.tolist()) for offsets, values in written.slices] == [((0,), [0, 0]), ((4,), [4, 4])]
+    assert (written.shape, written.dtype, written.may_differ) == ((6,), torch.float32, True)
+    assert len(tensor.slices) == 3, "the original, which loads fill, keeps all of them"
+    assert TensorSlices.whole(torch.ones(3), replica=True).without_replicas().slices == []
