@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import TypeIs
 
@@ -59,6 +59,8 @@ def register_engine(
     packages: Sequence[str] = ("torch", "transformers"),
     always_pads: bool = False,
     contiguous: bool = False,
+    memory: Literal["stages", "shards", "whole"] | None = None,
+    second_model: bool = False,
 ) -> None:
     """Register an engine by name, for :func:`megascend.bootstrap`, :func:`make_backend` and run files (``engine: NAME``).
 
@@ -72,6 +74,8 @@ def register_engine(
         packages: packages of the version table that must be installed in a tested version; with ``megatron`` the full table.
         always_pads: micro batches are padded whatever ``batching.packing`` is.
         contiguous: a context parallel rank holds consecutive tokens of a sequence; else two chunks, as in Megatron-Core.
+        memory: formulas that estimate a rank's memory: of Megatron-Core's stages, FSDP2's shards or a whole model; None: none.
+        second_model: its backend has :meth:`Backend.frozen_engine`.
 
     Raises:
         ConfigError: another engine has that name, or a package is not in the version table.
@@ -80,7 +84,7 @@ def register_engine(
         raise ConfigError(
             f"engine {name!r}: the version table has no {', '.join(unknown)}; it has {', '.join(PACKAGES)}"
         )
-    ENGINES.add(name, EngineEntry(backend, megatron, tuple(packages), always_pads, contiguous))
+    ENGINES.add(name, EngineEntry(backend, megatron, tuple(packages), always_pads, contiguous, memory, second_model))
 
 
 def accepted_settings(engine: str) -> frozenset[str]:
@@ -139,9 +143,7 @@ def check_backend(
         spec = EngineSpec.of(model, settings)
         enforce((*EVERY_ENGINE, *backend.rules), Setup(engine, spec, runtime.platform, topology, info))
         backend._check_spec(spec, runtime, topology)
-        if spec.adapters is not None:
-            spec.optimizer.check_for_adapters()
-        elif spec.optimizer.by_weight:
+        if spec.adapters is None and spec.optimizer.by_weight:
             from megascend.engines.common.weight_settings import SettingsByWeight
 
             SettingsByWeight(spec.optimizer, info, spec.vision_tower)

@@ -88,6 +88,9 @@ class EngineEntry:
         packages: packages of the version table that must be installed in a supported version; with ``megatron`` all of them.
         always_pads: micro batches are padded whatever ``batching.packing`` is.
         contiguous: a context parallel rank holds consecutive tokens of a sequence.
+        memory: formulas that estimate a rank's memory: of Megatron-Core's stages, of FSDP2's shards, or of a whole model; None:
+            not estimated.
+        second_model: its backend can hold a frozen model of another architecture beside the trained one.
     """
 
     backend: Callable[..., Any] | str
@@ -95,15 +98,17 @@ class EngineEntry:
     packages: tuple[str, ...] = ("torch", "transformers")
     always_pads: bool = False
     contiguous: bool = False
+    memory: Literal["stages", "shards", "whole"] | None = None
+    second_model: bool = False
 
 
 ENGINES = Registry(
     "engine",
     "megascend.register_engine",
     {
-        "megatron": EngineEntry("megascend.backends:MegatronBackend", megatron=True),
-        "single": EngineEntry("megascend.backends:SingleBackend", always_pads=True),
-        "fsdp": EngineEntry("megascend.backends:FsdpBackend", contiguous=True),
+        "megatron": EngineEntry("megascend.backends:MegatronBackend", megatron=True, memory="stages"),
+        "single": EngineEntry("megascend.backends:SingleBackend", always_pads=True, memory="whole", second_model=True),
+        "fsdp": EngineEntry("megascend.backends:FsdpBackend", contiguous=True, memory="shards", second_model=True),
     },
 )
 

@@ -16,6 +16,7 @@ from megascend.apps.train.preflight import check_lora
 from megascend.apps.train.run_backend import backend_settings, bootstrap
 from megascend.config import RunConfig, parsed
 from megascend.config.documents import load_json
+from megascend.config.registry import ENGINES
 from megascend.config.run_file import full_names, read_settings
 from megascend.errors import CheckpointError, ConfigError, MegascendError, redacted
 from megascend.models.checkpoint_files.files import read_config
@@ -109,11 +110,16 @@ def settings(model: Path, length: int, batch: int, data: Path | None, overrides:
     values["data"] = {"path": str(data or DATA), "global_batch_size": batch, **values.get("data", {})}
     values["batching"] = {"micro_batch_tokens": length, "max_length": length, **values.get("batching", {})}
     config = parsed(RunConfig, values, "plan")
-    if config.engine != "megatron":
+    if not has_layouts(config.engine):
         raise ConfigError(f"engine: {config.engine} has one layout for a world; plans are for engine megatron")
     if config.precision != "bf16":
         raise ConfigError(f"precision: {config.precision}: devices are described for bf16 only")
     return config
+
+
+def has_layouts(engine: str) -> bool:
+    """Check whether an engine has the layouts that are planned, those of Megatron-Core."""
+    return engine in ENGINES and ENGINES[engine].memory == "stages"
 
 
 def plan_layouts(
@@ -210,7 +216,7 @@ def suggestion(
     # Steps with further passes, or with two samples of a unit.
     unlike = config.head != "lm" or config.preference is not None or config.distillation is not None
     unlike = unlike or ":" in (config.loss or "")
-    if config.engine != "megatron" or config.precision != "bf16" or topology.world_size == 1 or unlike:
+    if not has_layouts(config.engine) or config.precision != "bf16" or topology.world_size == 1 or unlike:
         return None
     model = PlannedModel.from_checkpoint(info, read_config(config.model))
     # Lengths that are rounded up for context parallel ranks may exceed the model's context, for which a plan is refused.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megascend.apps.train.swapped_weights import SwappedWeights, difference_of_models
 from megascend.config import RunConfig, TrainerConfig
+from megascend.config.registry import ENGINES
 from megascend.config.rl import TRAINER, RlConfig
 from megascend.engines.step.policy import policy_output
 from megascend.engines.step.step import Step
@@ -165,7 +166,7 @@ def check_teacher_model(
             f"{setting}: {directory} has a vocabulary of {size} tokens, and {config.model} one of {expected}: whole "
             "distributions are compared token by token"
         )
-    if config.engine in ("single", "fsdp"):
+    if ENGINES.require(config.engine).second_model:
         return
     adapter = config.lora is not None
     reason = "the model of an adapter" if adapter else difference_of_models(directory, config.model, info, config.mtp)

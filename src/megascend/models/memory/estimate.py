@@ -87,18 +87,18 @@ def estimate(
         sizes, groups: of the model, and of the Megatron engine's stages, for callers that estimate many settings; None: computed
             here.
     """
-    engine = ENGINES.get(config.engine)
-    if engine is None or not isinstance(engine.backend, str):  # a plug-in's
+    engine = ENGINES.get(config.engine)  # None: of a plug-in that is not imported here
+    if engine is None or engine.memory is None:
         return None
     sizes = sizes or ModelSizes.of(info, hf_config)
     remarks = []
-    if sizes.latent is not None and config.engine != "megatron":
+    if sizes.latent is not None and engine.memory != "stages":
         remarks.append("attention with latent keys and values (MLA) is counted as plain attention")
     if sizes.experts:
         remarks.append("experts are assumed to have equal loads")
     if info.image_layout is not None:
         remarks.append("activations of the vision tower are not counted")
-    if config.engine == "megatron":
+    if engine.memory == "stages":
         per_stage = megatron.stage_items(config, info, sizes, topology, workload, kernels, groups)
     else:
         per_stage = {0: transformers_engines.items(config, info, sizes, topology, workload, kernels)}
@@ -163,7 +163,7 @@ def _host_items(config: TrainerConfig, info: ModelInfo, items: Items, topology: 
     width = ELEMENT_BYTES[config.precision]
     if teacher.swapped:
         host["teacher"] = SWAPPED_COPIES * parameters
-    elif config.engine == "fsdp" and config.fsdp.offload:
+    elif config.fsdp.offload:
         host["teacher"] = width * teacher.info.parameter_count * config.fsdp.replicate // topology.world_size
     if teacher.loss is not None:
         tokens = workload.step_tokens or workload.micro_batches * workload.tokens

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from megascend.config import TrainerConfig
+from megascend.config.registry import ENGINES
 from megascend.models.base import LINEAR, SINGLE_MIXERS
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.memory.activations import (
@@ -62,7 +63,7 @@ def items(
     activations = tokens * (saved + _norm(sizes.hidden, kind) + kind.bytes * sizes.hidden)
     head = head_bytes(sizes.hidden, parameters.vocabulary, tokens, kind, trained=not kind.frozen)
     backward = tokens * (recomputed + _backward(sizes, kind))
-    if config.engine == "single":
+    if ENGINES[config.engine].memory == "whole":
         stage_items, backward_parameters, later = _single(config, parameters, kind)
     else:
         stage_items, backward_parameters, later = _fsdp(config, info, sizes, topology, workload, parameters, kind)
@@ -100,7 +101,7 @@ def second_model(
     # Without gradients a layer's results are freed as the next ones are computed: attention's before those of the MLP.
     passing = max(max(layer.attention, layer.mlp) for layer in layers) + kind.bytes * sizes.hidden
     head = head_bytes(sizes.hidden, sizes.vocabulary, tokens, kind, trained=False)
-    if config.engine == "single":
+    if ENGINES[config.engine].memory == "whole":
         return kind.bytes * elements(info.tensors), int(max(tokens * passing, head))
     by_layer = _layer_elements(info, topology)
     outside, layer = by_layer.pop(None, 0.0), max(by_layer.values())
