@@ -88,31 +88,6 @@ def test_shares_are_rounded_up_to_steps():
     assert Schedule(warmup_ratio=0.5).ending_with(6).warmup == 3
 
 
-BAD = {
-    "two warm-ups": ({"warmup_steps": 3, "warmup_ratio": 0.1}, "warmup_steps: 3 and warmup_ratio: 0.1 both set"),
-    "warm-up of all": ({"warmup_ratio": 1.0}, "warmup_ratio.*less than 1"),
-    "power of another kind": (
-        {"kind": "linear", "power": 2},
-        "power is a setting of schedule.kind: polynomial, and kind is lin",
-    ),
-    "decay of another kind": (
-        {"decay_ratio": 0.3},
-        "decay_ratio is a setting of schedule.kind: wsd, and kind is constant",
-    ),
-    "phases longer than the run": (
-        {"kind": "wsd", "warmup_ratio": 0.5, "decay_ratio": 0.6, "total_steps": 10},
-        "5 steps of warm-up and 6 of decay .* are more than total_steps: 10",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_impossible_schedules_raise_config_error(name):
-    settings, message = BAD[name]
-    with pytest.raises(ConfigError, match=message):
-        Schedule(**settings)
-
-
 def test_a_share_of_no_steps_raises_config_error():
     with pytest.raises(ConfigError, match="schedule warmup_ratio needs total_steps"):
         learning_rate(Schedule(warmup_ratio=0.1), 1.0, 0)

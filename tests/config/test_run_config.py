@@ -35,26 +35,6 @@ def test_an_override_takes_the_place_of_the_files_alternative(tmp_path):
     assert validation == Validation(fraction=0.1, every=7)
 
 
-@pytest.mark.parametrize(
-    ("validation", "message"),
-    [
-        ("{tasks: {names: [t]}, keep_best: true}", "metric: loss needs held-out samples"),
-        ("{path: v, metric: t/acc}", "t/acc is a metric of tasks, and validation.tasks is not set"),
-        ("{tasks: {names: [t]}, metric: acc}", "acc must be loss or TASK/METRIC"),
-        ("{path: v, metric: accuracy}", "accuracy is a metric of classifiers, and classification is not set"),
-        (
-            "{path: v, metric: exact_match}\nclassification: {}",
-            "single_label_classification has loss, accuracy, macro_f1",
-        ),
-        ("{tasks: {names: [t]}, metric: accuracy}\nclassification: {}", "accuracy needs held-out samples"),
-        ("{tasks: {names: [t]}}\nbradley_terry: {}", "validation.tasks and bradley_terry are both set"),
-    ],
-)
-def test_validation_metric_must_be_measured(tmp_path: Path, validation: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(tmp_path, f"validation: {validation}\n")
-
-
 def test_tasks_need_no_held_out_samples_and_have_an_interval(tmp_path: Path) -> None:
     validation = load(tmp_path, "validation: {tasks: {names: [t]}, every: 7, metric: t/acc, patience: 2}\n").validation
     assert validation is not None
@@ -85,10 +65,6 @@ UNHELPFUL: dict[str, str] = {
     "trackers=wandb": r"trackers: a list is expected here .*'wandb'\): write trackers: \[wandb\], or --set trackers=\[wandb\]",
     "plugins=mine": r"plugins: a list is expected here \(got 'mine'\): .* --set plugins=\[mine\]",
     "output=": r"output: a value is expected here, and there is none",
-    "data.path=": r"data: set path, or sources for several files; neither is set",
-    "data.sources=[{path: b.jsonl}]": r"data: set path, or sources for several files; both are set",
-    "data={sources: [{path: a.jsonl, weight: 2}, {path: b.jsonl}]}": r"data\.sources\[1\]\.weight is not set, and other sources",
-    "data={sources: [{path: a.jsonl, columns: {txt: body}}]}": r"data\.sources\[0\]\.columns: txt is not a column that is read",
     "data={sources: [{path: a.jsonl, weight: 0}]}": r"data\.sources\.0\.weight: Input should be greater than 0",
     "optimizer.lr=": r"optimizer\.lr: a value is expected here, and there is none",
     "batch_size=4": r"batch_size: unknown setting \(value 4\), did you mean data\.global_batch_size",

@@ -13,7 +13,6 @@ from megascend import Parallel
 from megascend.engines.common import offloaded_adam
 from megascend.engines.common.checkpoints import engine_state
 from megascend.engines.common.offloaded_adam import OffloadedAdam, host_blocks
-from megascend.errors import ConfigError
 from megascend.reference.te.optimizers import FusedAdam
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
@@ -215,18 +214,3 @@ def load_in_another_layout(checkpoint: str, folder: Path) -> None:
 def test_offloaded_state_moves_to_another_layout(parity_folder: Path, tmp_path: Path) -> None:
     checkpoint = str(case_checkpoint(parity_folder, "qwen3"))
     run_distributed(load_in_another_layout, 2, checkpoint, tmp_path, init=False, timeout_s=300)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kind": "muon"}, "offload: true is for AdamW with fp32 moments, and kind: muon is set"),
-        ({"moments": "8bit"}, "and moments: 8bit is set: leave one out"),
-    ],
-)
-def test_offload_of_other_states_raises_config_error(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        megascend.Adam(offload=True, **settings)
-    adam = megascend.Adam(offload=0.5)
-    with pytest.raises(ConfigError, match=r"optimizer.offload is not for LoRA adapters"):
-        adam.check_for_adapters()

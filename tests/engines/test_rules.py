@@ -375,4 +375,4 @@ def test_every_rule_has_a_case(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         version = "0.15.3" if "older than" in message else "0.16.1"
         monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
         refusals.append(first_refusal(rules, setup_of(**refused)))
-    assert [rule for rule in rules if rule not in refusals and "TORCHDYNAMO" not in rule.setting] == []
+    assert [rule for rule in rules if rule not in refusals and "TORCHDYNAMO" not in rule.text] == []

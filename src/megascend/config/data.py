@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator
 
-from megascend.config.section import Also, Count, Section, Size
-from megascend.errors import ConfigError
+from megascend.config.rules import Rule
+from megascend.config.section import Also, Count, Section, Size, has_duplicates
 
 
 class ImageLimits(Section):
@@ -38,6 +38,24 @@ class DataImages(ImageLimits):
     )
 
 
+DATA_COLUMNS = (
+    "messages", "conversations", "system", "prompt", "completion", "label", "instruction", "input", "output", "history",
+    "chosen", "rejected", "margin", "text", "token_ids", "prompt_length", "weights", "top_ids", "top_logprobs", "tools",
+    "chat_template_kwargs", "images", "image",
+)  # fmt: skip
+"""Columns of data files that are read."""
+COLUMN_RULES: tuple[Rule[Any], ...] = (
+    Rule(
+        "columns: {columns} names a column that is not read; write a name of docs/data.md first, and yours second",
+        lambda s: not {*(s.columns or ())} <= {*DATA_COLUMNS},
+    ),
+    Rule(
+        "columns: one column of the data has two names; leave one out",
+        lambda s: has_duplicates([*(s.columns or {}).values()]),
+    ),
+)
+
+
 class MixedSource(Section):
     """One of several sources of training data, and its share of the samples."""
 
@@ -51,6 +69,8 @@ class MixedSource(Section):
     split: str | None = Field(None, description="as data.split, for this source")
     config_name: str | None = Field(None, description="as data.config_name, for this source")
     columns: dict[str, str] | None = Field(None, description="as data.columns, for this source")
+
+    rules = COLUMN_RULES
 
 
 class Data(Section):
@@ -116,64 +136,42 @@ class Data(Section):
         False, description="also train on the user's turns of conversations"
     )
 
-    @model_validator(mode="after")
-    def _split_is_not_empty(self) -> Data:
-        if not self.split:
-            raise ValueError("data.split: name a split, or leave it out for 'train'")
-        return self
-
-    @model_validator(mode="after")
-    def _columns_are_known_and_distinct(self) -> Data:
-        for setting, columns in [
-            ("data.columns", self.columns),
-            *((f"data.sources[{number}].columns", source.columns or {}) for number, source in enumerate(self.sources)),
-        ]:
-            unknown = sorted(columns.keys() - set(DATA_COLUMNS))
-            if unknown:
-                raise ValueError(
-                    f"{setting}: {', '.join(unknown)} is not a column that is read; these are: {', '.join(DATA_COLUMNS)}. Yours "
-                    "come second: {text: YOURS}"
-                )
-            if len(set(columns.values())) != len(columns):
-                raise ValueError(f"{setting}: one column of the data is given for two names")
-        return self
-
-    @model_validator(mode="after")
-    def _path_or_sources(self) -> Data:
-        if (self.path is None) == (not self.sources):
-            problem = "both are" if self.sources else "neither is"
-            raise ValueError(f"data: set path, or sources for several files; {problem} set")
-        weighted = [source.weight is not None for source in self.sources]
-        if any(weighted) and not all(weighted):
-            number = weighted.index(False)
-            raise ValueError(
-                f"data.sources[{number}].weight is not set, and other sources have a weight: set all of them, or none to read "
-                "each sample once an epoch"
+    rules = (
+        *COLUMN_RULES,
+        Rule(
+            "split: it names none; name a split, or leave it out for train",
+            lambda s: not s.split,
+        ),
+        Rule(
+            "path: the data are those of a path, or of several sources; set one of the two",
+            lambda s: (s.path is None) == (not s.sources),
+        ),
+        Rule(
+            "sources: some have a weight and others have none; set all weights, or none to read each sample once "
+            "an epoch",
+            lambda s: len({source.weight is None for source in s.sources}) > 1,
+        ),
+        *(
+            Rule(
+                f"{name} with streaming=false: it is a setting of streams; set streaming: true, or leave it out",
+                lambda s, name=name: not s.streaming and s[name] != Data.model_fields[name].default,
             )
-        return self
-
-    @model_validator(mode="after")
-    def _stream_settings_fit(self) -> Data:
-        if not self.streaming:
-            for name in ("shuffle_buffer", "max_bad_records"):
-                if getattr(self, name) != Data.model_fields[name].default:
-                    raise ValueError(f"data.{name} is a setting of streams: set data.streaming: true, or leave it out")
-            return self
-        if self.prepared is not None:
-            raise ValueError(
-                "data.streaming: true and data.prepared are both set: prepared samples are not tokenised again"
-            )
-        if len(self.sources) > 1 and self.sources[0].weight is None:
-            raise ValueError(
-                "data.streaming: true, and sources without weights are read by their number of samples, which a stream does not "
-                "know: set data.sources[..].weight"
-            )
-        if self.on_too_long == "error":
-            raise ValueError(
-                "data.streaming: true reads no data before a run starts, which data.on_too_long: error needs: set "
-                "data.on_too_long: truncate or skip"
-            )
-        return self
+            for name in ("shuffle_buffer", "max_bad_records")
+        ),
+        Rule(
+            "streaming with prepared: prepared samples are not tokenised again; leave one of them out",
+            lambda s: s.streaming and s.prepared is not None,
+        ),
+        Rule(
+            "streaming with sources with no weights: a stream does not know their numbers of samples; set their "
+            "weights",
+            lambda s: s.streaming and len(s.sources) > 1 and s.sources[0].weight is None,
+        ),
+        Rule(
+            "on_too_long with streaming: a stream reads no data before the run starts; set truncate or skip",
+            lambda s: s.streaming and s.on_too_long == "error",
+        ),
+    )
 
     @property
     def title(self) -> str:
@@ -222,12 +220,6 @@ class DataSource:
     weight: float | None = None
 
 
-DATA_COLUMNS = (
-    "messages", "conversations", "system", "prompt", "completion", "label", "instruction", "input", "output", "history",
-    "chosen", "rejected", "margin", "text", "token_ids", "prompt_length", "weights", "top_ids", "top_logprobs", "tools",
-    "chat_template_kwargs", "images", "image",
-)  # fmt: skip
-"""Columns of data files that are read."""
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 """transformers' names for what a sequence classifier learns, and of the losses that it learns it with."""
 LABEL_METRICS: dict[ProblemType, tuple[str, ...]] = {
@@ -293,44 +285,37 @@ class Validation(Section):
     )
     min_delta: float = Field(0.0, ge=0, description="smallest change of the metric that counts as an improvement")
 
-    @model_validator(mode="after")
-    def _min_delta_has_a_use(self) -> Validation:
-        if self.min_delta and not self.patience and not self.keep_best:
-            raise ValueError("validation.min_delta is set, and neither validation.patience nor validation.keep_best")
-        return self
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Validation:
-        if self.split == "":
-            raise ValueError("validation.split: name a split, or leave it out")
-        separate = self.path is not None or self.split is not None
-        if separate and self.fraction:
-            setting = "path" if self.path is not None else "split"
-            raise ValueError(f"validation: set path, split or fraction; {setting} and fraction are both set")
-        if not self.holds_out and self.tasks is None:
-            raise ValueError("validation: set path, split or fraction; none is set")
-        return self
-
-    @model_validator(mode="after")
-    def _metric_is_measured(self) -> Validation:
-        if self.metric == "loss":
-            if not self.holds_out and (self.keep_best or self.patience):
-                raise ValueError(
-                    "validation.metric: loss needs held-out samples (path, split or fraction); without them set metric to one of "
-                    "validation.tasks, TASK/METRIC"
-                )
-            return self
-        if self.needs_labels:
-            if not self.holds_out:
-                raise ValueError(
-                    f"validation.metric: {self.metric} needs held-out samples: set path, split or fraction"
-                )
-            return self
-        if self.tasks is None:
-            raise ValueError(f"validation.metric: {self.metric} is a metric of tasks, and validation.tasks is not set")
-        if "/" not in self.metric:
-            raise ValueError(f"validation.metric: {self.metric} must be loss or TASK/METRIC, such as arc_easy/acc_norm")
-        return self
+    rules = (
+        Rule(
+            "min_delta with no patience and keep_best: nothing compares with it; set one of these, or leave it out",
+            lambda s: s.min_delta > 0 and not s.patience and not s.keep_best,
+        ),
+        Rule(
+            "split: it names none; name a split, or leave it out",
+            lambda s: s.split == "",
+        ),
+        Rule(
+            "fraction with path or split: held-out samples have one source; leave one of them out",
+            lambda s: s.fraction > 0 and (s.path is not None or s.split is not None),
+        ),
+        Rule(
+            "path with no split, fraction and tasks: nothing is measured; set one of them",
+            lambda s: not s.holds_out and s.tasks is None,
+        ),
+        Rule(
+            "metric with no held-out samples: it is measured on these; set path, split or fraction, or "
+            "TASK/METRIC of tasks",
+            lambda s: not s.holds_out and (s.needs_labels or (s.metric == "loss" and bool(s.keep_best or s.patience))),
+        ),
+        Rule(
+            "metric with no tasks: it is a metric of tasks; set tasks, or loss",
+            lambda s: s.metric != "loss" and not s.needs_labels and s.tasks is None,
+        ),
+        Rule(
+            "metric: it names no task; write TASK/METRIC, such as arc_easy/acc_norm",
+            lambda s: s.metric != "loss" and not s.needs_labels and "/" not in s.metric,
+        ),
+    )
 
     @property
     def needs_labels(self) -> bool:
@@ -461,6 +446,23 @@ class Classification(Section):
             raise ValueError(f"a name is text, and YAML reads {unquoted[0]!r} here: write names in quotes")
         return value
 
+    rules = (
+        Rule(
+            "num_labels with labels: their number is another one; leave num_labels out",
+            lambda s: s.labels is not None and s.num_labels not in (None, len(s.labels)),
+        ),
+        Rule(
+            "labels: one is listed twice; leave one out",
+            lambda s: has_duplicates(s.labels or ()),
+        ),
+        Rule(
+            "problem_type with one label: it chooses among two or more; set multi_label_classification",
+            lambda s: (
+                s.problem_type == "single_label_classification" and s.label_names is not None and len(s.label_names) < 2
+            ),
+        ),
+    )
+
     @property
     def label_names(self) -> tuple[str, ...] | None:
         """Return the names of the labels; None if only the model's head can tell them."""
@@ -469,27 +471,3 @@ class Classification(Section):
         if self.num_labels is None:
             return None
         return default_labels(self.num_labels)
-
-    def check_count(self, count: int) -> None:
-        """Raise ConfigError for a single label among fewer than two."""
-        if self.problem_type == "single_label_classification" and count < 2:
-            raise ConfigError(
-                f"classification: {count} label, and single_label_classification chooses among two or more: set "
-                "classification.problem_type: multi_label_classification"
-            )
-
-    @model_validator(mode="after")
-    def _labels_are_distinct_and_counted(self) -> Classification:
-        if self.labels is not None and self.num_labels not in (None, len(self.labels)):
-            raise ValueError(
-                f"classification.num_labels: {self.num_labels}, and classification.labels has {len(self.labels)}: leave "
-                "num_labels out"
-            )
-        if self.labels is not None and (twice := sorted({name for name in self.labels if self.labels.count(name) > 1})):
-            raise ValueError(f"classification.labels: {', '.join(twice)} is listed twice")
-        if (names := self.label_names) is not None:
-            try:
-                self.check_count(len(names))
-            except ConfigError as error:
-                raise ValueError(str(error)) from None
-        return self

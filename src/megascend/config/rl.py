@@ -10,7 +10,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_settings
 from megascend.config.data import PREFERENCE_LOSSES
 from megascend.config.rl_presets import LOSS_OPTIONS, PRESETS
-from megascend.config.section import Also
+from megascend.config.rules import Rule
+from megascend.config.section import Also, has_duplicates
+from megascend.config.training import MEASURED_BUDGET
 
 VLLM = "vllm"
 """Entry of ``engines`` for a vLLM server that the run starts."""
@@ -23,14 +25,11 @@ BASE = "base"
 COUNTERPARTS = {
     "data": "prompts are those of rollout.prompts, and their number in a step is rollout.prompts_per_step",
     "validation": "set evaluation: rewards on the prompts of another file at intervals",
-    "generation": "evaluation lets the model answer the prompts of a file at intervals, and megascend rollouts RUN --outcome "
-    "evaluated shows the responses",
+    "generation": "set evaluation, and read the responses with megascend rollouts RUN --outcome evaluated",
     "distillation": "set teacher: its distributions over what the model samples are learned",
-    "epochs": "set steps: how many prompts they take depends on the groups that are dropped; the prompts are drawn repeatedly",
-    **dict.fromkeys(
-        PREFERENCE_LOSSES, "objective says what is learned from rewards; preferences are data of megascend train"
-    ),
-    "classification": "labels of texts are data of megascend train; rewards may be those of a classifier that it has trained",
+    "epochs": "set steps: how many prompts they take depends on the groups that are dropped",
+    **dict.fromkeys(PREFERENCE_LOSSES, "objective says what is learned from rewards"),
+    "classification": "rewards may be those of a classifier that it has trained",
     "loss": "set objective.loss, or objective.preset",
     "loss_settings": "the settings of a loss are those of objective",
 }
@@ -151,14 +150,12 @@ class Rollout(Section):
         "publishes its address",
     )
 
-    @model_validator(mode="after")
-    def _top_p_needs_top_k(self) -> Rollout:
-        if self.top_p < 1 and not self.top_k:
-            raise ValueError(
-                f"rollout.top_p: {self.top_p:g} needs rollout.top_k: engines return the tokens that were allowed, which top_k "
-                "bounds"
-            )
-        return self
+    rules = (
+        Rule(
+            "top_p with top_k=0: engines return the tokens that were allowed, which top_k bounds; set top_k",
+            lambda s: s.top_p < 1 and not s.top_k,
+        ),
+    )
 
     @property
     def max_equal_groups(self) -> int:
@@ -246,15 +243,13 @@ class Objective(Section):
             settings = {name: value for name, value in settings.items() if name not in LOSS_OPTIONS}
         return settings | values
 
-    @model_validator(mode="after")
-    def _clip_ranges_have_an_effect(self) -> Objective:
-        if self.correction == "truncated" and (options := self.loss_options):
-            name, value = next(iter(options.items()))
-            raise ValueError(
-                f"objective.{name}: {value:g} has no effect with objective.correction: truncated, where the ratio to the old "
-                "policy is 1; set correction: none"
-            )
-        return self
+    rules = (
+        Rule(
+            "correction with clip_low, clip_high or dual_clip: the ratio to the old policy is 1, and nothing is "
+            "clipped; set none",
+            lambda s: s.correction == "truncated" and bool(s.loss_options),
+        ),
+    )
 
     @property
     def loss_options(self) -> dict[str, float]:
@@ -294,14 +289,13 @@ class ReferenceSettings(Section):
         """Estimator of the penalty."""
         return self.estimator or ("k1" if self.penalty == "reward" else "k2")
 
-    @model_validator(mode="after")
-    def _estimator_in_the_loss_has_a_gradient(self) -> ReferenceSettings:
-        if self.penalty == "loss" and self.estimator == "k1":
-            raise ValueError(
-                "estimator: k1 in the loss has an expected gradient of 0: use k2, or penalty: reward, where k1 has the gradient "
-                "of the KL divergence"
-            )
-        return self
+    rules = (
+        Rule(
+            "estimator with penalty=loss: its expected gradient is 0; set k2, or penalty: reward, where k1 has "
+            "the gradient of the KL divergence",
+            lambda s: s.penalty == "loss" and s.estimator == "k1",
+        ),
+    )
 
 
 class TeacherSettings(Section):
@@ -335,28 +329,31 @@ class TeacherSettings(Section):
         False, description="with loss policy, add the teacher's advantages to those of the rewards, in place of them"
     )
 
-    @model_validator(mode="after")
-    def _engine_model_and_loss_fit(self) -> TeacherSettings:
-        has_directory = self.engine in (LOCAL, TRAINER)
-        if has_directory != (self.model is not None):
-            raise ValueError(
-                "set teacher.model with engine local or trainer, and only with these: a server has its model loaded"
-            )
-        address = self.engine.removeprefix(SGLANG)
-        server = address.startswith("http://") and address.removeprefix("http://").strip("/")
-        if not has_directory and not server:
-            raise ValueError(
-                f"teacher.engine: {self.engine!r} is neither local, trainer, nor the address of a server "
-                "(http://HOST:PORT of a vLLM, sglang:http://HOST:PORT)"
-            )
-        if self.engine == TRAINER and "top" in self.model_fields_set:
-            raise ValueError(
-                f"teacher.top: {self.top} with engine trainer, which compares distributions over the whole vocabulary: leave it "
-                "out"
-            )
-        if self.rewards and self.loss != "policy":
-            raise ValueError(f"teacher.rewards: true needs teacher.loss: policy, got {self.loss}")
-        return self
+    rules = (
+        Rule(
+            "model with engine={engine}: local and trainer load a directory, and a server has its model loaded; "
+            "set it for local and trainer only",
+            lambda s: (s.engine in (LOCAL, TRAINER)) != (s.model is not None),
+        ),
+        Rule(
+            "engine: it is neither local, trainer, nor the address of a server; set http://HOST:PORT of a vLLM, "
+            "or sglang:http://HOST:PORT",
+            lambda s: s.engine not in (LOCAL, TRAINER) and not _is_address(s.engine.removeprefix(SGLANG)),
+        ),
+        Rule(
+            "top with engine=trainer: it compares distributions over the whole vocabulary; leave it out",
+            lambda s: s.engine == TRAINER and "top" in s.model_fields_set,
+        ),
+        Rule(
+            "rewards with loss={loss}: only loss policy has advantages, which are added to those of the rewards; "
+            "set loss: policy",
+            lambda s: s.rewards and s.loss != "policy",
+        ),
+    )
+
+
+def _is_address(text: str) -> bool:
+    return text.startswith("http://") and bool(text.removeprefix("http://").strip("/"))
 
 
 class Sync(Section):
@@ -446,6 +443,7 @@ class RlConfig(TrainerConfig):
     rollout: Rollout = Field(description="sampling of responses")
     engines: tuple[str, ...] = Field(
         ("local",),
+        min_length=1,
         description="addresses of vLLM servers (http://HOST:PORT); vllm: a server that the run starts on rank 0's host; local: "
         "transformers in a process beside rank 0",
     )
@@ -461,14 +459,94 @@ class RlConfig(TrainerConfig):
     )
     evaluation: Evaluation | None = Field(None, description="measure rewards on other prompts at intervals")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_settings_of_train(cls, values: Any) -> Any:
-        # As unknown keys they would get the advice to check their spelling.
-        if isinstance(values, dict) and (names := [name for name in COUNTERPARTS if name in values]):
-            lines = "; ".join(f"{name}: {COUNTERPARTS[name]}" for name in names)
-            raise ValueError(f"{', '.join(names)}: for megascend train only; {lines}")
-        return values
+    counterparts = TrainerConfig.counterparts | {
+        name: f"for megascend train only; {remedy}" for name, remedy in COUNTERPARTS.items()
+    }
+    rules = (
+        *TrainerConfig.rules,
+        MEASURED_BUDGET,
+        Rule(
+            "rollout.reward: rewards come from this function or from rollout.environment; set one of the two",
+            lambda s: s.graders == 2 or (s.graders == 0 and s.learns_from_rewards),
+        ),
+        Rule(
+            "rollout.prompts: only an environment may bring its own; name a file",
+            lambda s: s.rollout.prompts is None and s.rollout.environment is None,
+        ),
+        Rule(
+            "evaluation with nothing that gives rewards: it measures rewards; set rollout.reward or "
+            "rollout.environment, or leave it out",
+            lambda s: s.evaluation is not None and s.graders == 0,
+        ),
+        Rule(
+            "teacher.loss with rollout.temperature={rollout.temperature:g} and top_k={rollout.top_k}: probabilities of all "
+            "tokens at temperature 1 are compared; set 1, and leave top_k and top_p out",
+            lambda s: (
+                s.teacher is not None
+                and (s.teacher.loss != "policy" or s.teacher.engine != TRAINER)
+                and (s.rollout.temperature != 1 or s.rollout.top_k > 0)
+            ),
+        ),
+        Rule(
+            "objective.overlong_share with rollout.environment: it is a penalty on single responses, of which an "
+            "episode has several; set 0",
+            lambda s: s.objective.overlong_share > 0 and s.rollout.environment is not None,
+        ),
+        # Otherwise a run would report the penalty of each rollout and learn nothing from it.
+        Rule(
+            "reference.penalty with a teacher in place of rewards: a penalty on rewards has no effect; set loss",
+            lambda s: (
+                s.reference is not None
+                and s.reference.penalty == "reward"
+                and s.reference.coefficient > 0
+                and not s.learns_from_rewards
+            ),
+        ),
+        Rule(
+            f"reference.model with lora: the reference of an adapter is the model without it; set {BASE}",
+            lambda s: s.reference is not None and s.lora is not None and s.reference.model != BASE,
+        ),
+        Rule(
+            "sync.sharded with lora: rank 0 merges the adapter and sends complete weights; leave it out",
+            lambda s: s.lora is not None and s.sync.sharded is True,
+        ),
+        Rule(
+            "sync.mode with lora: rank 0 merges the adapter and sends complete weights; leave it out",
+            lambda s: s.lora is not None and s.sync.mode == "delta",
+        ),
+        Rule(
+            "base_weights with megascend rl: engines sample from unquantised weights, whose probabilities differ; leave it out",
+            lambda s: s.base_weights != "unquantised",
+        ),
+        Rule(
+            "sync.every with rollout.max_lag={rollout.max_lag}: no sample would be new enough for the last steps "
+            "before an update; set max_lag to sync.every - 1 or more",
+            lambda s: s.sync.every > s.rollout.max_lag + 1,
+        ),
+        Rule(
+            "rollout.router_replay with engines=local: they do not return the experts of each token; name vLLM "
+            "servers started with --enable-return-routed-experts",
+            lambda s: s.rollout.router_replay and s.rollout.controller is None and "local" in s.engines,
+        ),
+        Rule(
+            "engines with rollout.controller: the controller brings the engines; leave it out",
+            lambda s: s.rollout.controller is not None and s.engines != ("local",),
+        ),
+        # "local" and "vllm" may be repeated: each is an engine of its own.
+        Rule(
+            "engines: an address is listed twice; list it once",
+            lambda s: has_duplicates([name for name in s.engines if name not in ("local", VLLM)]),
+        ),
+        Rule(
+            "placement with no vllm among engines: it is of engines that the run starts; leave it out",
+            lambda s: s.placement != PlacementSettings() and not s.started_engines,
+        ),
+        Rule(
+            "placement.engines with another number of entries vllm of engines: it has the GPUs of each engine "
+            "that the run starts; list as many",
+            lambda s: s.placement.engines is not None and len(s.placement.engines) != len(s.started_engines),
+        ),
+    )
 
     @field_validator("objective")
     @classmethod
@@ -479,66 +557,10 @@ class RlConfig(TrainerConfig):
             return objective
         return objective.model_copy(update={"length": rollout.max_tokens})
 
-    @model_validator(mode="after")
-    def _responses_are_graded(self) -> RlConfig:
-        graders = (self.rollout.reward is not None) + (self.rollout.environment is not None)
-        if graders == 2 or (graders == 0 and self.learns_from_rewards):
-            raise ValueError("set either rollout.reward or rollout.environment")
-        if self.rollout.prompts is None and self.rollout.environment is None:
-            raise ValueError("rollout.prompts: name a file of prompts; only an environment may bring its own")
-        if graders == 0 and self.evaluation is not None:
-            raise ValueError("evaluation measures rewards: set rollout.reward or rollout.environment, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _teacher_scores_at_temperature_1(self) -> RlConfig:
-        rollout = self.rollout
-        if self.teacher is not None and self.teacher.loss != "policy" and (rollout.temperature != 1 or rollout.top_k):
-            raise ValueError(
-                f"teacher.loss: {self.teacher.loss} compares whole distributions at temperature 1: set rollout.temperature: 1 "
-                "and leave top_k and top_p out"
-            )
-        if self.teacher is not None and self.teacher.engine != TRAINER and (rollout.temperature != 1 or rollout.top_k):
-            raise ValueError(
-                f"teacher.engine: {self.teacher.engine} scores tokens at temperature 1: set rollout.temperature: 1 and leave "
-                "top_k and top_p out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _overlong_penalty_is_of_single_responses(self) -> RlConfig:
-        objective, rollout = self.objective, self.rollout
-        if objective.overlong_share and rollout.environment is not None:
-            raise ValueError(
-                f"objective.overlong_share: {objective.overlong_share:g} is a penalty on single responses, of which an episode "
-                "of rollout.environment has several; set it to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _penalty_on_rewards_has_an_effect(self) -> RlConfig:
-        # Otherwise a run would report the penalty of each rollout and learn nothing from it.
-        reference = self.reference
-        if (
-            reference is not None
-            and reference.penalty == "reward"
-            and reference.coefficient
-            and not self.learns_from_rewards
-        ):
-            raise ValueError(
-                f"reference.penalty: reward (coefficient {reference.coefficient:g}) has no effect with a teacher in place of "
-                "rewards: set reference.penalty: loss"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _reference_of_an_adapter_is_its_base(self) -> RlConfig:
-        if self.reference is not None and self.lora is not None and self.reference.model != BASE:
-            raise ValueError(
-                f"reference.model: {self.reference.model} with lora: the reference of an adapter is the model without it; set "
-                f"{BASE}"
-            )
-        return self
+    @property
+    def graders(self) -> int:
+        """Return the number of settings that give rewards."""
+        return (self.rollout.reward is not None) + (self.rollout.environment is not None)
 
     @property
     def teacher_engine(self) -> str:
@@ -565,61 +587,6 @@ class RlConfig(TrainerConfig):
         names = ("advantages", "divide_by_std", "overlong_share")
         values = {name: getattr(self.objective, name) for name in names}
         return {name: value for name, value in values.items() if value != Objective.model_fields[name].default}
-
-    @model_validator(mode="after")
-    def _adapter_is_merged_by_rank_0(self) -> RlConfig:
-        if self.lora is not None and (self.sync.sharded or self.sync.mode == "delta"):
-            setting = "sync.sharded: true" if self.sync.sharded else "sync.mode: delta"
-            raise ValueError(f"{setting} with lora: rank 0 merges the adapter and sends complete weights; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _base_is_unquantised(self) -> RlConfig:
-        if self.base_weights != "unquantised":
-            raise ValueError(
-                f"base_weights: {self.base_weights} is for megascend train: engines sample from unquantised weights, whose "
-                "probabilities differ; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _samples_are_new_enough(self) -> RlConfig:
-        # Otherwise no sample would be new enough for the last steps before an update.
-        if self.sync.every > self.rollout.max_lag + 1:
-            raise ValueError(
-                f"sync.every={self.sync.every} needs rollout.max_lag of {self.sync.every - 1} or more, got "
-                f"{self.rollout.max_lag}: between two updates every step learns from weights that are one step older"
-            )
-        self.batching.check_budget()
-        return self
-
-    @model_validator(mode="after")
-    def _engines_fit_the_rollout(self) -> RlConfig:
-        if not self.engines:
-            raise ValueError("engines must name at least one")
-        if self.rollout.router_replay and self.rollout.controller is None and "local" in self.engines:
-            raise ValueError(
-                "rollout.router_replay needs engines that return the experts of each token, not local ones: name vLLM servers "
-                "started with --enable-return-routed-experts"
-            )
-        if self.rollout.controller is not None and self.engines != ("local",):
-            raise ValueError("rollout.controller brings the engines: leave engines out")
-        # "local" and "vllm" may be repeated: each is an engine of its own.
-        addresses = [name for name in self.engines if name not in ("local", VLLM)]
-        if len(set(addresses)) < len(addresses):
-            raise ValueError(f"engines names one address twice: {', '.join(self.engines)}")
-        return self
-
-    @model_validator(mode="after")
-    def _placement_fits_the_engines(self) -> RlConfig:
-        if self.placement != PlacementSettings() and not self.started_engines:
-            raise ValueError(f"placement is of engines that the run starts, and engines has no {VLLM}")
-        if self.placement.engines is not None and len(self.placement.engines) != len(self.started_engines):
-            raise ValueError(
-                f"placement.engines has the GPUs of {len(self.placement.engines)} engines, and engines has "
-                f"{len(self.started_engines)} entries {VLLM}"
-            )
-        return self
 
     @property
     def started_engines(self) -> tuple[int, ...]:

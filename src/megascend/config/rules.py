@@ -1,7 +1,11 @@
-"""Rules: what an engine, a provider or a model's implementation does not support, as tables that docs and tests read."""
+"""Rules: settings that contradict each other or that an engine, a provider or a model does not support, in tables.
+
+Docs and tests read the tables.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,25 +26,21 @@ S = TypeVar("S", bound=Subject)
 
 @dataclass(frozen=True)
 class Rule(Generic[S]):
-    """A setting that is refused. Its texts may have entries of the subject in braces.
+    """A setting that is refused.
 
     Attributes:
-        setting: ``KEY with WHAT``: the key of a setting, and what it does not work with.
+        text: ``KEY: BECAUSE; REMEDY`` or ``KEY with WHAT: BECAUSE; REMEDY``: the key of a setting, what it does not work with,
+            the reason, and what to set instead. It may have entries of the subject in braces.
         when: decides whether a subject is refused.
-        because: reason.
-        remedy: what to set instead.
     """
 
-    setting: str
+    text: str
     when: Callable[[S], bool]
-    because: str
-    remedy: str
 
     def message(self, subject: S) -> str:
-        """Return the one sentence that a user reads: ``KEY: value with WHAT: because; remedy``."""
-        key, _, rest = self.setting.partition(" ")
-        text = f"{rest}: {self.because}; {self.remedy}".format_map(_Entries(subject))
-        return f"{key}{_value(subject[key])} {text}"
+        """Return the one sentence that a user reads: the text, with the value of the setting after its key."""
+        key = re.split("[ :]", self.text, maxsplit=1)[0]
+        return f"{key}{_value(subject[key])}{self.text.removeprefix(key).format_map(_Entries(subject))}"
 
 
 def enforce(rules: Iterable[Rule[S]], subject: S) -> None:
@@ -51,13 +51,13 @@ def enforce(rules: Iterable[Rule[S]], subject: S) -> None:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return _value(value[0] if value and isinstance(value[0], BaseModel) else ", ".join(map(str, value)) or "[]")
     if isinstance(value, (BaseModel, Mapping)):  # a section
         return ""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f": {', '.join(map(str, value))}"
     if value is None or isinstance(value, bool):
         return f": {'null' if value is None else str(value).lower()}"
-    return f": {value:g}" if isinstance(value, float) else f": {value}"
+    return f": {value:g}" if isinstance(value, float) else f": {value!s:.40}" if value != "" else ": ''"
 
 
 class _Entries(dict[str, Any]):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from datetime import date
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from typing_extensions import Self
@@ -26,15 +27,19 @@ from megascend.config.data import (
     Simpo,
     Validation,
 )
+from megascend.config.rules import Rule
 from megascend.config.run_file import read_settings
-from megascend.config.section import Also, Count, Seconds, Section, Size, explain
+from megascend.config.section import Also, Count, Seconds, Section, Size, explain, has_duplicates
 from megascend.config.training import (
+    Adam,
     Adapters,
     Affinity,
     BaseWeights,
     EngineSettings,
     Lora,
     PluginName,
+    Schedule,
+    optimizer_of_adapters,
 )
 from megascend.errors import HIDDEN, ConfigError, hidden_entries
 
@@ -58,16 +63,17 @@ class Generation(Section):
         True, description="render a text as the user's turn with the chat template; false: continue it as it is"
     )
 
-    @model_validator(mode="after")
-    def _prompts_are_distinct(self) -> Generation:
+    rules = (
         # Answers are logged by their prompt: a second one would replace the first.
-        if any(self.prompts.count(prompt) > 1 for prompt in self.prompts):
-            raise ValueError("generation.prompts: a prompt appears twice")
-        if not self.chat and not all(isinstance(prompt, str) for prompt in self.prompts):
-            raise ValueError(
-                "generation.chat: false continues texts; a prompt that is a conversation needs the template"
-            )
-        return self
+        Rule(
+            "prompts: one appears twice, and answers are logged by their prompt; leave one out",
+            lambda s: has_duplicates(s.prompts),
+        ),
+        Rule(
+            "chat with a prompt that is a conversation: it needs the chat template; set true",
+            lambda s: not s.chat and not all(isinstance(prompt, str) for prompt in s.prompts),
+        ),
+    )
 
 
 class Profile(Section):
@@ -125,15 +131,18 @@ class Checkpoint(Section):
 class TrainerConfig(EngineSettings):
     """Settings shared by ``megascend train`` and ``megascend rl``."""
 
+    counterparts: ClassVar[Mapping[str, str]] = {
+        "head": "a setting of backends; set loss to bradley_terry or classification (docs/data.md, Reward models and critics)"
+    }
+    """Settings of other programs that are asked for here, and what to set in their place."""
+
     @model_validator(mode="before")
     @classmethod
-    def _no_head(cls, values: Any) -> Any:
-        # Named explicitly: as an unknown key it would get the advice to check its spelling.
-        if isinstance(values, dict) and "head" in values:
-            raise ValueError(
-                f"head: {values['head']!r:.200} is a setting of backends, not of run files: set loss to bradley_terry or "
-                "classification (docs/data.md, Reward models and critics)"
-            )
+    def _refuse_settings_of_others(cls, values: Any) -> Any:
+        # As unknown keys they would get the advice to check their spelling.
+        for name, remedy in cls.counterparts.items():
+            if isinstance(values, dict) and name in values:
+                raise ValueError(f"{name}: {remedy}")
         return values
 
     output: Annotated[Path, Also("output_dir", "save_dir")] = Field(
@@ -206,51 +215,35 @@ class TrainerConfig(EngineSettings):
         options_by_name = {name: options for entry in entries for name, options in entry.items()}
         return {"tensorboard": {}} | options_by_name if self.tensorboard else options_by_name
 
-    @model_validator(mode="after")
-    def _trackers_are_distinct(self) -> Self:
-        # An entry is a name, or a mapping of names to options.
-        names = [name for entry in self.trackers for name in ([entry] if isinstance(entry, str) else entry)]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"trackers: {', '.join(twice)} is listed twice")
-        return self
-
-    @model_validator(mode="after")
-    def _pushes_an_export(self) -> Self:
-        if self.push is not None and not self.export:
-            raise ValueError(
-                "push uploads what export writes, and export is false: set export: true, or leave push out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _adamw_for_adapters(self) -> Self:
-        if self.lora is not None:
-            self.optimizer.check_for_adapters()
-        return self
-
-    @model_validator(mode="after")
-    def _quantised_if_frozen(self) -> Self:
-        if self.base_weights != "unquantised" and self.lora is None:
-            raise ValueError(
-                f"base_weights: {self.base_weights} is for a frozen model, and without lora all parameters are trained: set "
-                "lora, or leave base_weights out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _min_lr_below_lr(self) -> Self:
-        lora = self.lora
-        # An adapter may override either of the two, and inherits the other.
-        pairs = [("", self.optimizer, self.schedule)]
-        if lora is not None and (lora.optimizer or lora.schedule):
-            pairs.append(("lora.", lora.optimizer or self.optimizer, lora.schedule or self.schedule))
-        for prefix, optimizer, schedule in pairs:
-            if schedule.kind != "constant" and schedule.min_lr > optimizer.lr:
-                raise ValueError(
-                    f"{prefix}schedule.min_lr: {schedule.min_lr:g} is above {prefix}optimizer.lr: {optimizer.lr:g}, from which "
-                    "the learning rate falls to it"
-                )
-        return self
+    rules = (
+        Rule(
+            "trackers: one of them is listed twice; leave one out",
+            lambda s: has_duplicates(
+                [name for entry in s.trackers for name in ([entry] if isinstance(entry, str) else entry)]
+            ),
+        ),
+        Rule(
+            "push with export=false: it uploads what export writes; set export: true, or leave push out",
+            lambda s: s.push is not None and not s.export,
+        ),
+        optimizer_of_adapters("optimizer with lora", lambda s: s.optimizer if s.lora is not None else None),
+        Rule(
+            "base_weights with no lora: all parameters are trained, and only frozen ones can be quantised; set "
+            "lora, or leave base_weights out",
+            lambda s: s.base_weights != "unquantised" and s.lora is None,
+        ),
+        Rule(
+            "schedule.min_lr with optimizer.lr={optimizer.lr:g}: the learning rate falls to it from "
+            "optimizer.lr; lower it",
+            lambda s: _rises(s.schedule, s.optimizer),
+        ),
+        Rule(
+            "lora with a schedule.min_lr above optimizer.lr: the learning rate falls from optimizer.lr to "
+            "min_lr; lower min_lr",
+            # An adapter may override either of the two, and inherits the other.
+            lambda s: s.lora is not None and _rises(s.lora.schedule or s.schedule, s.lora.optimizer or s.optimizer),
+        ),
+    )
 
     def schedule_remarks(self) -> list[str]:
         """Return remarks on a schedule that does not fit a run of ``steps`` steps."""
@@ -282,6 +275,10 @@ class TrainerConfig(EngineSettings):
         if self.lora is not None and self.lora.schedule is not None:
             changed["lora"] = self.lora.model_copy(update={"schedule": self.lora.schedule.ending_with(steps)})
         return self.model_copy(update=changed)
+
+
+def _rises(schedule: Schedule, optimizer: Adam) -> bool:
+    return schedule.kind != "constant" and schedule.min_lr > optimizer.lr
 
 
 class RunConfig(TrainerConfig):
@@ -330,15 +327,10 @@ class RunConfig(TrainerConfig):
             *super().template_remarks(),
         ]
 
-    @model_validator(mode="before")
-    @classmethod
-    def _settings_of_rl(cls, values: Any) -> Any:
-        # Its other sections would each be called unknown beside it, and data missing.
-        if isinstance(values, dict) and "rollout" in values:
-            raise ValueError(
-                "rollout: for megascend rl only, which trains on what the model samples; megascend train trains on data"
-            )
-        return values
+    # Its other sections would each be called unknown beside it, and data missing.
+    counterparts = TrainerConfig.counterparts | {
+        "rollout": "for megascend rl only, which trains on what the model samples"
+    }
 
     @model_validator(mode="before")
     @classmethod
@@ -348,39 +340,9 @@ class RunConfig(TrainerConfig):
         return values
 
     @model_validator(mode="after")
-    def _steps_or_epochs(self) -> RunConfig:
-        if self.steps == 0 and self.epochs is None:
-            raise ValueError("steps must be 1 or more, or epochs set (got 0)")
-        if self.steps and self.epochs is not None:
-            raise ValueError(f"steps={self.steps} and epochs={self.epochs:g}: set one of them")
-        if self.steps:
-            # Raises if the warm-up takes all steps; with epochs the number of steps is only known later.
+    def _schedules_fit_the_steps(self) -> RunConfig:
+        if self.steps:  # with epochs the number of steps is only known later
             self.ending_with(self.steps)
-        return self
-
-    @model_validator(mode="after")
-    def _streams_have_no_end(self) -> RunConfig:
-        if not self.data.streaming:
-            return self
-        prefix = "data.streaming: true, and "
-        if self.epochs is not None:
-            raise ValueError(
-                f"{prefix}epochs: {self.epochs:g} needs the number of samples, which a stream does not know: set steps"
-            )
-        if self.validation is not None and self.validation.fraction:
-            raise ValueError(
-                f"{prefix}validation.fraction draws from all documents: set validation.path, or validation.split"
-            )
-        if self.batching.micro_batch_tokens == "auto":
-            raise ValueError(
-                f"{prefix}batching.micro_batch_tokens: auto measures with the longest samples: set a number, such as 4096"
-            )
-        if self.dpo is not None or self.kto is not None:
-            name = "dpo" if self.dpo is not None else "kto"
-            raise ValueError(
-                f"{prefix}{name} compares with a reference whose scores are computed before the first step: use orpo or simpo, "
-                "or set data.streaming: false"
-            )
         return self
 
     @model_validator(mode="before")
@@ -392,48 +354,73 @@ class RunConfig(TrainerConfig):
             return values | {values["loss"]: {}}
         return values
 
-    @model_validator(mode="after")
-    def _one_objective(self) -> RunConfig:
-        sections = [
-            name for name in (*PREFERENCE_LOSSES, "classification", "distillation") if getattr(self, name) is not None
-        ]
-        if len(sections) > 1:
-            raise ValueError(f"{' and '.join(sections)} are both set: a run has one loss")
-        if self.loss is not None and sections not in ([], [self.loss]):
-            raise ValueError(f"loss: {self.loss} and {sections[0]} are both set: a run has one loss")
-        if self.loss_settings and (sections or self.loss in (None, "cross_entropy")):
-            remedy = f"set them in {sections[0]}" if sections else "the loss is cross_entropy, which has none"
-            raise ValueError(f"loss_settings are of a loss that is a function of yours or of a plug-in: {remedy}")
-        return self
+    rules = (
+        *TrainerConfig.rules,
+        Rule(
+            "steps with epochs={epochs}: a run ends after steps or after epochs; set one of them",
+            lambda s: (s.steps == 0) == (s.epochs is None),
+        ),
+        Rule(
+            "epochs with data.streaming: a stream does not know its number of samples; set steps",
+            lambda s: s.data.streaming and s.epochs is not None,
+        ),
+        Rule(
+            "validation.fraction with data.streaming: it draws from all documents; set validation.path, or "
+            "validation.split",
+            lambda s: s.data.streaming and s.validation is not None and s.validation.fraction > 0,
+        ),
+        Rule(
+            "batching.micro_batch_tokens with data.streaming: it measures with the longest samples; set a "
+            "number, such as 4096",
+            lambda s: s.data.streaming and s.batching.micro_batch_tokens == "auto",
+        ),
+        Rule(
+            "data.streaming with {objectives[0]}: the reference's scores are computed before the first step; set "
+            "false, or use orpo or simpo",
+            lambda s: s.data.streaming and (s.dpo or s.kto) is not None,
+        ),
+        Rule(
+            "loss with {objectives}: a run has one loss; leave out the others",
+            lambda s: len(s.objectives) > 1 or (s.loss is not None and s.objectives not in ([], [s.loss])),
+        ),
+        Rule(
+            "loss_settings with a loss of this package: they are of a loss that is a function of yours or of a "
+            "plug-in; set those of the loss's section",
+            lambda s: bool(s.loss_settings and (s.objectives or s.loss in (None, "cross_entropy"))),
+        ),
+        Rule(
+            "validation.metric with no classification: it is a metric of classifiers; set classification, or "
+            "another metric",
+            lambda s: s.validation is not None and s.validation.needs_labels and s.classification is None,
+        ),
+        Rule(
+            "validation.metric with {classification.problem_type}: it is a metric of "
+            "other classifiers; set loss, or a metric of these (docs/data.md)",
+            lambda s: (
+                s.validation is not None
+                and s.validation.needs_labels
+                and s.validation.metric not in LABEL_METRICS[s.classification.problem_type]
+            ),
+        ),
+        Rule(
+            "generation with {objectives[0]}: the model gives labels or scores, not answers; leave it out",
+            lambda s: s.head != "lm" and s.generation is not None,
+        ),
+        Rule(
+            "validation.tasks with {objectives[0]}: the model gives labels or scores, not answers; leave it out",
+            lambda s: s.head != "lm" and s.validation is not None and s.validation.tasks is not None,
+        ),
+        Rule(
+            "data.train_on_prompt with classification: a classifier learns labels; leave it out",
+            lambda s: s.classification is not None and s.data.train_on_prompt,
+        ),
+    )
 
-    @model_validator(mode="after")
-    def _metric_of_labels(self) -> RunConfig:
-        if self.validation is None or not self.validation.needs_labels:
-            return self
-        setting = f"validation.metric: {self.validation.metric}"
-        if self.classification is None:
-            raise ValueError(f"{setting} is a metric of classifiers, and classification is not set")
-        problem_type = self.classification.problem_type
-        if self.validation.metric not in LABEL_METRICS[problem_type]:
-            raise ValueError(f"{setting}, and {problem_type} has {', '.join(('loss', *LABEL_METRICS[problem_type]))}")
-        return self
-
-    @model_validator(mode="after")
-    def _language_model_for_answers(self) -> RunConfig:
-        if self.head == "lm":
-            return self
-        name, model = "classification", "a classifier gives labels"
-        if self.bradley_terry is not None:
-            name, model = "bradley_terry", "a reward model gives scores"
-        if self.generation is not None:
-            raise ValueError(f"generation and {name} are both set: {model}, not answers")
-        if self.validation is not None and self.validation.tasks is not None:
-            raise ValueError(f"validation.tasks and {name} are both set: {model}, not answers")
-        if self.classification is not None and self.data.train_on_prompt:
-            raise ValueError(
-                "data.train_on_prompt: true has no meaning for a classifier, which learns labels: leave it out"
-            )
-        return self
+    @property
+    def objectives(self) -> list[str]:
+        """Return the names of the losses whose sections are set."""
+        names = (*PREFERENCE_LOSSES, "classification", "distillation")
+        return [name for name in names if getattr(self, name) is not None]
 
     @property
     def head(self) -> Literal["lm", "reward_model"] | Classification:

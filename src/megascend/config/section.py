@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from operator import attrgetter
 from types import UnionType
-from typing import Annotated, Any, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from typing_extensions import Self
 
+from megascend.config.rules import Rule, enforce
 from megascend.errors import ConfigError, redacted
 
 
@@ -109,11 +112,8 @@ def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
         return f"{key or title}: {message} (got {value!r:.200}{advice})"
     if item["type"] == "string_pattern_mismatch":  # PluginName is the only type with a pattern
         return f"{key or title}: a module is expected here, package.module or path/to/file.py (got {value!r:.200})"
-    if (
-        isinstance(value, Mapping) and item["type"] == "value_error"
-    ):  # from a check of several settings, whose message names them
-        section = key.rpartition(".")[2]
-        return message if not key or message.startswith(section) else f"{key}: {message}"
+    if isinstance(value, Mapping) and item["type"] == "value_error":  # from a rule, which names settings of its section
+        return f"{key}.{message}" if key else message
     return f"{key or title}: {message} (got {value!r:.200})"
 
 
@@ -138,6 +138,14 @@ def _advice(location: Sequence[int | str], kind: type[BaseModel]) -> str:
 def all_settings(kind: type[BaseModel]) -> Iterator[str]:
     """Yield the full names of all settings of the sections within ``kind``."""
     yield from (name for name, _ in _all_fields(kind))
+
+
+def all_rules(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, Rule[Any]]]:
+    """Yield the rules of a section and of those within it, each with the prefix of its settings' names."""
+    yield from ((prefix, rule) for rule in kind.rules)
+    for name in kind.model_fields:
+        if (section := section_of(kind, name)) is not None and issubclass(section, Section):
+            yield from all_rules(section, f"{prefix}{name}.")
 
 
 def _all_fields(kind: type[BaseModel], depth: int = 3) -> Iterator[tuple[str, FieldInfo]]:
@@ -177,6 +185,10 @@ def is_optional(kind: type[BaseModel], name: str) -> bool:
     return type(None) in get_args(kind.model_fields[name].annotation)
 
 
+def has_duplicates(values: Sequence[Any]) -> bool:
+    return any(value in values[:index] for index, value in enumerate(values))
+
+
 class Also:
     """Names of a setting in other programs, in its annotation: for messages about unknown settings."""
 
@@ -206,9 +218,23 @@ class _RaisesConfigError(type(BaseModel)):
 
 
 class Section(BaseModel, metaclass=_RaisesConfigError):
-    """Base class of all settings: immutable, unknown names are errors, and every error is a ConfigError."""
+    """Base class of all settings: immutable, unknown names are errors, and every error is a ConfigError.
+
+    Attributes:
+        rules: combinations of its settings that are refused.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    rules: ClassVar[Sequence[Rule[Any]]] = ()
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a setting by its key, which may be in a section below."""
+        return attrgetter(key)(self)
+
+    @model_validator(mode="after")
+    def _enforce_rules(self) -> Self:
+        enforce(self.rules, self)
+        return self
 
     @field_validator("*", mode="before")
     @classmethod

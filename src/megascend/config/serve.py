@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megascend.config import (
     Seconds,
@@ -15,6 +15,7 @@ from megascend.config import (
     read_settings,
 )
 from megascend.config.data import ImageLimits
+from megascend.config.rules import Rule
 from megascend.config.training import ModelSettings
 
 DURABLE_BODY_BYTES = 2**27
@@ -108,19 +109,16 @@ class ServeConfig(ModelSettings):
     limits: Limits = Limits()
     images: RequestImages = RequestImages()
 
-    @model_validator(mode="after")
-    def _check_tls(self) -> ServeConfig:
-        if self.tls_key is not None and self.tls_certificate is None:
-            raise ValueError("tls_key without tls_certificate: the server would speak plain HTTP")
-        return self
-
-    @model_validator(mode="after")
-    def _check_bodies(self) -> ServeConfig:
-        if self.durable and self.limits.body_bytes > DURABLE_BODY_BYTES:
-            raise ValueError(
-                f"limits.body_bytes {self.limits.body_bytes} with durable: at most {DURABLE_BODY_BYTES} can be stored"
-            )
-        return self
+    rules = (
+        Rule(
+            "tls_key with no tls_certificate: the server would speak plain HTTP; set tls_certificate",
+            lambda s: s.tls_key is not None and s.tls_certificate is None,
+        ),
+        Rule(
+            f"limits.body_bytes with durable: at most {DURABLE_BODY_BYTES} can be stored; lower it",
+            lambda s: s.durable and s.limits.body_bytes > DURABLE_BODY_BYTES,
+        ),
+    )
 
 
 def load_serve_config(path: Path | None, values: dict[str, Any], overrides: list[str] | None = None) -> ServeConfig:

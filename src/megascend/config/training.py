@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -12,10 +13,10 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
-    model_validator,
 )
 
-from megascend.config.section import Also, Beta, Count, Section, Seed, Share, Size
+from megascend.config.rules import Rule
+from megascend.config.section import Also, Beta, Count, Section, Seed, Share, Size, has_duplicates
 from megascend.errors import ConfigError
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -157,36 +158,34 @@ class Adam(Section):
         description="gather updated parameters while the forward pass runs; needs distributed and overlap_grad_reduce",
     )
 
-    @model_validator(mode="after")
-    def _overlapped_gather_needs_overlapped_reduction(self) -> Adam:
-        # Megatron-Core requires both.
-        if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
-            raise ValueError("overlap_param_gather needs distributed: true and overlap_grad_reduce: true")
-        return self
-
-    @model_validator(mode="after")
-    def _settings_of_the_kind_and_distinct_groups(self) -> Adam:
-        patterns = [group.match for group in self.groups]
-        if twice := next((pattern for pattern in patterns if patterns.count(pattern) > 1), None):
-            raise ValueError(f"groups: {twice!r} is listed twice")
-        for kind in get_args(OptimizerKind):
-            if kind not in ("adamw", self.kind) and getattr(self, kind) != type(self).model_fields[kind].default:
-                raise ValueError(f"optimizer.{kind} is for kind: {kind}, and kind is {self.kind}: leave it out")
-        if self.kind != "adamw" and self.moments != "fp32":
-            raise ValueError(
-                f"moments: {self.moments} is a setting of kind: adamw, and kind is {self.kind}: leave it out"
+    rules = (
+        Rule(
+            "overlap_param_gather: Megatron-Core overlaps it with distributed and overlap_grad_reduce only; set "
+            "both to true",
+            lambda s: s.overlap_param_gather and not (s.distributed and s.overlap_grad_reduce),
+        ),
+        Rule(
+            "groups: two of them have one pattern; leave one out",
+            lambda s: has_duplicates([group.match for group in s.groups]),
+        ),
+        *(
+            Rule(
+                f"{name} with kind={{kind}}: its settings have no effect; set kind: {name}, or leave it out",
+                lambda s, name=name: s.kind != name and s[name] != Adam.model_fields[name].default,
             )
-        return self
-
-    @model_validator(mode="after")
-    def _offload_is_of_fp32_moments(self) -> Adam:
-        other = (f"kind: {self.kind}", self.kind != "adamw")
-        for setting, conflicts in (other, ("moments: 8bit", self.moments == "8bit")):
-            if self.offload and conflicts:
-                raise ValueError(
-                    f"offload: {str(self.offload).lower()} is for AdamW with fp32 moments, and {setting} is set: leave one out"
-                )
-        return self
+            for name in get_args(OptimizerKind)
+            if name != "adamw"
+        ),
+        Rule(
+            "moments with kind={kind}: AdamW alone has them; leave it out",
+            lambda s: s.kind != "adamw" and s.moments != "fp32",
+        ),
+        Rule(
+            "offload with kind={kind} and moments={moments}: only AdamW's fp32 moments are offloaded; leave one "
+            "of them out",
+            lambda s: bool(s.offload) and (s.kind != "adamw" or s.moments != "fp32"),
+        ),
+    )
 
     @property
     def offloaded_share(self) -> float:
@@ -203,16 +202,10 @@ class Adam(Section):
         """Entry of a checkpoint's counters that names an optimizer other than AdamW; none for AdamW, as in earlier versions."""
         return {} if self.kind == "adamw" else {"kind": self.kind}
 
-    def check_for_adapters(self, key: str = "optimizer") -> None:
-        """Raise ConfigError for settings of the model's own weights, which adapters do not train."""
-        settings = ((f"kind: {self.kind}", self.kind != "adamw"), ("groups", bool(self.groups)))
-        settings = (*settings, ("moments: 8bit", self.moments == "8bit"), ("offload", bool(self.offload)))
-        for name, present in settings:
-            if present:
-                raise ConfigError(
-                    f"{key}.{name} is not for LoRA adapters, whose factors are trained by AdamW with one learning rate and fp32 "
-                    "moments on the device: leave it out"
-                )
+    @property
+    def fits_adapters(self) -> bool:
+        """False with settings of the model's own weights, which adapters do not train."""
+        return not (self.by_weight or self.moments != "fp32" or self.offload)
 
 
 class Schedule(Section):
@@ -248,28 +241,29 @@ class Schedule(Section):
         "linear", description="of wsd: shape of the decay; 1-sqrt falls by the square root of the progress"
     )
 
-    @model_validator(mode="after")
-    def _warm_up_and_decay_fit(self) -> Schedule:
-        if self.warmup_steps and self.warmup_ratio:
-            raise ValueError(
-                f"warmup_steps: {self.warmup_steps} and warmup_ratio: {self.warmup_ratio:g} both set the warm-up: set one of them"
-            )
-        for name, kind in (("power", "polynomial"), ("decay_ratio", "wsd"), ("decay_shape", "wsd")):
+    rules = (
+        Rule(
+            "warmup_ratio with warmup_steps={warmup_steps}: both set the warm-up; leave one out",
+            lambda s: s.warmup_steps > 0 and s.warmup_ratio > 0,
+        ),
+        *(
             # A forgotten kind would leave the setting without effect.
-            if kind != self.kind and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is a setting of schedule.kind: {kind}, and kind is {self.kind}: leave it out")
-        if self.kind == "constant" or not self.total_steps:
-            return self
-        if self.total_steps <= self.warmup:
-            raise ValueError(
-                f"schedule {self.kind} needs total_steps > warmup_steps, got {self.total_steps} and {self.warmup}"
+            Rule(
+                f"{name} with kind={{kind}}: it is a setting of kind {kind}; leave it out",
+                lambda s, name=name, kind=kind: s.kind != kind and s[name] != Schedule.model_fields[name].default,
             )
-        if self.kind == "wsd" and self.warmup + self.decay > self.total_steps:
-            raise ValueError(
-                f"schedule wsd: {self.warmup} steps of warm-up and {self.decay} of decay (decay_ratio: {self.decay_ratio:g}) are "
-                f"more than total_steps: {self.total_steps}; lower decay_ratio or the warm-up"
-            )
-        return self
+            for name, kind in (("power", "polynomial"), ("decay_ratio", "wsd"), ("decay_shape", "wsd"))
+        ),
+        Rule(
+            "total_steps with a warm-up of {warmup} steps: it leaves none for the decay; shorten the warm-up",
+            lambda s: s.kind != "constant" and 0 < s.total_steps <= s.warmup,
+        ),
+        Rule(
+            "total_steps with a warm-up of {warmup} steps and a decay of {decay}: together they are longer; "
+            "lower decay_ratio or the warm-up",
+            lambda s: s.kind == "wsd" and 0 < s.total_steps < s.warmup + s.decay,
+        ),
+    )
 
     @property
     def warmup(self) -> int:
@@ -294,12 +288,7 @@ class Schedule(Section):
         """
         if self.total_steps or not self.needs_total:
             return self
-        if self.kind != "constant" and self.warmup_steps >= steps:
-            raise ConfigError(
-                f"schedule.warmup_steps: {self.warmup_steps} leaves none of the run's {steps} steps for the decay of kind: "
-                f"{self.kind}; lower it to {steps - 1} or less, or raise steps (or epochs)"
-            )
-        # Constructed again, not by model_copy(), which would skip the validators.
+        # Constructed again, not by model_copy(), which would skip the rules.
         return Schedule(**self.model_dump() | {"total_steps": steps})
 
 
@@ -342,17 +331,18 @@ class Moe(Section):
         "grouped product for all experts of a rank, no host synchronisation); auto: grouped where the GPU supports it",
     )
 
-    @model_validator(mode="after")
-    def _auxiliary_loss_has_a_formula_and_a_weight(self) -> Moe:
-        # Refused instead of guessed: the two formulas differ by a factor that depends on the number of layers.
-        if self.aux_loss == "none" and self.aux_loss_coefficient > 0:
-            raise ValueError(
-                f"aux_loss_coefficient={self.aux_loss_coefficient:g} does not say which formula it is of: set moe.aux_loss to "
-                "megatron or to transformers"
-            )
-        if self.aux_loss != "none" and self.aux_loss_coefficient == 0:
-            raise ValueError(f"aux_loss: {self.aux_loss} needs aux_loss_coefficient above 0")
-        return self
+    # Refused instead of guessed: the two formulas differ by a factor that depends on the number of layers.
+    rules = (
+        Rule(
+            "aux_loss_coefficient with aux_loss=none: there are two formulas of the loss; set aux_loss to "
+            "megatron or to transformers",
+            lambda s: s.aux_loss == "none" and s.aux_loss_coefficient > 0,
+        ),
+        Rule(
+            "aux_loss with aux_loss_coefficient=0: the loss has no weight; set aux_loss_coefficient",
+            lambda s: s.aux_loss != "none" and s.aux_loss_coefficient == 0,
+        ),
+    )
 
 
 class Fsdp(Section):
@@ -421,14 +411,6 @@ class Batching(Section):
         except ValidationError:
             raise ValueError("must be auto, or a whole number of 1 or more") from None
 
-    def check_budget(self) -> None:
-        """Raise ConfigError for ``auto``, which only a run of ``megascend train`` measures."""
-        if self.micro_batch_tokens == "auto":
-            raise ConfigError(
-                "batching.micro_batch_tokens: auto is for run files of `megascend train`, which measures; set a number, for "
-                "example 4096"
-            )
-
     @property
     def budget(self) -> int:
         """Tokens of one micro batch, once they are known."""
@@ -438,6 +420,21 @@ class Batching(Section):
     def with_budget(self, tokens: int) -> Batching:
         """Return these settings with another number of tokens."""
         return self.model_copy(update={"micro_batch_tokens": tokens})
+
+
+def optimizer_of_adapters(setting: str, optimizer: Callable[[Any], Adam | None]) -> Rule[Any]:
+    """Return the rule that adapters have no optimizer for the model's own weights."""
+    return Rule(
+        f"{setting}: adapters are trained by AdamW with one learning rate and fp32 moments on the device; "
+        "leave kind, groups, moments and offload out",
+        lambda s: (settings := optimizer(s)) is not None and not settings.fits_adapters,
+    )
+
+
+MEASURED_BUDGET = Rule[Any](
+    "batching.micro_batch_tokens: only run files of `megascend train` have it measured; set a number, for example 4096",
+    lambda s: s.batching.micro_batch_tokens == "auto",
+)
 
 
 class Lora(Section):
@@ -468,18 +465,13 @@ class Lora(Section):
         None, description="schedule over this adapter's own steps; default: the backend's"
     )
 
-    @model_validator(mode="after")
-    def _targets_are_names(self) -> Lora:
-        if not self.targets or not all(self.targets):
-            raise ValueError("lora.targets must name at least one layer, and no empty name")
-        return self
-
-    @field_validator("optimizer")
-    @classmethod
-    def _adamw_only(cls, optimizer: Adam | None) -> Adam | None:
-        if optimizer is not None:
-            optimizer.check_for_adapters("lora.optimizer")
-        return optimizer
+    rules = (
+        Rule(
+            "targets: there is no name, or an empty one; name at least one layer",
+            lambda s: not s.targets or not all(s.targets),
+        ),
+        optimizer_of_adapters("optimizer", lambda s: s.optimizer),
+    )
 
     @property
     def scaling(self) -> float:

@@ -381,7 +381,6 @@ def longest_sample(spec: EngineSpec, info: ModelInfo) -> int:
 def adapter_settings(spec: EngineSpec, info: ModelInfo, device: torch.device) -> AdapterSettings:
     """Return the settings that all adapters of an engine share."""
     assert spec.adapters is not None
-    spec.optimizer.check_for_adapters()
     settings = AdapterSettings(spec.adapters, spec.optimizer, spec.schedule, spec.seed, DTYPES[spec.precision], device)
     if (scalar_head := info.scalar_head) is None:
         return settings

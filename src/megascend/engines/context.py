@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megascend.config import Adapters, BaseWeights, Checkpoint
 from megascend.config.rules import Rule, enforce
-from megascend.config.training import EngineSettings
+from megascend.config.training import MEASURED_BUDGET, EngineSettings, optimizer_of_adapters
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.files import weight_files
 from megascend.models.checkpoint_files.hub import snapshot
@@ -61,10 +61,10 @@ class EngineSpec(EngineSettings):
         description="seconds that a call waits for a checkpoint to be written before the save counts as failed",
     )
 
-    @model_validator(mode="after")
-    def _has_a_budget(self) -> EngineSpec:
-        self.batching.check_budget()
-        return self
+    rules = (
+        MEASURED_BUDGET,
+        optimizer_of_adapters("optimizer with adapters", lambda s: s.optimizer if s.adapters is not None else None),
+    )
 
     @property
     def base_weights(self) -> BaseWeights:
@@ -119,30 +119,24 @@ class Setup:
 
 EVERY_ENGINE: tuple[Rule[Setup], ...] = (
     Rule(
-        "vision_tower with {model}",
+        "vision_tower with {model}: it has no vision tower; leave it out",
         lambda s: s.spec.vision_tower == "train" and s.info.image_layout is None,
-        "it has no vision tower",
-        "leave it out",
     ),
     Rule(
-        "head with {model}",
+        "head with {model}: a scalar head on a model that takes images is not supported; leave it out",
         lambda s: s.info.image_layout is not None and s.info.scalar_head is not None,
-        "a scalar head on a model that takes images is not supported",
-        "leave it out",
     ),
     Rule(
-        "adapters with a token classifier",
+        "adapters with a token classifier: an adapter stores neither its head's bias nor its dropout; leave "
+        "adapters out",
         lambda s: s.frozen and s.info.scalar_head is not None and s.info.scalar_head.unit == "token",
-        "an adapter stores neither its head's bias nor its dropout",
-        "leave adapters out",
     ),
 )
 """Settings that no engine supports with a model."""
 UNQUANTISED: Rule[Setup] = Rule(
-    "base_weights with engine {engine}",
+    "base_weights with engine {engine}: only engine megatron quantises a frozen "
+    "model; leave it out, or set engine: megatron",
     lambda s: s.spec.base_weights != "unquantised",
-    "only engine megatron quantises a frozen model",
-    "leave it out, or set engine: megatron",
 )
 
 

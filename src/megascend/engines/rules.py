@@ -51,144 +51,110 @@ def _targets(setup: Setup, *names: str) -> bool:
 MEGATRON: tuple[Rule[Setup], ...] = (
     # --- heads for multi-token prediction ---
     Rule(
-        "mtp with adapters",
+        "mtp with adapters: the head belongs to the base model, which is frozen; set keep",
         lambda s: _trains_head(s) and s.frozen,
-        "the head belongs to the base model, which is frozen",
-        "set keep",
     ),
     Rule(
-        "mtp with batching.cuda_graphs",
+        "mtp with batching.cuda_graphs: captured steps have one output layer and no head; leave cuda_graphs out, "
+        "or set keep",
         lambda s: _trains_head(s) and _is_captured(s),
-        "captured steps have one output layer and no head",
-        "leave cuda_graphs out, or set keep",
     ),
     Rule(
-        f"mtp with a megatron-core older than {MIN_MTP_MEGATRON}",
-        lambda s: _trains_head(s) and Version(metadata.version("megatron-core")) < MIN_MTP_MEGATRON,
-        "its head is not compared with a plain one",
+        f"mtp with a megatron-core older than {MIN_MTP_MEGATRON}: its head is not compared with a plain one; "
         "install a later one, or set keep",
+        lambda s: _trains_head(s) and Version(metadata.version("megatron-core")) < MIN_MTP_MEGATRON,
     ),
     Rule(
-        "mtp with {model}",
+        "mtp with {model}: heads of models that take images are not tested; set keep",
         lambda s: _trains_head(s) and s.info.image_layout is not None,
-        "heads of models that take images are not tested",
-        "set keep",
     ),
     # --- experts ---
     Rule(
-        "moe.aux_loss with adapters",
+        "moe.aux_loss with adapters: an adapter's gradients would depend on the others' samples; set none",
         lambda s: s.spec.moe.aux_loss != "none" and s.frozen,
-        "an adapter's gradients would depend on the others' samples",
-        "set none",
     ),
     Rule(
-        "moe.aux_loss with {model}",
+        "moe.aux_loss with {model}: it has no experts to balance; set none",
         lambda s: s.spec.moe.aux_loss != "none" and not s.info.shape.is_moe,
-        "it has no experts to balance",
-        "set none",
     ),
     Rule(
-        "moe.aux_loss with parallel.pipeline={topology.pipeline}",
+        "moe.aux_loss with parallel.pipeline={topology.pipeline}: the formula pools the routers of all layers, "
+        "and a stage has only its own; set megatron",
         lambda s: s.spec.moe.aux_loss == "transformers" and s.topology.pipeline > 1,
-        "the formula pools the routers of all layers, and a stage has only its own",
-        "set megatron",
     ),
     Rule(
-        "moe.bias_update_rate with adapters",
+        "moe.bias_update_rate with adapters: the base model, routers included, is frozen; set 0",
         lambda s: s.spec.moe.bias_update_rate > 0 and s.frozen,
-        "the base model, routers included, is frozen",
-        "set 0",
     ),
     Rule(
-        "recompute.modules with {model}",
+        "recompute.modules with {model}: it has no such modules; leave out those of experts or latent attention "
+        "that it lacks",
         lambda s: (
             (_recomputes(s, "moe", "moe_act") and not s.info.shape.is_moe)
             or (_recomputes(s, "shared_experts") and not s.info.shape.shared_expert_ffn_hidden_size)
             or (_recomputes(s, "mla_up_proj") and not any("kv_b_proj" in name for name in s.info.tensors))
         ),
-        "it has no such modules",
-        "leave out those of experts or latent attention that it lacks",
     ),
     Rule(
-        "parallel.context with {model}",
+        "parallel.context with {model}: its images are not divided over context parallel ranks; set 1",
         lambda s: s.info.image_layout is not None and s.topology.context > 1,
-        "its images are not divided over context parallel ranks",
-        "set 1",
     ),
     Rule(
-        "adapters.targets with {model}",
+        f"adapters.targets with {{model}}: features of images replace those of {EMBEDDING}; leave it out, or use "
+        "engine fsdp",
         lambda s: s.info.image_layout is not None and _targets(s, EMBEDDING),
-        f"features of images replace those of {EMBEDDING}",
-        "leave it out, or use engine fsdp",
     ),
     Rule(
-        "base_weights with {platform.name}",
+        "base_weights with {platform.name}: quantised weights are not supported on NPUs; set unquantised",
         lambda s: _is_quantised(s) and s.platform.name == "npu",
-        "quantised weights are not supported on NPUs",
-        "set unquantised",
     ),
     Rule(
-        "base_weights with {model}",
+        "base_weights with {model}: linear attention and state spaces do not support it; set unquantised",
         lambda s: _is_quantised(s) and bool(s.info.linear or s.info.state_space),
-        "linear attention and state spaces do not support it",
-        "set unquantised",
     ),
     Rule(
-        "base_weights with batching.cuda_graphs",
+        "base_weights with batching.cuda_graphs: they are not supported together; leave one of them out",
         lambda s: _is_quantised(s) and _is_captured(s),
-        "they are not supported together",
-        "leave one of them out",
     ),
     # --- CUDA graphs ---
     Rule(
-        "batching.cuda_graphs with {platform.name}",
+        "batching.cuda_graphs with {platform.name}: graphs need a CUDA device; leave it out",
         lambda s: _is_captured(s) and s.platform.device_type != "cuda",
-        "graphs need a CUDA device",
-        "leave it out",
     ),
     Rule(
-        "batching.cuda_graphs with {model}",
+        "batching.cuda_graphs with {model}: captured steps do not support scalar heads and images; leave it out",
         lambda s: _is_captured(s) and bool(s.info.scalar_head or s.info.image_layout),
-        "captured steps do not support scalar heads and images",
-        "leave it out",
     ),
     Rule(
-        "batching.cuda_graphs with a model on several GPUs",
+        "batching.cuda_graphs with a model on several GPUs: graphs need the whole model on every GPU; leave it "
+        "out, or set all sizes of parallel to 1",
         lambda s: (
             _is_captured(s) and max(s.topology.tensor, s.topology.pipeline, s.topology.context, s.topology.expert) > 1
         ),
-        "graphs need the whole model on every GPU",
-        "leave it out, or set all sizes of parallel to 1",
     ),
     Rule(
-        "precision with batching.cuda_graphs",
+        "precision with batching.cuda_graphs: captured steps do not support it; set bf16, or leave cuda_graphs out",
         lambda s: _is_captured(s) and s.spec.precision == "fp16",
-        "captured steps do not support it",
-        "set bf16, or leave cuda_graphs out",
     ),
     Rule(
-        "recompute.granularity with batching.cuda_graphs",
+        "recompute.granularity with batching.cuda_graphs: captured steps do not recompute; set none, or leave "
+        "cuda_graphs out",
         lambda s: _is_captured(s) and s.spec.recompute.granularity != "none",
-        "captured steps do not recompute",
-        "set none, or leave cuda_graphs out",
     ),
     Rule(
-        "batching.cuda_graphs with {model}",
+        "batching.cuda_graphs with {model}: loads of trained experts would count padding (adapters on them are "
+        "supported); leave it out",
         lambda s: _is_captured(s) and s.info.shape.is_moe and not s.frozen,
-        "loads of trained experts would count padding (adapters on them are supported)",
-        "leave it out",
     ),
     Rule(
-        "optimizer.overlap_grad_reduce with batching.cuda_graphs",
+        "optimizer.overlap_grad_reduce with batching.cuda_graphs: the host starts the reductions; set false, or "
+        "leave cuda_graphs out",
         lambda s: _is_captured(s) and not s.frozen and s.spec.optimizer.overlap_grad_reduce,
-        "the host starts the reductions",
-        "set false, or leave cuda_graphs out",
     ),
     Rule(
-        "adapters.targets with batching.cuda_graphs",
+        f"adapters.targets with batching.cuda_graphs: captured steps do not support adapters on {OUTPUT} and "
+        f"{EMBEDDING}; leave these or cuda_graphs out",
         lambda s: _is_captured(s) and _targets(s, EMBEDDING, OUTPUT),
-        f"captured steps do not support adapters on {OUTPUT} and {EMBEDDING}",
-        "leave these or cuda_graphs out",
     ),
 )
 
@@ -258,70 +224,58 @@ class MegatronSetup(Setup):
 
 MEGATRON_MODEL: tuple[Rule[MegatronSetup], ...] = (
     Rule(
-        "moe.aux_loss with {model}",
+        "moe.aux_loss with {model}: transformers computes none for it (its configuration has no "
+        "router_aux_loss_coef); set megatron or none",
         lambda s: s.spec.moe.aux_loss == "transformers" and not hasattr(s.config.hf_config, "router_aux_loss_coef"),
-        "transformers computes none for it (its configuration has no router_aux_loss_coef)",
-        "set megatron or none",
     ),
     Rule(
-        "moe.bias_update_rate with {model}",
+        "moe.bias_update_rate with {model}: its routers have no correction bias; set 0",
         lambda s: s.spec.moe.bias_update_rate > 0 and not s.config.moe_router_enable_expert_bias,
-        "its routers have no correction bias",
-        "set 0",
     ),
     Rule(
-        "parallel.pipeline with {model}",
+        "parallel.pipeline with {model}: it adds vision features to {tower_layers} layers, and the first stage "
+        "has {topology.chunk_layers[0]}; lower parallel.pipeline or parallel.virtual_pipeline",
         # Pipeline stages pass on hidden states only: these features have to be added on the stage that has the tower.
         lambda s: s.info.image_layout is not None and s.tower_layers > s.topology.chunk_layers[0],
-        "it adds vision features to {tower_layers} layers, and the first stage has {topology.chunk_layers[0]}",
-        "lower parallel.pipeline or parallel.virtual_pipeline",
     ),
     Rule(
-        "base_weights with {cut_blocks[0]}",
+        "base_weights with {cut_blocks[0]}: ranks would cut blocks of values that share a scale; lower it",
         lambda s: _is_quantised(s) and bool(s.cut_blocks),
-        "ranks would cut blocks of values that share a scale",
-        "lower it",
     ),
     Rule(
-        "batching.cuda_graphs with moe.experts={spec.moe.experts}",
+        "batching.cuda_graphs with moe.experts={spec.moe.experts}: upstream's experts wait for their loads; set "
+        "moe.experts: grouped",
         lambda s: _is_captured(s) and bool(s.config.num_moe_experts) and not s.grouped,
-        "upstream's experts wait for their loads",
-        "set moe.experts: grouped",
     ),
     Rule(
-        "batching.cuda_graphs with {model}",
+        "batching.cuda_graphs with {model}: captured steps do not support the model's own dropout; leave it out",
         lambda s: _is_captured(s) and max(s.config.hidden_dropout, s.config.attention_dropout) > 0,
-        "captured steps do not support the model's own dropout",
-        "leave it out",
     ),
     Rule(
-        "batching.cuda_graphs with rope_type {rope_type}",
+        "batching.cuda_graphs with rope_type {rope_type}: its frequencies depend on the length, which graphs "
+        "pad; leave it out",
         lambda s: _is_captured(s) and s.rope_type in ROPE_OF_LENGTH,
-        "its frequencies depend on the length, which graphs pad",
-        "leave it out",
     ),
     Rule(
-        "batching.max_length with {model}",
+        "batching.max_length with {model}: mcore-bridge leaves out its sliding_window of {dropped_window} "
+        "tokens; set {dropped_window} or less",
         lambda s: longest_sample(s.spec, s.info) > s.dropped_window,
-        "mcore-bridge leaves out its sliding_window of {dropped_window} tokens",
-        "set {dropped_window} or less",
     ),
     Rule(
-        "batching.max_length with rope_type {rope_type}",
+        "batching.max_length with rope_type {rope_type}: above {rope_limit} tokens positions depend on the micro "
+        "batch, not on the sample; set {rope_limit}",
         lambda s: longest_sample(s.spec, s.info) > s.rope_limit,
-        "above {rope_limit} tokens positions depend on the micro batch, not on the sample",
-        "set {rope_limit}",
     ),
     Rule(
-        "batching.packing with {model}",
+        "batching.packing with {model}: Transformer Engine has no kernel with attention sinks that takes packed "
+        "samples; set false",
         lambda s: (
             s.spec.batching.packing and s.platform.has_transformer_engine_kernels and s.config.softmax_type != "vanilla"
         ),
-        "Transformer Engine has no kernel with attention sinks that takes packed samples",
-        "set false",
     ),
     Rule(
-        "batching.packing with {model}",
+        "batching.packing with {model}: a pipeline loses its choice of keys (indexer_types: shared) in "
+        "recomputing padded batches; set true",
         # The choice is stored with the boundaries of packed samples, an object of each micro batch. Padded ones have none.
         lambda s: (
             not s.spec.batching.packing
@@ -329,11 +283,10 @@ MEGATRON_MODEL: tuple[Rule[MegatronSetup], ...] = (
             and s.config.pipeline_model_parallel_size > 1
             and s.config.recompute_granularity is not None
         ),
-        "a pipeline loses its choice of keys (indexer_types: shared) in recomputing padded batches",
-        "set true",
     ),
     Rule(
-        "recompute.granularity with sequence parallelism and dropout",
+        "recompute.granularity with sequence parallelism and dropout: recomputation draws other dropout masks; "
+        "set none",
         # Of megatron-core 0.16.1, with both dropouts.
         lambda s: (
             s.config.sequence_parallel
@@ -341,8 +294,6 @@ MEGATRON_MODEL: tuple[Rule[MegatronSetup], ...] = (
             and s.config.recompute_granularity is not None
             and min(s.config.hidden_dropout, s.config.attention_dropout) > 0
         ),
-        "recomputation draws other dropout masks",
-        "set none",
     ),
 )
 
@@ -351,10 +302,8 @@ ON_TRANSFORMERS: tuple[Rule[Setup], ...] = (
     UNQUANTISED,
     *(
         Rule(
-            f"{setting} with engine {{engine}}",
+            f"{setting} with engine {{engine}}: it is a setting of engine megatron; {remedy}",
             lambda s, setting=setting, possible=possible: s[setting] not in possible,
-            "it is a setting of engine megatron",
-            remedy,
         )
         for setting, possible, remedy in (
             ("mtp", ("keep", "drop"), "set keep"),
@@ -365,19 +314,19 @@ ON_TRANSFORMERS: tuple[Rule[Setup], ...] = (
         )
     ),
     Rule(
-        "recompute.layers with engine {engine}",
+        "recompute.layers with engine {engine}: it recomputes single layers; set 1",
         lambda s: s.spec.recompute.granularity == "full" and s.spec.recompute.layers != 1,
-        "it recomputes single layers",
-        "set 1",
     ),
     Rule(
-        "recompute.modules with engine {engine}",
+        "recompute.modules with engine {engine}: they are Megatron's modules, and it chooses operators "
+        "(docs/fsdp.md); leave modules out",
         lambda s: s.spec.recompute.granularity == "selective" and s.spec.recompute.modules != Recompute().modules,
-        "they are Megatron's modules, and it chooses operators (docs/fsdp.md)",
-        "leave modules out",
     ),
     *(
-        Rule(f"fsdp.compile with {what}", lambda s, when=when: s.spec.fsdp.compile and when(s), because, "set false")
+        Rule(
+            f"fsdp.compile with {what}: {because}; set false",
+            lambda s, when=when: s.spec.fsdp.compile and when(s),
+        )
         for what, when, because in (
             ("npu", lambda s: s.platform.name == "npu", "torch's inductor has no compiler for NPUs"),
             (

@@ -17,7 +17,7 @@ from megascend.apps.data.files import read_documents
 from megascend.apps.data.order import fingerprint_of
 from megascend.apps.data.samples import SampleLimits, build_samples
 from megascend.apps.train.run_samples import RunSamples
-from megascend.config import RunConfig, load_config
+from megascend.config import load_config
 from megascend.errors import DataError
 from megascend.models.checkpoint_files.tokenizer import load_tokenizer
 
@@ -104,13 +104,3 @@ def test_each_difference_is_an_error_that_names_it(prepared: Path, elsewhere: Pa
     (elsewhere / "tokens" / "prepared.json").unlink()
     with pytest.raises(DataError, match="tokens is not a folder that megascend prepare --output has written"):
         samples(elsewhere)
-
-
-def test_prepared_data_are_not_streamed() -> None:
-    with pytest.raises(Exception, match=r"data\.streaming: true and data\.prepared are both set"):
-        RunConfig(
-            model="m",
-            output="o",
-            data={"path": "d", "streaming": True, "prepared": "t", "on_too_long": "skip"},
-            steps=1,
-        )

@@ -131,14 +131,3 @@ def test_smaller_improvements_than_min_delta_do_not_count(megascend, folder: Pat
     assert len(rows_of(folder / "delta")) == 3
     # Without checkpoint.every, only the best step is saved.
     assert steps_of(folder / "delta") == [1]
-    unused = [
-        "--set",
-        "validation.min_delta=1",
-        "--set",
-        "validation.patience=0",
-        "--set",
-        "validation.keep_best=false",
-    ]
-    completed = megascend("train", "run.yaml", *unused, cwd=folder)
-    assert completed.returncode == 2
-    assert "validation.min_delta is set, and neither" in completed.stderr

@@ -122,7 +122,6 @@ def test_student_learns_the_distributions_of_a_teacher_beside_it(
         (["distillation=null"], "holds a teacher's distributions ('top_ids'): set distillation"),
         (["data.columns={token_ids: token_ids}", "validation=null"], "holds no distributions of a teacher"),
         (["distillation.teacher=teacher"], "holds a teacher's distributions ('top_ids') too: remove teacher"),
-        (["dpo={beta: 0.1}"], "dpo and distillation are both set"),
     ],
 )
 def test_data_of_another_objective_are_refused(megascend, settings: list[str], message: str, folder: Path) -> None:

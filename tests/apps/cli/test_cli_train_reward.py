@@ -217,7 +217,6 @@ def test_adapter_with_its_head_trains_as_in_peft(megascend, folder: Path, layout
     [
         (["data.path=some_margins.jsonl"], "holds pairs with 'margin' and others without: give each pair one"),
         (["data.path=wide_margin.jsonl"], "'margin' must be a finite number"),
-        (["generation.prompts=[hello]"], "generation and bradley_terry are both set"),
         (["bradley_terry=null"], "or in a run file bradley_terry"),
     ],
 )

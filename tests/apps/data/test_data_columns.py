@@ -10,8 +10,8 @@ import pytest
 from megascend.apps.data.columns import CHAT_COLUMNS, FORMS, IMAGES, parse_record
 from megascend.apps.data.document import Document
 from megascend.apps.data.findings import Findings
-from megascend.config import DATA_COLUMNS, Data
-from megascend.errors import ConfigError, DataError
+from megascend.config import DATA_COLUMNS
+from megascend.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -574,10 +574,6 @@ def test_renamed_columns_are_read() -> None:
     assert findings.lines() == ["f:1: 'text' is not read", "f:1: 'tools' is not read"]
     with pytest.raises(DataError, match=r"f:2: no 'dialogue' \(data.columns\); found: text"):
         parse_record({"text": "x"}, "f:2", columns)
-    with pytest.raises(ConfigError, match=r"data.columns: dialogue is not a column that is read; these are: messages"):
-        Data(path="x", columns={"dialogue": "messages"})
-    with pytest.raises(ConfigError, match="one column of the data is given for two names"):
-        Data(path="x", columns={"prompt": "a", "completion": "a"})
 
 
 def test_ignored_column_is_reported_once() -> None:

@@ -19,7 +19,7 @@ from megascend.apps.data.samples import SampleLimits
 from megascend.apps.data.splits import folder_splits
 from megascend.apps.train.run_samples import RunSamples
 from megascend.config import Data, RunConfig
-from megascend.errors import ConfigError, DataError
+from megascend.errors import DataError
 
 
 @pytest.fixture(autouse=True)
@@ -290,5 +290,3 @@ def test_a_file_has_no_splits(tmp_path: Path) -> None:
     fill(tmp_path, named("train.jsonl"))
     with pytest.raises(DataError, match=r"is one file and has no split 'test' \(data.split\)"):
         read_documents(tmp_path / "train.jsonl", "test")
-    with pytest.raises(ConfigError, match=r"data\.split: name a split"):
-        Data(path="x", split=None)

@@ -24,8 +24,8 @@ from megascend.apps.data.files import read_documents
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.samples import Encoder, SampleLimits, build_samples
 from megascend.apps.data.streaming import PrefetchedBatches, SourceFiles, StreamedBatches
-from megascend.config import Data, RunConfig
-from megascend.errors import ConfigError, DataError
+from megascend.config import Data
+from megascend.errors import DataError
 from megascend.training.batch.sample import Sample
 
 LIMIT = 20
@@ -386,32 +386,6 @@ def test_changed_files_are_not_resumed(tmp_path: Path) -> None:
     resumed.load_state_dict(state)
     assert resumed.progress.source_epochs == [1.0]
     assert "a new epoch begins" in resumed.changes
-
-
-RUN = {"model": "m", "output": "o", "steps": 3}
-STREAM = {"path": "d.jsonl", "streaming": True, "on_too_long": "skip"}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "epochs": ({"steps": 0, "epochs": 2}, "epochs: 2 needs the number of samples"),
-    "fraction": (
-        {"validation": {"fraction": 0.1}},
-        "validation.fraction draws from all documents: set validation.path",
-    ),
-    "budget": ({"batching": {"micro_batch_tokens": "auto"}}, "batching.micro_batch_tokens: auto .* set a number"),
-    "dpo": ({"dpo": {"beta": 0.1}}, "dpo compares with a reference"),
-    "long samples": ({"data": STREAM | {"on_too_long": "error"}}, "set data.on_too_long: truncate or skip"),
-    "weights": (
-        {"data": STREAM | {"path": None, "sources": [{"path": "a"}, {"path": "b"}]}},
-        r"set data\.sources\[\.\.\]\.weight",
-    ),
-    "eager": ({"data": {"path": "d", "shuffle_buffer": 7}}, "data.shuffle_buffer is a setting of streams"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_need_all_data_are_refused_by_name(name: str) -> None:
-    values, message = REFUSED[name]
-    with pytest.raises(ConfigError, match=message):
-        RunConfig(**({"data": STREAM} | RUN | values))
 
 
 def test_json_list_is_refused_and_json_lines_are_streamed(tmp_path: Path) -> None:

@@ -439,8 +439,6 @@ def test_controller_engines_sample_and_receive_updates(folder, monkeypatch):
                 thread.run(engine.close())
     assert result.steps == 2
     assert versions == [3, 3]
-    with pytest.raises(ValueError, match=r"rollout\.controller brings the engines: leave engines out"):
-        settings(folder, "controller", rollout={"controller": "127.0.0.1:1"}, engines=("http://127.0.0.1:2",))
 
 
 ECHO = """
@@ -566,10 +564,8 @@ def test_settings_of_train_are_refused_with_those_of_rl(folder: Path) -> None:
     names = TrainConfig.model_fields.keys() - RlConfig.model_fields.keys()
     assert names == COUNTERPARTS.keys()
     for name in names:
-        with pytest.raises(ConfigError, match=f"{name}: for megascend train only; {name}: "):
+        with pytest.raises(ConfigError, match=f"{name}: for megascend train only; "):
             settings(folder, "refused", **{name: 1})
-    with pytest.raises(ConfigError, match=r"validation, epochs: for .*set evaluation: .*; epochs: set steps: "):
-        settings(folder, "refused", epochs=2, validation={"fraction": 0.1})
 
 
 def test_environment_brings_its_own_examples(folder: Path) -> None:
@@ -585,8 +581,6 @@ def test_environment_brings_its_own_examples(folder: Path) -> None:
     missing = {"name": f"{folder / 'own_examples.py'}:Echo"}
     with pytest.raises(ConfigError, match=r"rollout.prompts: .*:Echo brings no examples of its own"):
         run(settings(folder, "none", rollout={**changes, "environment": missing}))
-    with pytest.raises(ValueError, match=r"rollout.prompts: name a file of prompts"):
-        settings(folder, "none", rollout={"prompts": None})
 
 
 def test_killed_and_resumed_run_of_an_environment_is_bitwise_equal(folder: Path) -> None:

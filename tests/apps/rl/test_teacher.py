@@ -443,39 +443,6 @@ def test_teacher_with_another_vocabulary_is_refused(models: tuple[Path, Path], t
             check_teacher(config, inspect_checkpoint(models[0]), tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"teacher": {"engine": "local"}}, "set teacher.model with engine local or trainer"),
-        ({"teacher": {"engine": "trainer"}}, "set teacher.model with engine local or trainer"),
-        ({"teacher": {"engine": "http://h:1", "model": "m"}}, "and only with these: a server has its model loaded"),
-        ({"teacher": {"engine": "sglang:h:1"}}, "'sglang:h:1' is neither local"),
-        ({"teacher": {"engine": "vllm"}}, "neither local, trainer, nor the address of a server"),
-        ({"teacher": {"engine": "trainer", "model": "m", "top": 8}}, "teacher.top: 8 with engine trainer"),
-        (
-            {"teacher": {"model": "m", "loss": "jsd", "rewards": True}},
-            "teacher.rewards: true needs teacher.loss: policy, got jsd",
-        ),
-        ({"teacher": {"model": "m", "rewards": True}}, "set either rollout.reward or rollout.environment"),
-        ({"teacher": None}, "set either rollout.reward or rollout.environment"),
-        ({"evaluation": {"prompts": "p"}}, "evaluation measures rewards"),
-        *(
-            (
-                {"teacher": teacher, "rollout": {"prompts": "p", **sampling}},
-                "scores tokens at temperature 1: set rollout.temperature: 1",
-            )
-            for teacher in ({"model": "m"}, {"engine": "http://h:1"}, {"engine": "sglang:http://h:1"})
-            for sampling in ({"temperature": 0.5}, {"top_k": 8})
-        ),
-    ],
-)
-def test_settings_that_contradict_are_refused(
-    changes: dict[str, Any], message: str, models: tuple[Path, Path], tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        RlConfig(**settings(models, tmp_path, **changes))
-
-
 def test_dry_run_asks_a_server_of_the_teacher(models: tuple[Path, Path], tmp_path: Path) -> None:
     class Routes(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

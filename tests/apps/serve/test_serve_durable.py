@@ -387,11 +387,6 @@ def test_writer_that_hangs_counts_as_stalled(disks, monkeypatch) -> None:
         wait_until(lambda: first.client.get("/readyz").status_code == 200)
 
 
-def test_bodies_that_cannot_be_stored_are_refused_by_the_settings(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"limits\.body_bytes 134217729 with durable: at most 134217728"):
-        ServeConfig(model=tmp_path, durable=True, limits={"body_bytes": 2**27 + 1})  # type: ignore[arg-type]
-
-
 def test_the_state_of_an_earlier_version_is_refused(tmp_path) -> None:
     (tmp_path / ".journal").mkdir()
     with pytest.raises(ConfigError, match="journal was written by an earlier version of megascend"):

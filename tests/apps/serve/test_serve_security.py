@@ -485,12 +485,10 @@ def test_a_request_has_one_key_in_one_header(system) -> None:
         assert system.client.get("/api/v1/sessions", headers=raw).status_code == 401, headers  # type: ignore[arg-type]
 
 
-def test_public_host_requires_keys_and_tls_a_certificate(tmp_path) -> None:
+def test_public_host_requires_keys(tmp_path) -> None:
     for host in ("0.0.0.0", "::", "192.168.0.1", "example.org", ""):
         with pytest.raises(ConfigError, match="reachable from other machines"):
             server.keys_of(ServeConfig(model=tmp_path, host=host), {})
-    with pytest.raises(ValueError, match="tls_certificate"):
-        ServeConfig(model=tmp_path, tls_key=tmp_path / "key.pem")
 
 
 # --- what is noted ---

@@ -79,8 +79,6 @@ def test_trackers_are_named_with_options_or_without(tmp_path: Path) -> None:
     settings = config(tmp_path, "mlflow", {"wandb": {"project": "mine"}}, tensorboard=True)
     assert settings.tracker_options == {"tensorboard": {}, "mlflow": {}, "wandb": {"project": "mine"}}
     assert config(tmp_path).tracker_options == {}
-    with pytest.raises(ConfigError, match="wandb is listed twice"):
-        config(tmp_path, "wandb", {"wandb": {}})
 
 
 def test_an_unknown_name_and_a_missing_package_are_found_before_training(

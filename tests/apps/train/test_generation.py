@@ -91,10 +91,6 @@ def test_invalid_prompts_are_refused_before_training(tmp_path: Path) -> None:
         ConfigError, match=r"'one\?' has \d+ tokens and generation.max_tokens is 64: together more than 40 "
     ):
         prepare(tmp_path, 40, prompts=["one?"])
-    with pytest.raises(ConfigError, match="appears twice"):
-        Generation(prompts=["one?", "one?"])
-    with pytest.raises(ConfigError, match=r"generation\.chat: false"):
-        Generation(prompts=[[{"role": "user", "content": "one?"}]], chat=False)
     with pytest.raises(ConfigError, match="prompts"):
         Generation(prompts=[])
     tokenizer = byte_tokenizer(256)

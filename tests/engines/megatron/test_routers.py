@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megascend import Adam, Batching, Moe, Parallel, Recompute
-from megascend.errors import ConfigError
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, PROMPT, case_checkpoint, causal_samples, hf_reference, token_lists
 from megascend.testing.reference import run_reference
@@ -244,17 +243,6 @@ def test_fp16_scales_the_loss_with_the_rest(parity_folder):
         parity_folder, checkpoint, token_lists(lengths=ODD), STEPS, COEFFICIENT, aux_formula="transformers"
     )
     assert norms[0] == pytest.approx(reference.grad_norms[0], abs=1e-2)
-
-
-# --- the settings ---
-
-
-def test_coefficient_without_a_formula_raises_with_the_setting():
-    with pytest.raises(ConfigError, match=r"set moe\.aux_loss to megatron or to transformers"):
-        Moe(aux_loss_coefficient=0.01)
-    with pytest.raises(ConfigError, match="needs aux_loss_coefficient above 0"):
-        Moe(aux_loss="transformers")
-    assert Moe(aux_loss_coefficient=0.0).aux_loss == "none"  # a file of 0.1 with everything spelt out
 
 
 # --- the correction bias, and other state that a step could change ---

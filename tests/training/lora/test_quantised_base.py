@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megascend import Adapters, Lora, Parallel
-from megascend.config import Recompute, RunConfig
-from megascend.config.rl import RlConfig
+from megascend.config import Recompute
 from megascend.errors import CheckpointError
 from megascend.testing import run_distributed
 from megascend.testing.artifact_cache import make_once
@@ -225,12 +224,3 @@ def test_runs_resume_bit_for_bit_with_the_same_base_weights(parity_folder, tmp_p
     checkpoint = case_checkpoint(parity_folder, "qwen3", **DENSE)
     adapter = case_adapter(checkpoint, CASES["one process, fp8"][0])
     run_distributed(resume, 1, checkpoint, adapter, tmp_path / "checkpoint", init=False, timeout_s=180)
-
-
-def test_settings_without_a_frozen_model_raise_config_error():
-    usual = {"model": "m", "output": "o", "data": {"path": "d"}}
-    with pytest.raises(ValueError, match="base_weights: nf4 is for a frozen model"):
-        RunConfig(**usual, base_weights="nf4")  # type: ignore[arg-type]
-    rl = {"model": "m", "output": "o", "rollout": {"prompts": "p", "reward": "r.py:f"}, "lora": {}}
-    with pytest.raises(ValueError, match="base_weights: nf4 is for megascend train"):
-        RlConfig(**rl, base_weights="nf4")  # type: ignore[arg-type]

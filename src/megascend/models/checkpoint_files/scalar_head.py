@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascend.config.data import Classification, ProblemType, default_labels
+from megascend.config.rules import enforce
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models.checkpoint_files.architectures import ClassifierUnit, classifier_class
 from megascend.models.checkpoint_files.exported import OUTPUT, abbreviated
@@ -168,7 +169,7 @@ def _classifier(
             f"classification.labels: {abbreviated([*settings.labels])}, and id2label of {model_dir / 'config.json'} has "
             f"{abbreviated([*head.labels])}: leave classification.labels out, or rename them there"
         )
-    settings.check_count(rows)
+    enforce(Classification.rules, settings.model_copy(update={"labels": None, "num_labels": rows}))
     return replace(head, labels=settings.labels or head.labels, problem_type=problem)
 
 

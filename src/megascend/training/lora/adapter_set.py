@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from megascend.config import Adam, Lora
+from megascend.config.rules import enforce
+from megascend.config.training import optimizer_of_adapters
 from megascend.errors import CheckpointError, ConfigError, DataError, OutOfDeviceMemoryError
 from megascend.runtime.distributed.memory import catch_oom, catch_oom_on_all_ranks
 from megascend.runtime.distributed.objects import raise_on_all_ranks
@@ -118,7 +120,7 @@ class AdapterSet:
         if lr is not None:
             adam = {adapter.name: adapter.adam.model_copy(update={"lr": lr}) for adapter in chosen}
         for settings in (adam or {}).values():
-            settings.check_for_adapters()
+            enforce([optimizer_of_adapters("kind", lambda adam: adam)], settings)
         result = StepResult.of(step_adapters(chosen, adam or {}, self._groups))
         self.step_count += 1
         return result

@@ -108,8 +108,6 @@ COLUMNS = {
     "data.columns: not there": data(
         {"dialogue": []}, changes=("data.columns={messages: dialog}",), says="bad.jsonl:1 | no 'dialog' (data.columns) | dialogue"
     ),
-    "data.columns: not read": settings("data.columns={mesages: x}", says="data.columns | mesages | messages, conversations"),
-    "data.columns: one twice": settings("data.columns={prompt: x, completion: x}", says="data.columns | given for two names"),
     "pairs: equal": data(SIDES | {"rejected": "two"}, says="bad.jsonl:1 | 'chosen' and 'rejected' are the same"),
     "pairs: of two kinds": data(SIDES | {"chosen": [assistant()]}, says="bad.jsonl:1 | must be both strings or both lists"),
     "pairs: no prompt": data(

@@ -169,41 +169,34 @@ class ModelFields:
 
 RULES: tuple[Rule[ModelFields], ...] = (
     Rule(
-        "window_size with TransformerEngineNPU",
+        "window_size with TransformerEngineNPU: its attention is not known to apply the window, and might attend "
+        f"to all tokens; {ON_OTHER_DEVICES}",
         lambda c: c["window_size"] is not None,
-        "its attention is not known to apply the window, and might attend to all tokens",
-        ON_OTHER_DEVICES,
     ),
     Rule(
-        "softmax_type with TransformerEngineNPU",
+        "softmax_type with TransformerEngineNPU: its attention is only known to compute the vanilla softmax; "
+        f"{ON_OTHER_DEVICES}",
         lambda c: c["softmax_type"] not in (None, "vanilla"),
-        "its attention is only known to compute the vanilla softmax",
-        ON_OTHER_DEVICES,
     ),
     Rule(
-        "attention_dropout with TransformerEngineNPU",
+        "attention_dropout with TransformerEngineNPU: its random stream, and whether it drops in evaluation, is "
+        "not known; set it to 0",
         lambda c: (c["attention_dropout"] or 0) > 0,
-        "its random stream, and whether it drops in evaluation, is not known",
-        "set it to 0",
     ),
     Rule(
-        "experimental_attention_variant with TransformerEngineNPU",
+        "experimental_attention_variant with TransformerEngineNPU: its kernels need a real NPU, and no test has "
+        f"run them; {ON_OTHER_DEVICES}",
         lambda c: c["experimental_attention_variant"] is not None,
-        "its kernels need a real NPU, and no test has run them",
-        ON_OTHER_DEVICES,
     ),
     Rule(
-        "is_hybrid_model with TransformerEngineNPU",
+        "is_hybrid_model with TransformerEngineNPU: kernels of state spaces (mamba_ssm, causal_conv1d) are "
+        f"CUDA's; {ON_OTHER_DEVICES}",
         lambda c: bool(c["is_hybrid_model"]),
-        "kernels of state spaces (mamba_ssm, causal_conv1d) are CUDA's",
-        ON_OTHER_DEVICES,
     ),
     *(
         Rule(
-            f"{name} with MindSpeed",
+            f"{name} with MindSpeed: it reads this from Megatron's training script, which does not run; leave it out",
             lambda c, name=name, off=off: (c["context_parallel_size"] or 1) > 1 and (c[name] or off) > off,
-            "it reads this from Megatron's training script, which does not run",
-            "leave it out",
         )
         for name, off in (("use_cp_send_recv_overlap", False), ("cp_window_size", 1))
     ),

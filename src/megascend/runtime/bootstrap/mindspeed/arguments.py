@@ -219,72 +219,58 @@ class Arguments(dict[str, Any]):
 
 RULES: tuple[Rule[Arguments], ...] = (
     Rule(
-        "window_size with MindSpeed",
+        f"window_size with MindSpeed: its attention ignores the window and attends to all tokens; {ON_OTHER_DEVICES}",
         lambda a: a["window_size"] is not None,
-        "its attention ignores the window and attends to all tokens",
-        ON_OTHER_DEVICES,
     ),
     Rule(
-        "softmax_type with MindSpeed",
+        f"softmax_type with MindSpeed: its attention computes the vanilla softmax regardless; {ON_OTHER_DEVICES}",
         lambda a: a["softmax_type"] not in (None, "vanilla"),
-        "its attention computes the vanilla softmax regardless",
-        ON_OTHER_DEVICES,
     ),
     Rule(
-        "multi_latent_attention with MindSpeed",
+        "multi_latent_attention with MindSpeed: its layer reads settings that mcore-bridge lacks, such as "
+        f"mscale; {ON_OTHER_DEVICES}",
         lambda a: bool(a["multi_latent_attention"]),
-        "its layer reads settings that mcore-bridge lacks, such as mscale",
-        ON_OTHER_DEVICES,
     ),
     Rule(
-        "experimental_attention_variant with MindSpeed",
+        "experimental_attention_variant with MindSpeed: its kernels (fla_npu, Triton) need a real NPU, and no "
+        f"test has run them; {ON_OTHER_DEVICES}",
         lambda a: a["experimental_attention_variant"] == "gated_delta_net",
-        "its kernels (fla_npu, Triton) need a real NPU, and no test has run them",
-        ON_OTHER_DEVICES,
     ),
     Rule(
-        "hf_model_type with MindSpeed",
+        "hf_model_type with MindSpeed: mcore-bridge passes the configuration by position, MindSpeed reads it by "
+        f"keyword; {ON_OTHER_DEVICES}",
         lambda a: a["hf_model_type"] == "glm4",
-        "mcore-bridge passes the configuration by position, MindSpeed reads it by keyword",
-        ON_OTHER_DEVICES,
     ),
     Rule(
-        "context_parallel_algo with MindSpeed",
+        "context_parallel_algo with MindSpeed: it needs one fixed seq_length; set parallel.context_algorithm: "
+        "ring or all_gather",
         lambda a: a.divides_context and str(a["context_parallel_algo"]).startswith(("ulysses", "hybrid")),
-        "it needs one fixed seq_length",
-        "set parallel.context_algorithm: ring or all_gather",
     ),
     Rule(
-        "attention_dropout with parallel.context_algorithm: all_gather",
+        "attention_dropout with parallel.context_algorithm=all_gather: its backward pass draws another mask than "
+        "the forward pass; use ring, or set it to 0",
         lambda a: (
             a.divides_context
             and a["context_parallel_algo"] == "kvallgather_cp_algo"
             and (a["attention_dropout"] or 0) > 0
         ),
-        "its backward pass draws another mask than the forward pass",
-        "use ring, or set it to 0",
     ),
     *(
         Rule(
-            f"{name} with MindSpeed",
+            f"{name} with MindSpeed: its process groups are created before a model's options are known; leave it out",
             lambda a, name=name, off=off: a.divides_context and (a[name] or off) > off,
-            "its process groups are created before a model's options are known",
-            "leave it out",
         )
         for name, off in (("use_cp_send_recv_overlap", False), ("cp_window_size", 1))
     ),
     Rule(
-        "recompute_modules with MindSpeed",
+        "recompute_modules with MindSpeed: layernorm, mla_up_proj, moe_act read state of Transformer Engine; use "
+        "core_attn, mlp, moe",
         lambda a: not {"layernorm", "mla_up_proj", "moe_act"}.isdisjoint(a["recompute_modules"] or ()),
-        "layernorm, mla_up_proj, moe_act read state of Transformer Engine",
-        "use core_attn, mlp, moe",
     ),
     *(
         Rule(
-            f"{name} with MindSpeed",
+            f"{name} with MindSpeed: it imports megatron.training, which megatron-core does not contain; leave it out",
             lambda a, name=name: bool(a[name]),
-            "it imports megatron.training, which megatron-core does not contain",
-            "leave it out",
         )
         for name in NEEDS_MEGATRON_TRAINING
     ),
