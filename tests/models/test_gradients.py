@@ -80,13 +80,13 @@ def cases() -> list[Case]:
             if architecture.unsupported_layout(
                 architecture.tiny, tensor=case.parallel.tensor, context=case.parallel.context
             ):
-                continue  # refused, as test_qwen_hybrid.py checks
+                continue  # refused, as test_unsupported.py checks
             tiny = tiny_config(architecture.model_type)
             chunks = case.parallel.pipeline * case.parallel.virtual_pipeline
             if tiny["num_hidden_layers"] % chunks:
                 continue  # refused: no equal stages
             if architecture.unsupported_stages(tiny, [tiny["num_hidden_layers"] // chunks] * chunks):
-                continue  # refused, as test_sparse_attention.py checks
+                continue  # refused, as test_unsupported.py checks
             if case.parallel.context > 1 and architecture.context_algorithms is not None:
                 algorithm = {"context_algorithm": architecture.context_algorithms[0]}
                 case = replace(case, parallel=case.parallel.model_copy(update=algorithm))

@@ -99,31 +99,6 @@ def test_number_of_experts_of_a_model_without_experts_is_ignored() -> None:
     assert architecture_named("nemotron_h").megatron_settings(text)["num_moe_experts"] is None
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("conv_kernel", 3),
-        ("use_conv_bias", False),
-        ("mamba_hidden_act", "gelu"),
-        ("mlp_hidden_act", "silu"),
-        ("residual_in_fp32", True),
-        ("sliding_window", 64),
-        ("time_step_limit", [0.001, math.inf]),
-        ("time_step_limit", [0.0, 0.1]),
-    ],
-)
-def test_setting_that_megatron_core_does_not_compute_is_refused(setting: str, value: Any) -> None:
-    (reason,) = architecture_named("nemotron_h").unsupported(config(**{setting: value}))
-    assert reason.startswith(f"{setting}: ")
-
-
-def test_biases_and_unknown_layers_are_refused() -> None:
-    nemotron = architecture_named("nemotron_h")
-    assert "use_bias: true" in nemotron.unsupported(config(use_bias=True))[0]
-    assert "mlp_bias: true" in nemotron.unsupported(config(mlp_bias=True))[0]
-    assert "layer_types holds X" in nemotron.unsupported(normalised(hybrid_override_pattern="MX*"))[0]
-
-
 def test_limits_of_steps_are_read_in_both_spellings() -> None:
     assert step_limits({}) == (0.0, math.inf)
     assert step_limits({"time_step_limit": [0.5, {"__float__": "Infinity"}]}) == (0.5, math.inf)
@@ -134,15 +109,6 @@ def test_first_layer_is_no_head_for_multi_token_prediction() -> None:
     settings = {"model_type": "nemotron_h", "num_nextn_predict_layers": 1, "layers_block_type": [NAMES["M"]] * 3}
     names = ["backbone.layers.0.norm.weight", "backbone.layers.2.norm.weight", "mtp.layers.0.norm.weight"]
     assert prediction_tensors(settings, names) == ["mtp.layers.0.norm.weight"]
-
-
-def test_heads_and_groups_that_ranks_cannot_divide_are_refused() -> None:
-    nemotron = architecture_named("nemotron_h")
-    text = normalised(hybrid_override_pattern="ME*", mamba_num_heads=8, n_groups=2)
-    assert nemotron.unsupported_layout(text, tensor=2, context=4) == []  # ranks share a group
-    (reason,) = nemotron.unsupported_layout(text, tensor=4, context=1)
-    assert "do not divide the 2 groups" in reason
-    assert "8 heads" in nemotron.unsupported_layout(text, tensor=2, context=8)[0]
 
 
 def test_missing_kernels_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

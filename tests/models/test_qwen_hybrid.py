@@ -165,18 +165,12 @@ def test_short_and_long_samples_train_like_each_alone(case: Case, parity_folder:
         pytest.param(
             Parallel(context=2),
             2,
-            r"parallel\.context=2: linear attention .* needs whole sequences.* set context to 1, and",
+            r"parallel\.context=2: Megatron-Core divides its linear attention from 0\.18 on",
             marks=pytest.mark.skipif(Version("0.18") <= MEGATRON_CORE, reason="megatron-core 0.18 exchanges heads"),
         ),
-        pytest.param(
-            Parallel(tensor=2, context=2),
-            4,
-            r"parallel\.tensor=2 x parallel\.context=2 does not divide the 2 key heads of linear attention",
-            marks=pytest.mark.nightly,
-        ),
-        (Parallel(tensor=4), 4, r"parallel\.tensor=4 does not divide the 2 key heads of linear attention"),
+        (Parallel(tensor=4), 4, r"parallel\.tensor: 4 with parallel\.context=1 and 2 key heads of linear attention"),
     ],
-    ids=["CP2", "TP2 x CP2", "TP4"],
+    ids=["CP2", "TP4"],
 )
 def test_layouts_that_cannot_divide_linear_attention_are_refused(
     parallel: Parallel, ranks: int, message: str, parity_folder: Path

@@ -115,27 +115,10 @@ def test_layers_with_an_indexer_are_read_as_transformers_reads_them(
     assert tuple(kind == "full" for kind in GlmMoeDsaConfig(**raw).indexer_types) == computing
 
 
-def test_choice_without_a_period_is_refused() -> None:
+def test_period_of_the_choice_is_that_of_megatron_core() -> None:
     types = ["full", "shared", "shared", "full"]
-    glm = architecture_named("glm_moe_dsa")
-    assert (
-        "has no period" in glm.unsupported(config("glm_moe_dsa", indexer_types=["full", "shared", "full", "full"]))[0]
-    )
-    assert glm.unsupported(config("glm_moe_dsa", indexer_types=types)) == []
-    settings = glm.megatron_settings(config("glm_moe_dsa", indexer_types=types))
+    settings = architecture_named("glm_moe_dsa").megatron_settings(config("glm_moe_dsa", indexer_types=types))
     assert (settings["dsa_indexer_topk_freq"], settings["dsa_indexer_skip_topk_offset"]) == (3, 1)
-
-
-def test_stage_that_begins_without_an_indexer_is_refused() -> None:
-    glm = architecture_named("glm_moe_dsa")
-    assert glm.unsupported_stages(config("glm_moe_dsa"), (2, 2)) == []
-    (reason,) = glm.unsupported_stages(config("glm_moe_dsa"), (1, 1, 1, 1))
-    assert "begin with layer 1" in reason
-
-
-def test_narrow_indexer_and_uncompressed_queries_are_refused() -> None:
-    reasons = architecture_named("deepseek_v32").unsupported(config("deepseek_v32", index_head_dim=8, q_lora_rank=None))
-    assert [reason.split(":")[0] for reason in reasons] == ["q_lora_rank", "index_head_dim"]
 
 
 @needs_stack

@@ -1,13 +1,21 @@
-"""Refused and supported configurations, with the defaults that transformers fills in."""
+"""Every rule of model families refuses a configuration, layout or head, and accepts those beside it."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
-from megascend.models import architecture_of, expert_layers, text_config
+from megascend.config.rules import Rule, enforce
+from megascend.errors import ConfigError
+from megascend.models import Architecture, architecture_named, architecture_of, expert_layers, text_config
+from megascend.models.base import LINEAR
+from megascend.models.checkpoint_files.info import TRAINED_HEAD, PredictionHeads
+from megascend.models.checkpoint_files.scalar_head import HeadKind
+from megascend.models.registry import BUILT_IN
+from megascend.testing.tiny_models import tiny_config
 
 
 def unsupported_settings(config: dict[str, Any]) -> list[str]:
@@ -42,7 +50,7 @@ REFUSED = [
     ("use_bias", {"use_bias": True}, ("ernie4_5", "ernie4_5_moe")),
     ("mlp_bias", {"mlp_bias": True}, ("llama",)),
     (
-        "num_experts_per_tok: 1 with norm_topk_prob: true",
+        "num_experts_per_tok: 1 with norm_topk_prob=true",
         {"num_experts_per_tok": 1, "norm_topk_prob": True, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
         ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe"),
     ),
@@ -53,7 +61,7 @@ REFUSED = [
     ("topk_method: noaux_tc", {"topk_method": "noaux_tc"}, ("deepseek_v2",)),
     ("scoring_func: softmax is ignored", {"scoring_func": "softmax"}, ("deepseek_v3", "glm4_moe")),
     (
-        "n_group: 4 ranks groups",
+        "n_group: 4 with num_experts_per_tok=8",
         {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 8},
         ("deepseek_v3", "nemotron_h"),
     ),
@@ -65,14 +73,38 @@ REFUSED = [
     ("moe_layer_freq: 2", {"moe_layer_freq": 2}, ("deepseek_v3",)),
     ("attention_out_bias: True", {"attention_out_bias": True}, ("seed_oss",)),
     ("use_qk_norm: False", {"use_qk_norm": False}, ("minimax_m2",)),
-    ("hidden_act: gelu is also", {"hidden_act": "gelu"}, HYBRIDS),
+    ("hidden_act: gelu with", {"hidden_act": "gelu"}, HYBRIDS),
     ("routed_scaling_factor: 2.5 is ignored", {"routed_scaling_factor": 2.5}, ("qwen3_next", "qwen3_5_moe_text")),
     ("norm_topk_prob: False is ignored", {"norm_topk_prob": False}, ("qwen3_5_moe_text",)),
     ("linear_num_value_heads: 5", {"linear_num_key_heads": 2, "linear_num_value_heads": 5}, HYBRIDS),
     ("decoder_sparse_step: 2 is ignored", {"decoder_sparse_step": 2}, ("qwen3_5_moe_text",)),
     ("mlp_only_layers: [1] is ignored", {"mlp_only_layers": [1]}, ("qwen3_5_moe_text",)),
+    ("num_experts_per_tok: 9 with 8 experts", {"num_experts_per_tok": 9, "num_local_experts": 8}, ("mixtral",)),
+    ("num_shared_experts: 0", {"n_shared_experts": 0}, ("deepseek_v3",)),
+    ("conv_kernel: 3 is ignored", {"conv_kernel": 3}, ("nemotron_h",)),
+    ("use_conv_bias: False is ignored", {"use_conv_bias": False}, ("nemotron_h",)),
+    ("mamba_hidden_act: gelu is ignored", {"mamba_hidden_act": "gelu"}, ("nemotron_h",)),
+    ("mlp_hidden_act: silu is ignored", {"mlp_hidden_act": "silu"}, ("nemotron_h",)),
+    ("residual_in_fp32: True is ignored", {"residual_in_fp32": True}, ("nemotron_h",)),
+    ("sliding_window: 64 is ignored", {"sliding_window": 64}, ("nemotron_h",)),
+    ("time_step_limit: 0.0, 0.1 with nemotron_h", {"time_step_limit": [0.0, 0.1]}, ("nemotron_h",)),
+    ("time_step_limit: 0.001, inf with nemotron_h", {"time_step_limit": [0.001, math.inf]}, ("nemotron_h",)),
+    ("mamba_num_heads: 5 with n_groups=2", {"mamba_num_heads": 5, "n_groups": 2}, ("nemotron_h",)),
+    ("use_bias: true with nemotron_h", {"use_bias": True}, ("nemotron_h",)),
+    ("index_head_dim: 8 with qk_rope_head_dim=64", {"index_head_dim": 8}, ("deepseek_v32",)),
+    ("attention_dropout: 0.1 with glm_moe_dsa", {"attention_dropout": 0.1}, ("glm_moe_dsa",)),
     (
-        "num_experts_per_tok: 1 with norm_topk_prob: true",
+        "indexer_types: full, shared, full, full with glm_moe_dsa",
+        {"indexer_types": ["full", "shared", "full", "full"], "num_hidden_layers": 4},
+        ("glm_moe_dsa",),
+    ),
+    (
+        "layer_types: linear_attention with llama: no test covers linear_attention on",
+        {"layer_types": [LINEAR], "num_hidden_layers": 1},
+        ("llama",),
+    ),
+    (
+        "num_experts_per_tok: 1 with norm_topk_prob=true",
         {"num_experts_per_tok": 1},
         ("qwen3_5_moe_text", "mixtral", "hy_v3", "gpt_oss"),
     ),
@@ -97,7 +129,8 @@ HONOURED = [
 )
 def test_refusal_names_the_setting_and_the_remedy(starts, settings, arch):
     [reason] = unsupported_settings(full(arch, **settings))
-    assert starts in reason
+    assert reason.startswith(starts)
+    assert len(reason) <= 160
     assert any(remedy in reason for remedy in ("use engine fsdp", "correct config.json"))
     assert unsupported_settings({"text_config": full(arch, **settings)}) == [reason]
 
@@ -107,8 +140,89 @@ def test_supported_settings_are_not_refused(settings, arch):
     assert unsupported_settings(full(arch, **settings)) == []
 
 
-def test_all_reasons_are_reported():
-    assert len(unsupported_settings(full("llama", attention_bias=True, mlp_bias=True))) == 2
+LAYOUTS = [
+    ("parallel.tensor: 2 with parallel.context=2 and 2 key heads", "qwen3_next", {}, (2, 2), (2, 1)),
+    ("parallel.tensor: 4 with parallel.context=1 and 2 groups", "nemotron_h", {"n_groups": 2}, (4, 1), (2, 4)),
+    ("parallel.tensor: 2 with parallel.context=8 and 8 heads of state spaces", "nemotron_h", {}, (2, 8), (4, 2)),
+]
+STAGES = [
+    ("model_type: nemotron_h with stages of (2, 4) layers", "nemotron_h", (2, 4), (3, 3)),
+    ("model_type: glm_moe_dsa with stages of (1, 1, 1, 1) layers", "glm_moe_dsa", (1, 1, 1, 1), (2, 2)),
+]
+
+
+def tiny(arch: str, **settings: Any) -> tuple[Architecture, dict[str, Any]]:
+    architecture = architecture_named(arch)
+    return architecture, architecture.normalise(tiny_config(arch, **settings))
+
+
+@pytest.mark.parametrize(("message", "arch", "settings", "refused", "accepted"), LAYOUTS)
+def test_layout_that_does_not_divide_the_layers_is_refused(message, arch, settings, refused, accepted):
+    architecture, config = tiny(arch, **settings)
+    reasons = [architecture.unsupported_layout(config, tensor=t, context=c) for t, c in (refused, accepted)]
+    assert reasons[0][0].startswith(message)
+    assert reasons[1] == []
+
+
+@pytest.mark.parametrize(("message", "arch", "refused", "accepted"), STAGES)
+def test_stages_that_do_not_fit_the_layers_are_refused(message, arch, refused, accepted):
+    architecture, config = tiny(arch)
+    (reason,) = architecture.unsupported_stages(config, refused)
+    assert reason.startswith(message)
+    assert architecture.unsupported_stages(config, accepted) == []
+
+
+MTP = ["mtp.layers.0.norm.weight"]
+HEADS: list[tuple[str, str, dict[str, Any], list[str], HeadKind]] = [
+    ("mtp: train with head=scalar", "deepseek_v3", {"num_nextn_predict_layers": 1}, ["model.layers.4.x"], "scalar"),
+    ("mtp: train with deepseek_v3: its checkpoint has no head", "deepseek_v3", {}, [], "lm"),
+    ("mtp: train with qwen3: its heads are not built", "qwen3", {}, MTP, "lm"),
+    ("mtp: train with deepseek_v3: its checkpoint has another", "deepseek_v3", {}, ["model.layers.5.x"], "lm"),
+    ("mtp: train with qwen3_next: its checkpoint has another", "qwen3_next", {}, [*MTP, "mtp.layers.1.x"], "lm"),
+    ("mtp: train with qwen3_next: its head's own", "qwen3_next", {}, [*MTP, "mtp.embed_tokens.weight"], "lm"),
+    ("mtp: train with qwen3_next: its head's own", "qwen3_next", {"mtp_use_dedicated_embeddings": True}, MTP, "lm"),
+    ("mtp: train with qwen3_next: its head has softmax", "qwen3_next", {"layer_types": [LINEAR] * 4}, MTP, "lm"),
+]
+
+
+@pytest.mark.parametrize(("message", "arch", "settings", "tensors", "head"), HEADS)
+def test_head_that_is_not_trained_is_refused(message, arch, settings, tensors, head):
+    architecture, config = tiny(arch)
+    with pytest.raises(ConfigError) as raised:
+        enforce(TRAINED_HEAD, PredictionHeads(architecture, config | settings, 4, head, tuple(tensors)))
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("arch", "tensors"), [("deepseek_v3", ["model.layers.4.embed_tokens.weight"]), ("qwen3_next", MTP)]
+)
+def test_head_that_is_trained_is_accepted(arch, tensors):
+    architecture, config = tiny(arch)
+    config |= {"num_nextn_predict_layers": 1}
+    enforce(TRAINED_HEAD, PredictionHeads(architecture, config, 4, "lm", tuple(tensors)))
+
+
+def test_every_rule_has_a_case(monkeypatch):
+    refusals = []
+    message = Rule.message
+    monkeypatch.setattr(Rule, "message", lambda rule, subject: refusals.append(rule) or message(rule, subject))
+    for _, settings, archs in REFUSED:
+        for arch in archs:
+            unsupported_settings(full(arch, **settings))
+    unsupported_settings({"model_type": "deepseek_v4"})
+    for _, arch, settings, (tensor, context), _ in LAYOUTS:
+        architecture, config = tiny(arch, **settings)
+        architecture.unsupported_layout(config, tensor=tensor, context=context)
+    for _, arch, stages, _ in STAGES:
+        architecture, config = tiny(arch)
+        architecture.unsupported_stages(config, stages)
+    for *_, arch, settings, tensors, head in HEADS:
+        architecture, config = tiny(arch)
+        with pytest.raises(ConfigError):
+            enforce(TRAINED_HEAD, PredictionHeads(architecture, config | settings, 4, head, tuple(tensors)))
+    families = [*BUILT_IN.values(), architecture_named("deepseek_v4")]
+    tables = [table for family in families for table in (family.rules, family.layout_rules, family.stage_rules)]
+    assert [rule.text for table in [*tables, TRAINED_HEAD] for rule in table if rule not in refusals] == []
 
 
 @pytest.mark.parametrize(

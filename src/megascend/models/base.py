@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from megascend.config.rules import Rule
 from megascend.errors import ConfigError
 
 Config = Mapping[str, Any]
@@ -126,6 +127,7 @@ class Architecture:
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
         proven_with_images: tests compare training with images in the layouts that take them (docs/images.md).
+        rules, layout_rules, stage_rules: configurations, layouts and divisions into stages that the Megatron engine refuses.
     """
 
     model_types: tuple[str, ...]
@@ -207,35 +209,23 @@ class Architecture:
         These are settings that would otherwise fail late and misleadingly: with a missing or unread tensor, with an assertion of
         Megatron-Core's, or by computing another function than transformers does. The self-check finds the rest.
         """
-        # Each check returns the sentence that a user reads in the refusal: the setting, what either side computes, a way out.
-        checks = (
-            self._unknown_layers(config),
-            self._attention_bias(config),
-            self._mlp_bias(config),
-            self._one_expert(config),
-            self._no_experts(config),
-            self._unnormalised_sigmoid(config),
-            self._expert_groups(config),
-            self._no_shared_expert(config),
-        )
-        kind = config.get("model_type")
         ignored = [
-            f"{name}: {config[name]} is ignored for {kind}, which is computed with {value}; {OTHER_ENGINE}"
+            f"{name}: {config[name]} is ignored for {self.model_type}, which is computed with {value}; {OTHER_ENGINE}"
             for name, value in self.fixed.items()
             if config.get(name) not in (None, value)
         ]
-        return [reason for reason in checks if reason is not None] + ignored
+        return _refusals(self.rules, ModelSetup(self, self.normalise(config))) + ignored
 
     def unsupported_layout(self, config: Config, *, tensor: int, context: int) -> list[str]:
         """Return why the Megatron engine cannot divide the model over tensor and context parallel ranks; empty if it can.
 
         Sizes that all models have are checked for all (:func:`megascend.runtime.topology.topology.check_model`).
         """
-        return []
+        return _refusals(self.layout_rules, ModelSetup(self, config, tensor, context))
 
     def unsupported_stages(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
         """Return why the Megatron engine cannot divide the layers into chunks of these sizes, in order; empty if it can."""
-        return []
+        return _refusals(self.stage_rules, ModelSetup(self, config, chunk_layers=tuple(chunk_layers)))
 
     def selfcheck_settings(self, config: Config, layers: int) -> dict[str, Any]:
         """Return settings of the self-check's small model that it does not find by their names.
@@ -327,85 +317,109 @@ class Architecture:
                 f"architecture {self.model_type!r}: importing {name!r} failed: {type(error).__name__}: {error}"
             ) from error
 
-    def _unknown_layers(self, config: Config) -> str | None:
-        kinds = config.get("layer_types") or []
-        unknown = sorted({str(kind) for kind in kinds} - set(self.layer_kinds))
-        if not unknown:
-            return None
-        return (
-            f"layer_types holds {', '.join(unknown)} ({sum(kind in unknown for kind in kinds)} of {len(kinds)} layers of "
-            f"{config.get('model_type')}), and engine megatron trains softmax attention only: no test covers packing, context "
-            f"parallelism and export of other layers; {OTHER_ENGINE}"
-        )
+    # Of settings that would otherwise fail late, or make Megatron compute another function than transformers does.
+    rules: ClassVar[tuple[Rule[ModelSetup], ...]] = (
+        Rule(
+            f"layer_types with {{model_type}}: no test covers {{unknown_layers}} on engine megatron; {OTHER_ENGINE}",
+            lambda s: bool(s.unknown_layers),
+        ),
+        *(
+            Rule(
+                f"{name} with {{model_type}}: Megatron's attention has biases on q, k and v only, not on o_proj; "
+                f"{OTHER_ENGINE}",
+                lambda s, name=name: bool(s[name]) and s.architecture.biases == "attention",
+            )
+            for name in ("attention_bias", "use_bias")
+        ),
+        Rule(
+            f"mlp_bias with {{model_type}}: mcore-bridge cannot load biases into Megatron's fused layers; {OTHER_ENGINE}",
+            lambda s: bool(s["mlp_bias"]),
+        ),
+        Rule(
+            "num_experts_per_tok with norm_topk_prob=true: the weight of each token's expert is 1, and Megatron-Core "
+            f"takes its probability; {OTHER_ENGINE}",
+            lambda s: (
+                s.experts > 0
+                and s["num_experts_per_tok"] == 1
+                and bool(s.architecture.fixed.get("norm_topk_prob", s["norm_topk_prob"]))
+            ),
+        ),
+        Rule(
+            "decoder_sparse_step with mlp_only_layers={mlp_only_layers}: no layer has experts, though there are "
+            "{experts}; correct config.json",
+            lambda s: (layers := expert_layers(s.config)) is not None and not any(layers),
+        ),
+        Rule(
+            "norm_topk_prob with {model_type}: Megatron-Core always divides the chosen experts' sigmoid scores by "
+            f"their sum; {OTHER_ENGINE}",
+            # Megatron-Core does not divide the score of a single expert.
+            lambda s: (
+                s.architecture.router == "sigmoid" and s["num_experts_per_tok"] != 1 and s["norm_topk_prob"] is False
+            ),
+        ),
+        Rule(
+            "num_experts_per_tok with {experts} experts in a layer: a token has no more; correct config.json",
+            lambda s: 0 < s.experts < (s["num_experts_per_tok"] or 1),
+        ),
+        Rule(
+            "n_group with topk_group={topk_group} and {experts} experts: they do not fit; correct config.json",
+            lambda s: s.architecture.router == "sigmoid" and not _groups_fit(s.config),
+        ),
+        Rule(
+            "n_group with num_experts_per_tok={num_experts_per_tok} and topk_group={topk_group}: groups are ranked by two "
+            f"experts, in Megatron-Core by the quotient; {OTHER_ENGINE}",
+            lambda s: (
+                s.architecture.router == "sigmoid"
+                and s.experts > 0
+                and _groups_fit(s.config)
+                and (s["n_group"] or 1) > 1
+                and s["num_experts_per_tok"] // (s["topk_group"] or 1) != 2
+            ),
+        ),
+        Rule(
+            "num_shared_experts with {model_type}: transformers' shared experts have no weights, which Megatron cannot "
+            f"build; {OTHER_ENGINE}",
+            lambda s: s.experts > 0 and s["num_shared_experts"] == 0,
+        ),
+    )
+    layout_rules: ClassVar[tuple[Rule[ModelSetup], ...]] = ()
+    stage_rules: ClassVar[tuple[Rule[ModelSetup], ...]] = ()
 
-    def _attention_bias(self, config: Config) -> str | None:
-        name = next((name for name in ("attention_bias", "use_bias") if config.get(name)), None)
-        if name is None or self.biases != "attention":
-            return None
-        return (
-            f"{name}: true gives every linear layer of {config.get('model_type')}'s attention a bias, o_proj included; the "
-            f"Megatron model has biases on q, k and v only and would lose o_proj's; {OTHER_ENGINE}"
-        )
 
-    def _mlp_bias(self, config: Config) -> str | None:
-        if not config.get("mlp_bias"):
-            return None
-        return (
-            "mlp_bias: true gives gate_proj, up_proj and down_proj biases, which mcore-bridge cannot load into Megatron's fused "
-            f"layers; {OTHER_ENGINE}"
-        )
+def _refusals(rules: Sequence[Rule[ModelSetup]], setup: ModelSetup) -> list[str]:
+    return [rule.message(setup) for rule in rules if rule.when(setup)]
 
-    def _one_expert(self, config: Config) -> str | None:
-        divides = self.fixed.get("norm_topk_prob", config.get("norm_topk_prob"))
-        if self.normalise(config).get("num_experts_per_tok") != 1 or not divides or not expert_count(config):
-            return None
-        return (
-            "num_experts_per_tok: 1 with norm_topk_prob: true makes the weight of each token's expert 1; Megatron-Core takes its "
-            f"probability; {OTHER_ENGINE}"
-        )
 
-    def _no_experts(self, config: Config) -> str | None:
-        layers = expert_layers(config)
-        if layers is None or any(layers):
-            return None
-        return (
-            f"decoder_sparse_step: {config.get('decoder_sparse_step')} and mlp_only_layers: {config.get('mlp_only_layers')} "
-            f"leave none of the {len(layers)} layers with experts, though num_experts is {expert_count(config)}; correct "
-            "config.json, or save the model under a dense model_type"
-        )
+@dataclass(frozen=True)
+class ModelSetup:
+    """A model's normalised configuration and the layout of its layers, on which the rules of its family are evaluated."""
 
-    def _unnormalised_sigmoid(self, config: Config) -> str | None:
-        single_expert = config.get("num_experts_per_tok") == 1  # which Megatron-Core does not divide
-        if self.router != "sigmoid" or single_expert or config.get("norm_topk_prob") is not False:
-            return None
-        return (
-            f"norm_topk_prob: false keeps the sigmoid scores of {config.get('model_type')}'s chosen experts as they are; "
-            f"Megatron-Core always divides them by their sum; {OTHER_ENGINE}"
-        )
+    architecture: Architecture
+    config: Config
+    tensor: int = 1
+    context: int = 1
+    chunk_layers: tuple[int, ...] = ()
 
-    def _expert_groups(self, config: Config) -> str | None:
-        groups, chosen, experts = config.get("n_group") or 1, config.get("topk_group") or 1, expert_count(config)
-        topk = self.normalise(config).get("num_experts_per_tok") or 1
-        if experts and topk > experts:
-            return f"num_experts_per_tok: {topk} exceeds the {experts} experts of a layer; correct config.json"
-        if self.router != "sigmoid" or not experts:
-            return None
-        fits = experts % groups == 0 and chosen <= groups <= max(1, experts // 2)
-        if not fits or ("n_group" in config and config["n_group"] is None and config.get("topk_group")):
-            given = f"n_group: {config.get('n_group')} and topk_group: {config.get('topk_group')}"
-            return f"{given} do not fit {experts} experts; correct config.json"
-        if groups == 1 or topk // chosen == 2:
-            return None
-        return (
-            f"n_group: {groups} ranks groups by their two best experts, Megatron-Core by their {topk // chosen} best "
-            f"(num_experts_per_tok {topk} over topk_group {chosen}); {OTHER_ENGINE}"
-        )
+    def __getitem__(self, key: str) -> Any:
+        """Return a size of the layout, an attribute or a setting of the configuration."""
+        name = key.removeprefix("parallel.")
+        return getattr(self, name) if hasattr(self, name) else self.config.get(name)
 
-    def _no_shared_expert(self, config: Config) -> str | None:
-        name = next((name for name in ("n_shared_experts", "num_shared_experts") if config.get(name) == 0), None)
-        if name is None or not expert_count(config):
-            return None
-        return f"{name}: 0 makes transformers' shared experts ones without weights, which Megatron cannot build; {OTHER_ENGINE}"
+    @property
+    def unknown_layers(self) -> str:
+        """Name the kinds of layers that the Megatron engine does not compute."""
+        return ", ".join(sorted({*map(str, self["layer_types"] or ())} - {*self.architecture.layer_kinds}))
+
+    @property
+    def experts(self) -> int:
+        """Return the number of routed experts of a layer."""
+        return expert_count(self.config)
+
+
+def _groups_fit(config: Config) -> bool:
+    experts, groups, chosen = expert_count(config), config.get("n_group") or 1, config.get("topk_group") or 1
+    half_set = bool(config.get("topk_group")) and config.get("n_group", groups) is None
+    return not experts or (experts % groups == 0 and chosen <= groups <= max(1, experts // 2) and not half_set)
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,7 @@ def register_architecture(
         architecture = Architecture((architecture,), transformers, megatron, tiny=dict(tiny or {}))
     for model_type in architecture.model_types:
         if _from_outside.setdefault(model_type, architecture) != architecture:
-            raise ConfigError(
-                f"register_architecture: another architecture is registered for model_type {model_type!r}"
-            )
+            raise ConfigError(f"another architecture is registered for model_type {model_type!r}")
 
 
 def registered(model_type: str | None) -> Architecture | None:

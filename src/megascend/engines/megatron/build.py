@@ -94,7 +94,7 @@ def check_architecture(model_dir: Path) -> None:
             f"{config.model_type!r}; use engine fsdp, or megascend.register_architecture"
         )
     if problems := architecture.unsupported(text_config(config.to_dict())):
-        raise ConfigError(f"{model_dir}/config.json: {'; '.join(problems)}")
+        raise ConfigError(f"{model_dir}/config.json: {problems[0]}")
 
 
 def check_megatron_core(architecture: Architecture) -> None:
@@ -285,18 +285,17 @@ def check_divisible(architecture: Architecture, config: Mapping[str, Any], topol
     oldest, installed = architecture.context_core, metadata.version("megatron-core")
     if topology.context > 1 and oldest is not None and Version(installed) < Version(oldest):
         problems.append(
-            f"parallel.context={topology.context}: linear attention (gated delta nets) needs whole sequences, for which "
-            f"Megatron-Core exchanges heads from {oldest} on, and {installed} is installed; install stack 0.19, or set context "
-            "to 1, and divide long samples by parallel.tensor with parallel.sequence, or save memory with recompute"
+            f"parallel.context={topology.context}: Megatron-Core divides its linear attention from {oldest} on, and {installed} "
+            "is installed; set 1, or install stack 0.19"
         )
     algorithms = architecture.context_algorithms
     if topology.context > 1 and algorithms is not None and topology.context_algorithm not in algorithms:
         problems.append(
-            f"parallel.context={topology.context} with context_algorithm={topology.context_algorithm!r}: its attention has "
-            f"{' and '.join(algorithms)} only; set parallel.context_algorithm: {algorithms[0]}"
+            f"parallel.context_algorithm={topology.context_algorithm} with parallel.context={topology.context}: its attention "
+            f"has {' and '.join(algorithms)} only; set parallel.context_algorithm: {algorithms[0]}"
         )
     if problems:
-        raise TopologyError(f"{architecture.model_type}: {'; '.join(problems)}")
+        raise TopologyError(f"{architecture.model_type}: {problems[0]}")
 
 
 def check_packages(architecture: Architecture) -> None:

@@ -113,8 +113,7 @@ def weight_files(model_dir: Path) -> list[Path]:
         if single_file.is_file():
             return [single_file]
         raise CheckpointError(
-            f"{model_dir} holds neither {WEIGHT_FILE} nor {WEIGHT_INDEX}; other weight formats have to be converted first "
-            "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
+            f"{model_dir} holds neither {WEIGHT_FILE} nor {WEIGHT_INDEX}; convert other formats first"
         )
     content = _json_object(index)
     weight_map = content.get("weight_map")
@@ -133,9 +132,7 @@ def weight_files(model_dir: Path) -> list[Path]:
             "remove the one left from an earlier save"
         )
     if not isinstance(content.get("metadata"), dict):
-        raise CheckpointError(
-            f'{index} has no metadata, without which transformers does not load it: add "metadata": {{}}'
-        )
+        raise CheckpointError(f'{index} has no metadata, so transformers does not load it: add "metadata": {{}}')
     return [model_dir / name for name in names]
 
 
@@ -158,8 +155,7 @@ def _refuse_other_readings(model_dir: Path) -> None:
     )
     if rank_shard is not None:
         raise CheckpointError(
-            f"{model_dir} holds {rank_shard}, a distributed checkpoint that transformers would load instead of {WEIGHT_FILE}: "
-            "move the shard-* files away"
+            f"{model_dir} holds {rank_shard}, which transformers would load: move the shard-* files away"
         )
 
 

@@ -129,10 +129,7 @@ def check_access(repository: str) -> None:
 
     namespace = repository.partition("/")[0]
     if get_token() is None:
-        raise HubError(
-            f"push to {repository}: there is no token: set HF_TOKEN to one that may write to {namespace}, or run 'hf auth "
-            "login'"
-        )
+        raise HubError(f"push to {repository}: there is no token: set HF_TOKEN to one that may write to {namespace}")
     with _reported(f"push to {repository}: the Hub did not accept the token (HF_TOKEN, or of 'hf auth login')"):
         account = HfApi().whoami()
     user, token = account.get("name"), (account.get("auth") or {}).get("accessToken") or {}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megascend.config.rules import Rule, enforce
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models import (
     Architecture,
@@ -17,7 +18,6 @@ from megascend.models import (
     architecture_named,
     architecture_of,
     expert_layers,
-    proven,
     text_config,
 )
 from megascend.models.base import ATTENTION_LAYERS, LINEAR, LinearAttention, StateSpace, single_mixers
@@ -255,7 +255,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
     extra = {name: tensors.pop(name) for name in derived_tensors(tensors)}
     heads = {name: tensors.pop(name) for name in prediction_tensors(config, tensors)}
     if mtp == "train":
-        check_prediction_head(architecture, text, shape, heads, head)
+        enforce(TRAINED_HEAD, PredictionHeads(architecture, text, shape.num_layers, head, tuple(heads)))
     if mtp == "keep":
         extra |= heads
     scalar_head = scalar_heads.find(head, config, tensors, model_dir)
@@ -313,68 +313,60 @@ def _active_matmul_parameters(
     return int(active)
 
 
-def check_prediction_head(
-    architecture: Architecture,
-    config: Mapping[str, Any],
-    shape: ModelShape,
-    heads: Mapping[str, TensorHeader],
-    head: HeadKind,
-) -> None:
-    """Raise ConfigError if a checkpoint has no head for multi-token prediction that can be trained.
+@dataclass(frozen=True)
+class PredictionHeads:
+    """Names of a checkpoint's tensors of heads for multi-token prediction, and its normalised configuration and last layer."""
 
-    Args:
-        config: normalised.
-        heads: tensors of its heads.
-        head: the model's last layer.
-    """
-    kind = config.get("model_type")
-    if head != "lm":
-        raise ConfigError(
-            f"mtp: train with head: {head}: the head predicts tokens, and a scalar head has none; set keep"
-        )
-    count = config.get("num_nextn_predict_layers") or 0
-    if not heads:
-        raise ConfigError(
-            f"mtp: train, but the checkpoint of {kind} has no head for multi-token prediction (num_nextn_predict_layers: "
-            f"{count}); set keep"
-        )
-    if not architecture.prediction_head:
-        raise ConfigError(
-            f"mtp: train: heads of {kind} for multi-token prediction are not built here (those of "
-            f"{', '.join(family.model_type for family in proven() if family.prediction_head)} are); set keep"
-        )
-    layers = {int(match[1]) for name in heads if (match := LAYER.search(name))}
-    if architecture.prediction_layers != "model.layers":
-        _check_separate_head(kind, config, heads, layers)
-    # In this form a head is stored as the layer after the model's last.
-    elif count != 1 or layers != {shape.num_layers}:
-        raise ConfigError(
-            f"mtp: train: one head for multi-token prediction can be trained, and {kind} has {count} "
-            "(num_nextn_predict_layers); set keep"
-        )
+    architecture: Architecture
+    config: Mapping[str, Any]
+    layers: int
+    head: HeadKind
+    tensors: tuple[str, ...]
+    mtp: str = "train"
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+    @property
+    def model(self) -> str:
+        """Return the type of the model."""
+        return self.architecture.model_type
+
+    @property
+    def is_one(self) -> bool:
+        """Return True if there is one head, stored where the architecture has it."""
+        numbers = {int(match[1]) for name in self.tensors if (match := LAYER.search(name))}
+        if self.architecture.prediction_layers != "model.layers":
+            # Counted by the tensors: config.json need not state the number of such heads.
+            return len(numbers) == 1
+        # In this form a head is stored as the layer after the model's last.
+        return self.config.get("num_nextn_predict_layers") == 1 and numbers == {self.layers}
 
 
-def _check_separate_head(
-    kind: Any, config: Mapping[str, Any], heads: Mapping[str, TensorHeader], layers: Collection[int]
-) -> None:
-    """Raise ConfigError if a head that is stored outside the model's layers, as Qwen3.5's is, cannot be trained."""
-    # Counted by the tensors: config.json need not state the number of such heads.
-    if len(layers) != 1:
-        raise ConfigError(
-            f"mtp: train: one head for multi-token prediction can be trained, and the checkpoint of {kind} has "
-            f"{len(layers)}; set keep"
-        )
-    dedicated = next((name for name in heads if name.endswith(("embed_tokens.weight", "lm_head.weight"))), None)
-    if dedicated is not None or config.get("mtp_use_dedicated_embeddings"):
-        raise ConfigError(
-            f"mtp: train: the head of {kind} for multi-token prediction has its own embedding or output layer "
-            f"({dedicated or 'mtp_use_dedicated_embeddings: true'}), which cannot be trained; set keep"
-        )
-    if (kinds := config.get("layer_types")) and kinds[-1] != "full_attention":
-        raise ConfigError(
-            f"mtp: train: the head of {kind} for multi-token prediction has softmax attention, and is built like the model's "
-            f"last layer, which is of kind {kinds[-1]}; set keep"
-        )
+TRAINED_HEAD: tuple[Rule[PredictionHeads], ...] = (
+    Rule("mtp with head={head}: a scalar head predicts no tokens; set keep", lambda s: s.head != "lm"),
+    Rule("mtp with {model}: its checkpoint has no head for it; set keep", lambda s: not s.tensors),
+    Rule("mtp with {model}: its heads are not built here; set keep", lambda s: not s.architecture.prediction_head),
+    Rule("mtp with {model}: its checkpoint has another number of heads than one; set keep", lambda s: not s.is_one),
+    Rule(
+        "mtp with {model}: its head's own embedding or output layer cannot be trained; set keep",
+        lambda s: (
+            s.architecture.prediction_layers != "model.layers"
+            and (
+                bool(s.config.get("mtp_use_dedicated_embeddings"))
+                or any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in s.tensors)
+            )
+        ),
+    ),
+    Rule(
+        "mtp with {model}: its head has softmax attention, and is built like the last layer, which has another; set keep",
+        lambda s: (
+            s.architecture.prediction_layers != "model.layers"
+            and (s.config.get("layer_types") or ["full_attention"])[-1] != "full_attention"
+        ),
+    ),
+)
+"""Heads for multi-token prediction that are not trained."""
 
 
 def shared_weights(heads: Iterable[str], tensors: Iterable[str], layer: int) -> dict[str, str]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascend.models.base import OTHER_ENGINE, Architecture, Config, LatentAttention, expert_count
+from megascend.config.rules import Rule
+from megascend.models.base import OTHER_ENGINE, Architecture, Config
 
 LATENT = {
     "num_key_value_heads": 4,
@@ -40,14 +41,14 @@ class DeepSeek(Architecture):
     # mcore-bridge's latent attention rotates neighbouring features as pairs, and transformers has no period of expert layers.
     fixed: Mapping[str, Any] = field(default_factory=lambda: FIXED)
 
-    def unsupported(self, config: Config) -> list[str]:
-        problems, latent = super().unsupported(config), LatentAttention.from_config(config)
-        if latent is not None and latent.value_head_dim > latent.query_head_dim:
-            problems.append(
-                f"v_head_dim: {latent.value_head_dim} is above a query head's {latent.query_head_dim} (qk_nope_head_dim and "
-                f"qk_rope_head_dim), for which Megatron's attention is not made; {OTHER_ENGINE}"
-            )
-        return problems
+    rules = (
+        *Architecture.rules,
+        Rule(
+            "v_head_dim with qk_nope_head_dim={qk_nope_head_dim} and qk_rope_head_dim={qk_rope_head_dim}: Megatron's attention "
+            f"has no values wider than queries; {OTHER_ENGINE}",
+            lambda s: bool(s["kv_lora_rank"]) and s["v_head_dim"] > s["qk_nope_head_dim"] + s["qk_rope_head_dim"],
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -67,21 +68,21 @@ class DeepSeekV2(DeepSeek):
             "moe_router_group_topk": None,
         }
 
-    def unsupported(self, config: Config) -> list[str]:
-        problems = super().unsupported(config)
-        method = config.get("topk_method", "greedy")
-        if method not in ("greedy", "group_limited_greedy"):
-            problems.append(
-                f"topk_method: {method} is not computed by transformers for {config.get('model_type')}, which has greedy and "
-                f"group_limited_greedy; {OTHER_ENGINE}"
-            )
-        groups, chosen = config.get("n_group"), config.get("topk_group")
-        if method == "group_limited_greedy" and not (groups and chosen and expert_count(config) % groups == 0):
-            problems.append(
-                f"topk_method: group_limited_greedy chooses topk_group: {chosen} of n_group: {groups} groups of equal size, into "
-                f"which the {expert_count(config)} experts cannot be divided; correct config.json"
-            )
-        return problems
+    rules = (
+        *DeepSeek.rules,
+        Rule(
+            f"topk_method with {{model_type}}: transformers has greedy and group_limited_greedy only; {OTHER_ENGINE}",
+            lambda s: s["topk_method"] not in (None, "greedy", "group_limited_greedy"),
+        ),
+        Rule(
+            "topk_method with topk_group={topk_group} and n_group={n_group}: the {experts} experts cannot be divided into "
+            "equal groups; correct config.json",
+            lambda s: (
+                s["topk_method"] == "group_limited_greedy"
+                and not (s["n_group"] and s["topk_group"] and s.experts % s["n_group"] == 0)
+            ),
+        ),
+    )
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megascend.config.rules import Rule
 from megascend.models.base import LINEAR, OTHER_ENGINE, Architecture, Config
 
 ATTENTION, MLP, EXPERTS = "full_attention", "mlp", "moe"
@@ -61,15 +62,6 @@ class NemotronH(Architecture):
             "n_routed_experts": normalised.get("n_routed_experts") if EXPERTS in kinds else None,
         }
 
-    def unsupported_stages(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
-        problems = super().unsupported_stages(config, chunk_layers)
-        if len(set(chunk_layers)) > 1:
-            problems.append(
-                f"parallel.pipeline_layout: chunks of {min(chunk_layers)} to {max(chunk_layers)} layers; Megatron-Core's hybrid "
-                "models have chunks of one size, choose sizes that divide the layers"
-            )
-        return problems
-
     def megatron_settings(self, config: Config) -> dict[str, Any]:
         kinds = _kinds(config) or []
         settings: dict[str, Any] = {
@@ -96,37 +88,40 @@ class NemotronH(Architecture):
             )
         return settings
 
-    def unsupported(self, config: Config) -> list[str]:
-        config = self.normalise(config)
-        problems = super().unsupported(config)
-        limits = step_limits(config)
-        if limits != (0.0, math.inf):
-            problems.append(
-                f"time_step_limit: {list(limits)}: Megatron-Core does not limit the steps of its state spaces; {OTHER_ENGINE}"
-            )
-        heads, groups = config.get("mamba_num_heads"), config.get("n_groups")
-        if heads and groups and heads % groups:
-            problems.append(f"mamba_num_heads: {heads} is no multiple of n_groups ({groups}); correct config.json")
-        return problems
-
-    def unsupported_layout(self, config: Config, *, tensor: int, context: int) -> list[str]:
-        problems = super().unsupported_layout(config, tensor=tensor, context=context)
-        heads, groups = config.get("mamba_num_heads"), config.get("n_groups")
-        if not heads or not groups:
-            return problems
-        if heads % (tensor * context):
-            exchanged = f" x parallel.context={context}" if context > 1 else ""
-            problems.append(
-                f"parallel.tensor={tensor}{exchanged} does not divide the {heads} heads of state spaces (mamba_num_heads)"
-            )
-        # Context parallel ranks divide a tensor parallel rank's groups, or share one.
-        local = groups // tensor
-        if groups % tensor or max(local, context) % min(local, context):
-            problems.append(
-                f"parallel.tensor={tensor} and parallel.context={context} do not divide the {groups} groups of heads of state "
-                "spaces (n_groups)"
-            )
-        return problems
+    rules = (
+        *Architecture.rules,
+        Rule(
+            f"time_step_limit with {{model_type}}: Megatron-Core does not limit the steps of its state spaces; {OTHER_ENGINE}",
+            lambda s: step_limits(s.config) != (0.0, math.inf),
+        ),
+        Rule(
+            "mamba_num_heads with n_groups={n_groups}: it is no multiple; correct config.json",
+            lambda s: s["mamba_num_heads"] % s["n_groups"] > 0,
+        ),
+    )
+    layout_rules = (
+        Rule(
+            "parallel.tensor with parallel.context={context} and {mamba_num_heads} heads of state spaces: their product does "
+            "not divide the heads; lower one of them",
+            lambda s: s["mamba_num_heads"] % (s.tensor * s.context) > 0,
+        ),
+        Rule(
+            # Context parallel ranks divide a tensor parallel rank's groups, or share one.
+            "parallel.tensor with parallel.context={context} and {n_groups} groups of state spaces: they do not divide the "
+            "groups; lower one of them",
+            lambda s: (
+                s["n_groups"] % s.tensor > 0
+                or max(s["n_groups"] // s.tensor, s.context) % min(s["n_groups"] // s.tensor, s.context) > 0
+            ),
+        ),
+    )
+    stage_rules = (
+        Rule(
+            "model_type with stages of {chunk_layers} layers: Megatron-Core's hybrid models have stages of one size; choose a "
+            "parallel.pipeline that divides the layers",
+            lambda s: len(set(s.chunk_layers)) > 1,
+        ),
+    )
 
     def selfcheck_settings(self, config: Config, layers: int) -> dict[str, Any]:
         kinds = (_kinds(config) or [])[:layers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megascend.config.rules import Rule
 from megascend.models.base import (
     ATTENTION_LAYERS,
     LINEAR,
@@ -78,33 +79,29 @@ class QwenHybrid(Architecture):
             settings["moe_shared_expert_gate"] = True
         return settings
 
-    def unsupported(self, config: Config) -> list[str]:
-        problems, kind = super().unsupported(config), config.get("model_type")
-        activation = config.get("hidden_act") or "silu"
-        if activation not in ("silu", "swish"):
-            problems.append(
-                f"hidden_act: {activation} is also the activation of {kind}'s convolutions in transformers, and the kernels of "
-                f"linear attention have silu only; {OTHER_ENGINE}"
-            )
-        keys, values = config.get("linear_num_key_heads"), config.get("linear_num_value_heads")
-        if keys and values and values % keys:
-            problems.append(
-                f"linear_num_value_heads: {values} is no multiple of linear_num_key_heads ({keys}); correct config.json"
-            )
-        return problems
-
-    def unsupported_layout(self, config: Config, *, tensor: int, context: int) -> list[str]:
-        problems = super().unsupported_layout(config, tensor=tensor, context=context)
-        linear = LinearAttention.from_config(config)
-        # Value heads need no check: each key head serves the same number of them, so they are divided along with the key heads.
-        # Context parallel ranks exchange heads for whole sequences, and so divide them again.
-        if linear is not None and linear.key_heads % (tensor * context):
-            exchanged = f" x parallel.context={context}" if context > 1 else ""
-            problems.append(
-                f"parallel.tensor={tensor}{exchanged} does not divide the {linear.key_heads} key heads of linear attention "
-                "(linear_num_key_heads)"
-            )
-        return problems
+    rules = (
+        *Architecture.rules,
+        Rule(
+            f"hidden_act with {{model_type}}: the convolutions of linear attention have kernels for silu only; {OTHER_ENGINE}",
+            lambda s: s["hidden_act"] not in (None, "", "silu", "swish"),
+        ),
+        Rule(
+            "linear_num_value_heads with linear_num_key_heads={linear_num_key_heads}: it is no multiple; correct config.json",
+            lambda s: s["linear_num_value_heads"] % s["linear_num_key_heads"] > 0,
+        ),
+    )
+    layout_rules = (
+        Rule(
+            # Value heads need no rule: each key head serves the same number of them. Context parallel ranks exchange heads for
+            # whole sequences, and so divide them again.
+            "parallel.tensor with parallel.context={context} and {linear_num_key_heads} key heads of linear attention: their "
+            "product does not divide the heads; lower one of them",
+            lambda s: (
+                LinearAttention.from_config(s.config) is not None
+                and s["linear_num_key_heads"] % (s.tensor * s.context) > 0
+            ),
+        ),
+    )
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,13 @@ one: fine-tuning leaves its weights as they are, on every engine.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
+from megascend.config.rules import Rule
 from megascend.models.base import OTHER_ENGINE, Architecture, Config, IndexedAttention
 from megascend.models.families.deepseek import EXPERTS, LATENT, DeepSeekV3
 
@@ -62,42 +64,38 @@ class SparseAttention(DeepSeekV3):
             "dsa_indexer_skip_topk_offset": offset,
         }
 
-    def unsupported(self, config: Config) -> list[str]:
-        problems = super().unsupported(config)
-        kind, width, rotated = config.get("model_type"), config.get("index_head_dim"), config.get("qk_rope_head_dim")
-        if config.get("q_lora_rank") is None:
-            problems.append(
-                f"q_lora_rank: null: the indexer of {kind} projects its queries from those of attention; {OTHER_ENGINE}"
-            )
-        if width and rotated and width < 2 * rotated:
-            problems.append(
-                f"index_head_dim: {width} is below twice qk_rope_head_dim: {rotated}; mcore-bridge would rotate a part of the "
-                f"indexer's heads only; {OTHER_ENGINE}"
-            )
-        if dropout := config.get("attention_dropout"):
-            problems.append(
-                f"attention_dropout: {dropout} does not reach the sparse attention of Megatron-Core; {OTHER_ENGINE}"
-            )
-        if _sharing(config) is None:
-            problems.append(
-                f"indexer_types: {config['indexer_types']} has no period; Megatron-Core shares the choice of keys between layers "
-                f"at equal distances only; {OTHER_ENGINE}"
-            )
-        return problems
+    rules = (
+        *DeepSeekV3.rules,
+        Rule(
+            "index_head_dim with qk_rope_head_dim={qk_rope_head_dim}: mcore-bridge would rotate a part of heads below twice "
+            f"this only; {OTHER_ENGINE}",
+            lambda s: (s["index_head_dim"] or sys.maxsize) < 2 * (s["qk_rope_head_dim"] or 0),
+        ),
+        Rule(
+            f"attention_dropout with {{model_type}}: it does not reach Megatron-Core's sparse attention; {OTHER_ENGINE}",
+            lambda s: bool(s["attention_dropout"]),
+        ),
+        Rule(
+            "indexer_types with {model_type}: Megatron-Core shares the choice of keys at equal distances only; "
+            f"{OTHER_ENGINE}",
+            lambda s: _sharing(s.config) is None,
+        ),
+    )
+    stage_rules = (
+        Rule(
+            "model_type with stages of {chunk_layers} layers: one begins with a layer that uses keys chosen before it; set a "
+            "pipeline_layout whose stages begin with an indexer",
+            lambda s: _begins_without_an_indexer(s.config, s.chunk_layers),
+        ),
+    )
 
-    def unsupported_stages(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
-        indexed, problems = IndexedAttention.from_config(config), super().unsupported_stages(config, chunk_layers)
-        if indexed is None:
-            return problems
-        firsts = accumulate(chunk_layers[:-1], initial=0)
-        cut = [first for first, size in zip(firsts, chunk_layers, strict=True) if size and not indexed.computing[first]]
-        if cut:
-            stages = len(chunk_layers)
-            problems.append(
-                f"parallel.pipeline x virtual_pipeline = {stages} stages begin with layer {cut[0]}, which uses keys chosen in "
-                "the stage before it (indexer_types: shared); choose stages whose first layers have an indexer of their own"
-            )
-        return problems
+
+def _begins_without_an_indexer(config: Config, chunk_layers: Sequence[int]) -> bool:
+    indexed = IndexedAttention.from_config(config)
+    firsts = accumulate(chunk_layers[:-1], initial=0)
+    return indexed is not None and any(
+        size > 0 and not indexed.computing[first] for first, size in zip(firsts, chunk_layers, strict=True)
+    )
 
 
 def _sharing(config: Config) -> tuple[int, int] | None:
@@ -143,15 +141,19 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class CompressedAttention(Architecture):
-    """DeepSeek-V4, which no release of Megatron-Core computes: mcore-bridge 1.6.5 builds it on a development version."""
+    """DeepSeek-V4, which no release of Megatron-Core computes: mcore-bridge 1.6.5 builds it on a development version.
 
-    def unsupported(self, config: Config) -> list[str]:
-        return [
-            f"{config.get('model_type')}: mcore-bridge builds it on a development version of Megatron-Core; releases up to 0.19 "
-            "lack its compressed attention (experimental_attention_variant: dsv4_hybrid, modules csa and "
-            "deepseek_v4_hybrid_attention), its hyper-connections (module hyper_connection) and experts chosen by token ids "
-            "(moe_n_hash_layers); use engine single"
-        ]
+    Releases up to 0.19 lack its compressed attention (modules csa, deepseek_v4_hybrid_attention), its hyper-connections (module
+    hyper_connection) and experts chosen by token ids (moe_n_hash_layers).
+    """
+
+    rules = (
+        Rule(
+            "model_type: mcore-bridge builds it on a development version of Megatron-Core, and releases up to 0.19 lack its "
+            "layers; use engine single",
+            lambda s: True,
+        ),
+    )
 
 
 REFUSED = (CompressedAttention(("deepseek_v4",)),)
