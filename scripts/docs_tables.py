@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -28,11 +28,12 @@ from megascend.config.commented import description, type_text
 from megascend.config.rl import RlConfig
 from megascend.config.rl_presets import PRESETS
 from megascend.config.rules import Rule
-from megascend.config.section import section_in, section_of
+from megascend.config.section import all_rules, section_in, section_of
 from megascend.config.serve import ServeConfig
 from megascend.engines.context import EVERY_ENGINE, EngineSpec
 from megascend.engines.rules import MEGATRON, MEGATRON_MODEL, ON_TRANSFORMERS
 from megascend.models.base import IndexedAttention, LatentAttention, expert_count
+from megascend.models.checkpoint_files.info import TRAINED_HEAD
 from megascend.models.families.qwen3_vl import UNDECLARED
 from megascend.models.memory.parameters import stages
 from megascend.models.registry import BUILT_IN
@@ -400,19 +401,35 @@ def recipes() -> str:
     return table(header, rows)
 
 
-def rules(table_of_rules: Sequence[Rule[Any]]) -> str:
-    """Format the settings that an engine or a model refuses."""
-    words = {"{model}": "the model", "{platform.name}": "the platform", "engine {engine}": "this engine"}
+def rules(table_of_rules: Iterable[Rule[Any] | tuple[str, Rule[Any]]]) -> str:
+    """Format the settings that an engine, a model or another setting excludes."""
+    words = {
+        "{model}": "the model",
+        "{model_type}": "the model",
+        "{platform.name}": "the platform",
+        "engine {engine}": "this engine",
+    }
 
     def text(template: str) -> str:
         return re.sub(r"(engine )?\{[^}]*\}", lambda match: words.get(match[0], "..."), template)
 
     settings: dict[tuple[str, str], list[str]] = {}
-    for rule in table_of_rules:
-        key, _, what = rule.setting.partition(" with ")
-        settings.setdefault((text(what), text(f"{rule.because}; {rule.remedy}")), []).append(f"`{key}`")
+    for entry in table_of_rules:
+        prefix, rule = entry if isinstance(entry, tuple) else ("", entry)
+        setting, _, reason = rule.text.partition(": ")
+        key, _, what = setting.partition(" with ")
+        settings.setdefault((text(what), text(reason)), []).append(f"`{prefix}{key}`")
     rows = [[", ".join(keys), what, reason] for (what, reason), keys in settings.items()]
     return table(["setting", "with", "because, and what to do"], rows)
+
+
+def rules_of_settings() -> str:
+    """Format the settings that exclude each other; those of a section that occurs twice under its first name."""
+    prefixes: dict[Rule[Any], str] = {}
+    for kind in (RunConfig, RlConfig, ServeConfig):
+        for prefix, rule in all_rules(kind):
+            prefixes.setdefault(rule, prefix)
+    return rules((prefix, rule) for rule, prefix in prefixes.items())
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -432,11 +449,19 @@ TABLES: dict[str, Callable[[], str]] = {
     "compared layouts": compared_layouts,
     "families": families,
     "published models": published_models,
+    "rules of settings": rules_of_settings,
     "rules of mindspeed": lambda: rules(mindspeed_arguments.RULES),
     "rules of megatron adaptor": lambda: rules(megatron_adaptor_provider.RULES),
     "rules of every engine": lambda: rules(EVERY_ENGINE),
     "rules of fsdp": lambda: rules(ON_TRANSFORMERS),
     "rules of megatron": lambda: rules((*MEGATRON, *MEGATRON_MODEL)),
+    "rules of families": lambda: rules(
+        dict.fromkeys(
+            rule
+            for family in BUILT_IN.values()
+            for rule in (*family.rules, *family.layout_rules, *family.stage_rules, *TRAINED_HEAD)
+        )
+    ),
     "recipes": recipes,
 }
 
