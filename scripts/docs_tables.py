@@ -406,6 +406,7 @@ def rules(table_of_rules: Iterable[Rule[Any] | tuple[str, Rule[Any]]]) -> str:
     words = {
         "{model}": "the model",
         "{model_type}": "the model",
+        "{objectives}": "other losses",
         "{platform.name}": "the platform",
         "engine {engine}": "this engine",
     }

@@ -91,7 +91,7 @@ TRAIN: list[Case] = [
     ("loss: cross_entropy with ['dpo']", "loss=cross_entropy; dpo.beta=1", "loss=cross_entropy"),
     ("loss_settings with a loss of this package", "loss_settings.a=1", "loss_settings.a=1; loss=json:loads"),
     ("loss_settings with a loss of this package", "loss_settings.a=1; dpo.beta=1", "dpo.beta=1"),
-    ("generation with classification", "generation.prompts=[one]; classification={}", "classification={}"),
+    ("generation with bradley_terry or classification", "generation.prompts=[one]; classification={}", "classification={}"),
     ("generation with bradley_terry", "generation.prompts=[one]; bradley_terry={}", "generation.prompts=[one]; dpo={}"),
     ("validation.tasks with bradley_terry", "validation.tasks.names=[t]; bradley_terry={}", "validation.tasks.names=[t]"),
     ("data.train_on_prompt: true with classification",
@@ -132,8 +132,8 @@ TRAIN: list[Case] = [
             ("epochs: 2 with data.streaming", "epochs=2"),
             ("validation.fraction: 0.1 with data.streaming", "validation.fraction=0.1"),
             ("batching.micro_batch_tokens: auto with data.streaming", "batching.micro_batch_tokens=auto"),
-            ("data.streaming: true with dpo", "dpo={}"),
-            ("data.streaming: true with kto", "kto={}"),
+            ("data.streaming: true with dpo or kto", "dpo={}"),
+            ("data.streaming: true with dpo or kto", "kto={}"),
         )
     ),
     # validation

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from datetime import date
 from fractions import Fraction
 from pathlib import Path
@@ -131,7 +130,7 @@ class Checkpoint(Section):
 class TrainerConfig(EngineSettings):
     """Settings shared by ``megascend train`` and ``megascend rl``."""
 
-    counterparts: ClassVar[Mapping[str, str]] = {
+    counterparts: ClassVar[dict[str, str]] = {
         "head": "a setting of backends; set loss to bradley_terry or classification (docs/data.md, Reward models and critics)"
     }
     """Settings of other programs that are asked for here, and what to set in their place."""
@@ -375,8 +374,8 @@ class RunConfig(TrainerConfig):
             lambda s: s.data.streaming and s.batching.micro_batch_tokens == "auto",
         ),
         Rule(
-            "data.streaming with {objectives[0]}: the reference's scores are computed before the first step; set "
-            "false, or use orpo or simpo",
+            "data.streaming with dpo or kto: the reference's scores are computed before the first step; set false, or "
+            "use orpo or simpo",
             lambda s: s.data.streaming and (s.dpo or s.kto) is not None,
         ),
         Rule(
@@ -403,11 +402,11 @@ class RunConfig(TrainerConfig):
             ),
         ),
         Rule(
-            "generation with {objectives[0]}: the model gives labels or scores, not answers; leave it out",
+            "generation with bradley_terry or classification: the model has no answers; leave it out",
             lambda s: s.head != "lm" and s.generation is not None,
         ),
         Rule(
-            "validation.tasks with {objectives[0]}: the model gives labels or scores, not answers; leave it out",
+            "validation.tasks with bradley_terry or classification: the model has no answers; leave it out",
             lambda s: s.head != "lm" and s.validation is not None and s.validation.tasks is not None,
         ),
         Rule(

@@ -104,7 +104,7 @@ MODELS = {
     "a reward model": model("score.weight is the head of | bradley_terry", reward_model),
     "no weights": model("neither model.safetensors nor", remove("model.safetensors")),
     "weights of torch": model(
-        "neither model.safetensors nor | convert other formats", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin")
+        "neither model.safetensors nor | convert", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin")
     ),
     "weights cut off": model("model.safetensors is truncated | expected", truncate(-100)),
     "weights cut off in the header": model("model.safetensors is truncated | 20 bytes", truncate(20)),
