@@ -131,7 +131,7 @@ def test_header_of_gigabytes_is_not_read(folder):
 
 def test_other_formats_raise_checkpoint_error(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .* converted first"):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .* convert other formats first"):
         tensor_headers(folder)
 
 
