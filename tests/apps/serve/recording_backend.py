@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -142,10 +143,18 @@ def _targets(samples: Sequence[Any], name: str) -> list[list[int]]:
 class Clock:
     """Seconds that a test sets."""
 
-    now = 1000.0
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 class Caller:
@@ -220,7 +229,7 @@ def served(storage: Path, **settings: Any) -> Iterator[Served]:
     """Run a service on a RecordingBackend in this process."""
     config = ServeConfig(model=storage, storage=storage, window_ms=0, **settings)
     base = ServedModel(("tiny", "/models/tiny"), Path("/models/tiny"), "Tiny", 512, VOCABULARY, PROJECTIONS)
-    backend, clock, inbox = RecordingBackend(), Clock(), Inbox(0, config.batch_tokens)
+    backend, clock, inbox = RecordingBackend(), Clock(1000.0), Inbox(0, config.batch_tokens)
     service = Service(config, base, inbox, clock)
     if config.durable:
         (storage / "config.json").touch()  # of the model

@@ -5,24 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recording_backend import KEYS, Caller, Served, served, train_body
+from recording_backend import KEYS, Caller, Served, served, train_body, wait_until
 
 from megascend.apps.serve.api import application
 from megascend.apps.serve.checkpoints import run_directory
 from megascend.apps.serve.service import MAX_AHEAD
 
 OPEN = {"/healthz", "/readyz", "/api/v1/healthz", "/metrics", "/"}
-
-
-@pytest.fixture
-def system(tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path / "storage") as server:
-        yield server
 
 
 def steps(system: Served) -> list[Any]:
@@ -179,39 +172,6 @@ def test_request_of_an_unknown_model_is_refused_before_it_is_read(
     assert system.alice.post("asample", {**sample, "prompt": prompt}).status_code == 404  # no such sampler
 
 
-def test_another_tenants_things_do_not_exist(system) -> None:
-    model = system.alice.model()
-    session = model.partition(":")[0]
-    request = system.alice.forward_backward(model, 1, 10)
-    path = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 2})["path"]
-    before = list(system.backend.calls)
-    bodies = {
-        "session_heartbeat": {"session_id": session},
-        "create_model": {"session_id": session, "model_seq_id": 7, "base_model": "tiny", "lora_config": {"rank": 4}},
-        "unload_model": {"model_id": model},
-        "get_info": {"model_id": model},
-        "forward_backward": train_body(model, 3, 10),
-        "optim_step": {"model_id": model, "seq_id": 3},
-        "save_weights": {"model_id": model, "path": "two", "seq_id": 3},
-        "save_weights_for_sampler": {"model_id": model, "path": "two", "seq_id": 3},
-        "load_weights": {"session_id": system.bob.model().partition(":")[0], "model_seq_id": 1, "path": path, "optimizer": False},
-        "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 0},
-        "retrieve_future": {"request_id": request},
-        "weights_info": {"tinker_path": path},
-    }  # fmt: skip
-    for route, body in bodies.items():
-        assert system.bob.post(route, body).status_code in (404, 410), route
-    run = f"training_runs/{model}"
-    for method, route in (
-        ("GET", run), ("DELETE", f"{run}/checkpoints/weights/one"), ("POST", f"{run}/checkpoints/weights/one/publish"),
-        ("GET", f"{run}/checkpoints/weights/one/archive"), ("GET", f"sessions/{session}"), ("POST", f"sessions/{session}/finish"),
-    ):  # fmt: skip
-        assert system.bob.get(route, method).status_code in (404, 410), route
-    assert system.bob.get(f"{run}/checkpoints").json() == {"checkpoints": []}
-    assert system.bob.get("checkpoints").json()["checkpoints"] == []
-    assert [call for call in system.backend.calls if call[0] != "add"] == [call for call in before if call[0] != "add"]
-
-
 def test_a_published_checkpoint_is_everybodys_to_load_and_only_its_owners_to_delete(system) -> None:
     model = system.alice.model()
     path = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
@@ -236,7 +196,9 @@ def test_a_published_checkpoint_is_everybodys_to_load_and_only_its_owners_to_del
 # --- what fails, and how ---
 
 
-@pytest.mark.parametrize("name", ["../one", "a/b", "..", ".hidden", "a..b", "x" * 101, "a\x00b", "/etc/x", "a\n", ""])
+@pytest.mark.parametrize(
+    "name", ["../one", "a/b", "..", ".hidden", "a..b", "x" * 101, "a\x00b", "/etc/x", "a\n", "", "one.json"]
+)
 def test_a_name_is_never_a_path(system, tmp_path, name) -> None:
     model = system.alice.model()
     answer = system.alice.ask("save_weights", {"model_id": model, "path": name, "seq_id": 1})
@@ -245,14 +207,6 @@ def test_a_name_is_never_a_path(system, tmp_path, name) -> None:
     for path in (f"tinker://{model}/weights/{name}", f"tinker://../{model}/weights/a", f"file:///{name}", name):
         assert system.alice.post("weights_info", {"tinker_path": path}).status_code in (400, 404, 422)
     assert "error" not in system.alice.fetch(system.alice.forward_backward(model, 2, 10))
-
-
-def test_checkpoint_name_of_a_record_is_refused(system) -> None:
-    model = system.alice.model()
-    path = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
-    answer = system.alice.ask("save_weights", {"model_id": model, "path": "one.json", "seq_id": 2})
-    assert (answer["category"], "as records do" in answer["error"]) == ("user", True)
-    assert [entry["tinker_path"] for entry in system.alice.get("checkpoints").json()["checkpoints"]] == [path]
 
 
 def test_directory_named_like_a_record_hides_no_checkpoint(system) -> None:
@@ -433,19 +387,18 @@ def test_requests_that_fill_gaps_keep_to_the_limit(tmp_path) -> None:
         service.backend.gate.set()
 
 
-@pytest.mark.parametrize("durable", [False, True])
-def test_server_whose_storage_is_gone_is_not_ready(tmp_path, durable) -> None:
-    with served(tmp_path / "storage", durable=durable) as service:
+def test_server_whose_storage_is_gone_is_not_ready(tmp_path) -> None:
+    with served(tmp_path / "storage", durable=True) as service:
         model = service.alice.model()
         service.service.ready = True
         assert service.client.get("/readyz").status_code == 200
         shutil.rmtree(tmp_path / "storage")
         assert service.client.get("/readyz").status_code == 503
-        if durable:  # SQLite goes on to write into its removed file
-            step = {"model_id": model, "seq_id": 1, "adam_params": {}}
-            durability: Any = service.service.durability
-            durability._writer._wait_s = 0.1
-            assert service.alice.post("optim_step", step).status_code == 503
+        # SQLite goes on to write into its removed file.
+        step = {"model_id": model, "seq_id": 1, "adam_params": {}}
+        durability: Any = service.service.durability
+        durability._writer._wait_s = 0.1
+        assert service.alice.post("optim_step", step).status_code == 503
 
 
 def test_values_of_another_type_are_refused(system) -> None:
@@ -491,18 +444,9 @@ def test_deep_and_ambiguous_json_is_refused(system) -> None:
             "optim_step" if len(content) < 2**20 else "forward_backward", content=content.encode()
         )
         assert (answer.status_code in (400, 413), reason in answer.text) == (True, True), answer.text[:200]
-    assert system.alice.post("optim_step", content=f"{start}}}}}".encode()).status_code == 200
-
-
-def test_garbage_is_refused(system) -> None:
-    model = system.alice.model()
-    for content in (b"[" * 100_000, b"{", b"[]", b"\xff\xfe", b'{"model_id": 5}', b'{"seq_id": 1e999}'):
-        for path in ("forward_backward", "optim_step", "create_model", "retrieve_future", "save_weights"):
-            answer = system.alice.post(path, content=content)
-            assert answer.status_code in (400, 404, 410, 422), (path, content[:10], answer.status_code)
     for number in (0, -1, 2**70, "1", True, 1.5):
         assert system.alice.post("optim_step", {"model_id": model, "seq_id": number}).status_code == 422
-    assert steps(system) == []
+    assert system.alice.post("optim_step", content=f"{start}}}}}".encode()).status_code == 200
 
 
 # --- as time passes ---
@@ -559,18 +503,6 @@ def test_checkpoint_saved_again_is_not_removed_with_its_expired_record(tmp_path,
         assert service.alice.get(route, "DELETE").status_code == 204
 
 
-def test_requests_are_noted_but_not_their_keys(tmp_path) -> None:
-    with served(tmp_path) as service:
-        service.alice.model()
-        service.client.post("/api/v1/create_session", json={})
-    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
-    assert [(entry["tenant"], entry["path"].rsplit("/", 1)[-1], entry["status"]) for entry in lines] == [
-        ("alice", "create_session", 200),
-        ("alice", "create_model", 200),
-    ]
-    assert not any(key in (tmp_path / "audit.jsonl").read_text() for key in KEYS.values())
-
-
 def test_a_silent_session_ends_and_its_models_go(system) -> None:
     model, other = system.alice.model(), system.bob.model()
     system.tick(200)
@@ -615,13 +547,6 @@ def test_sessions_survive_a_server_that_could_not_hear_their_clients(tmp_path, m
         assert "error" not in service.alice.fetch(early)
         portal.call(stop_loop, 0.0)
         wait_until(lambda: not service.service.tenancy.sessions)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_answers_are_forgotten_some_time_after_they_were_fetched(system) -> None:

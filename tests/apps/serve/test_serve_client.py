@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from serve_ranks import KEYS, service, training_job, write_json
+from serve_ranks import service, training_job, write_json
 
 from megascend.apps.serve.checkpoints import CheckpointPath
 from megascend.config import Parallel
@@ -84,51 +81,6 @@ def test_clients_of_other_versions_do_too(model, served, tmp_path, client, recor
         return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=CLIENT_S, check=False)
 
     assert compare_with_reference(model, *served, tmp_path, record_property, run)["version"] == client.name
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("served", [IN_CI], indirect=True)
-def test_many_tenants_train_as_in_separate_runs(model, served, tmp_path) -> None:
-    """Run six clients of ranks 1 to 64 concurrently, each with its learning rate, then one after the other."""
-    url, _ = served
-    jobs = []
-    for number in range(6):
-        job = training_job(url, model, rank=(1, 4, 8, 16, 48, 64)[number], seed=number)
-        job["key"] = list(KEYS.values())[number % 2]
-        job["steps"] = [
-            {**step, "adam": {**step["adam"], "learning_rate": 1e-3 * (number + 1)}} for step in job["steps"]
-        ]
-        jobs.append(write_json(tmp_path / f"job-{number}.json", job))
-
-    def answer(number: int, name: str) -> Path:
-        return tmp_path / f"{name}-{number}.json"
-
-    programs = [
-        subprocess.Popen(
-            [sys.executable, FOLDER / "client_program.py", job, answer(number, "together")], env=environment()
-        )
-        for number, job in enumerate(jobs)
-    ]
-    assert [program.wait(CLIENT_S) for program in programs] == [0] * len(jobs)
-    for number, job in enumerate(jobs):
-        completed = run_forked(FOLDER / "client_program.py", job, answer(number, "alone"), variables=environment())
-        assert completed.returncode == 0, completed.stderr
-    shared_answers, single_answers = (
-        [json.loads(answer(number, name).read_text())["steps"] for number in range(len(jobs))]
-        for name in ("together", "alone")
-    )
-    for mixed, lone in zip(shared_answers, single_answers, strict=True):
-        for shared_step, single_step in zip(mixed, lone, strict=True):
-            summed = sum(
-                abs(value) for logprobs in single_step["logprobs"] for value in logprobs
-            )  # signs may cancel in the loss
-            assert shared_step["loss"] == pytest.approx(single_step["loss"], abs=1e-6 * summed)
-            for shared_logprobs, single_logprobs in zip(shared_step["logprobs"], single_step["logprobs"], strict=True):
-                assert shared_logprobs == pytest.approx(single_logprobs, abs=1e-5)
-    figures = httpx.get(f"{url}/metrics").text
-    alone_in_batch = int(re.search(r'megascend_models_in_batch_bucket{le="1\.0"} (\d+)', figures)[1])
-    batches = int(re.search(r"megascend_models_in_batch_count (\d+)", figures)[1])
-    assert alone_in_batch < batches
 
 
 Run = Callable[[Path, Path], "subprocess.CompletedProcess[str]"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recording_backend import Served, served, train_body
+from recording_backend import Served, served, train_body, wait_until
 
 from megascend.apps.sampling.request import SampledSequence, SampleResult
 from megascend.apps.serve import operations
@@ -137,13 +137,6 @@ def wait_for_saves(server: Served, count: int) -> None:
 
     wait_until(there)
     server.client.portal.call(durability.durable)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("ahead_s", [0, 3600])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recording_backend import Served, served
+from recording_backend import Clock, Served, served
 
 from megascend.apps.serve import figures
 from megascend.apps.serve.api.wire import TrainAnswer
@@ -125,13 +125,6 @@ def test_a_model_that_is_removed_as_it_is_answered_is_not_waited_for_later() -> 
     assert list(inbox._answer_times) == ["stays"]
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def retained() -> futures.Futures:
     return futures.Futures(Clock(), 3600.0, max_bytes=10 * 2**20 + 2**16)
@@ -175,23 +168,6 @@ def test_internal_futures_are_forgotten_at_once(retained) -> None:
         None,
         {},
     )
-
-
-def test_answers_not_fetched_are_never_dropped_for_their_number() -> None:
-    retained = futures.Futures(Clock(), 3600.0)
-    first = answered(retained, 0, 0)
-    for number in range(1, futures.MAX_ANSWERS + 1):
-        retained.mark_fetched(answered(retained, number, 0))
-    assert retained.get(first.name, "alice") is first
-    assert not retained.full("alice")
-    assert len(retained._accounts["alice"].answers) == futures.MAX_ANSWERS
-    for number in range(futures.MAX_ANSWERS + 1, 2 * futures.MAX_ANSWERS + 1):
-        answered(retained, number, 0)
-    assert retained.full("alice"), "requests are answered with 429"
-    assert retained.get(first.name, "alice") is first
-    assert len(retained._accounts["alice"].answers) == futures.MAX_ANSWERS + 1
-    retained.mark_fetched(first)
-    assert not retained.full("alice")
 
 
 def test_tenant_over_its_answer_bytes_is_refused(tmp_path: Path) -> None:

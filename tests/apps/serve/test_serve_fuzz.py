@@ -169,18 +169,70 @@ def test_requests_that_are_nearly_right(system, ids, data) -> None:
     finished(system, answer)
 
 
+@st.composite
+def messages(draw: Any, model: str, descriptor: Any = None, depth: int = 6) -> Any:
+    """Draw any message that a description allows: fields are omitted or set, with values at the ends of their ranges."""
+    descriptor = descriptor or wire.messages_of_client().ForwardBackwardRequest.DESCRIPTOR
+    message = descriptor._concrete_class()
+    for field in descriptor.fields:
+        if field.name not in ("model_id", "seq_id") and (not depth or not draw(st.booleans())):
+            continue
+        inside = field.message_type
+        if inside is not None and inside.GetOptions().map_entry:
+            keys = st.sampled_from(["target_tokens", "weights", "advantages", "logprobs", "beta", "x"])
+            for key in draw(st.lists(keys, max_size=3)):
+                value = inside.fields_by_name["value"]
+                if value.message_type is None:
+                    getattr(message, field.name)[key] = draw(scalars(value, model))
+                else:
+                    getattr(message, field.name)[key].CopyFrom(draw(messages(model, value.message_type, depth - 1)))
+        elif inside is not None and field.is_repeated:
+            getattr(message, field.name).extend(draw(st.lists(messages(model, inside, depth - 1), max_size=2)))
+        elif inside is not None:
+            getattr(message, field.name).CopyFrom(draw(messages(model, inside, depth - 1)))
+        elif field.is_repeated:
+            getattr(message, field.name).extend(draw(st.lists(scalars(field, model), max_size=3)))
+        else:
+            setattr(message, field.name, draw(scalars(field, model)))
+    return message
+
+
+def scalars(field: Any, model: str) -> st.SearchStrategy[Any]:
+    """Draw values of a field that is not a message."""
+    if field.name == "seq_id":
+        return st.one_of(st.integers(4, 2**31 - 1), st.integers(4, 2**31 - 1), st.sampled_from([0, 1, -1]))
+    numbers = {
+        field.TYPE_INT32: st.sampled_from([0, 1, 2, 3, -1, 2**31 - 1, -(2**31)]),
+        field.TYPE_INT64: st.sampled_from([0, 1, 2, 4, -1, 2**62, 2**63 - 1, -(2**63)]),
+        field.TYPE_UINT32: st.sampled_from([0, 1, 2**32 - 1]),
+    }
+    if field.type in numbers:
+        return numbers[field.type]
+    if field.type == field.TYPE_ENUM:
+        return st.sampled_from([0, 1, 2, 3, 99])
+    if field.type == field.TYPE_BOOL:
+        return st.booleans()
+    if field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT):
+        return st.sampled_from([0.0, 0.5, -1.0, 1e300, float("nan"), float("inf")])
+    if field.type == field.TYPE_BYTES:
+        words = st.lists(st.sampled_from([0, 1, 5, 99, 2**31 - 1]), max_size=6)
+        return st.one_of(
+            words.map(lambda numbers: b"".join(number.to_bytes(4, "little") for number in numbers)),
+            words.map(lambda numbers: b"".join(number.to_bytes(8, "little") for number in numbers)),
+            st.binary(max_size=9),
+        )
+    if field.name == "model_id":
+        return st.sampled_from([*[model] * 9, "none"])
+    return st.one_of(st.sampled_from(["cross_entropy", "ppo", "gspo", "stable_reinforce"]), st.text(max_size=8))
+
+
 @given(data=st.data())
 @EXAMPLES
 def test_any_protobuf(system, ids, data) -> None:
-    """Change, cut, double or insert bytes in a good message."""
-    message = wire.messages_of_client().ForwardBackwardRequest(model_id=ids[0], seq_id=3, loss_fn="cross_entropy")
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = b"\x01\x00\x00\x00"
-    tensor = datum.loss_fn_inputs["target_tokens"]
-    tensor.dense, tensor.dtype = b"\x01" + bytes(7), wire.messages_of_client().DTYPE_INT64
-    tensor.shape.append(1)
-    content = bytearray(message.SerializeToString())
-    for _ in range(data.draw(st.integers(0, 4))):
+    """Send any message that the client's description allows; change, cut, double or insert bytes in a third of them."""
+    content = bytearray(data.draw(messages(ids[0])).SerializeToString())
+    changes = data.draw(st.integers(1, 4)) if data.draw(st.integers(0, 2)) == 0 else 0
+    for _ in range(changes):
         start = data.draw(st.integers(0, len(content)))
         end = data.draw(st.integers(start, min(len(content), start + 20)))
         content[start:end] = data.draw(st.one_of(st.binary(max_size=12), st.just(bytes(content[start:end]) * 2)))

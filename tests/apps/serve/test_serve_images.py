@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from recording_backend import Served, served
+from recording_backend import Served
 from serve_ranks import KEYS, service, write_json
 
 from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
@@ -148,34 +148,15 @@ def test_the_clients_messages_are_read_alike(processor: ImageProcessor) -> None:
         assert datum_read.inputs["weights"].tolist() == weights
 
 
-def gif(path: str = "GIF") -> bytes:
-    buffer = io.BytesIO()
-    frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
-    frames[0].save(buffer, path, save_all=True, append_images=frames[1:])
-    return buffer.getvalue()
-
-
-def large() -> bytes:
-    """Return a file of 20 KB that says 9000 x 9000 pixels."""
-    buffer = io.BytesIO()
-    Image.new("1", (9000, 9000)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 GOOD = image_chunk(image())
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "cut off": (lambda: image_chunk(image()[:700]), "is damaged"),
-    "empty": (lambda: image_chunk(b""), "is empty: 0 bytes"),
-    "not an image": (lambda: image_chunk(b"hello"), "is in none of the formats PNG, or damaged"),
     "of another format": (lambda: image_chunk(image(kind="JPEG")), "is in none of the formats PNG, or damaged"),
     "of an unknown format": (
         lambda: image_chunk(image(kind="GIF"), "gif"),
         "format 'gif'; this server takes png and jpeg",
     ),
-    "animated": (lambda: image_chunk(gif("PNG")), "is animated"),
-    "large": (lambda: image_chunk(large()), "has 9000 x 9000 pixels, over the limit of 67108864 (images.max_pixels)"),
     "heavy": (lambda: image_chunk(bytes(20 * 2**20 + 1)), "bytes, over the limit of 20971520 (images.max_bytes)"),
-    "thin": (lambda: image_chunk(image(size=(2000, 8))), "absolute aspect ratio must be smaller than 200"),
     "miscounted": (
         lambda: image_chunk(image(), expected_tokens=7),
         "the image of 48 x 32 pixels has 6 tokens, and expected_tokens is 7",
@@ -257,12 +238,6 @@ def test_prompts_have_images(processor: ImageProcessor) -> None:
     images = processor.deferred(message_fields.images)
     assert isinstance(images, SampleImages)
     assert images.grids.tolist() == [[1, 4, 6]]
-
-
-@pytest.fixture
-def system(tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path / "storage") as server:
-        yield server
 
 
 def test_model_of_text_refuses_images_and_goes_on(system: Served) -> None:

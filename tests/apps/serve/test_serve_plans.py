@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from tinker.proto import tinker_public_pb2 as messages
 
 from megascend.apps.serve.api import keys, wire
 from megascend.apps.serve.api.bodies import AdamParams, SampleBody, parse_adam
-from megascend.apps.serve.api.reading import decompress
 from megascend.apps.serve.checkpoints import CheckpointPath, model_of_run, run_directory
 from megascend.apps.serve.errors import RequestRefusedError
 from megascend.apps.serve.samplers.messages import sample_request_of
@@ -79,26 +77,6 @@ def test_keys_belong_to_tenants_and_are_kept_as_digests(tmp_path) -> None:
 # --- bodies ---
 
 
-def test_a_bomb_is_not_opened() -> None:
-    import zstandard
-
-    body = zstandard.ZstdCompressor().compress(bytes(50_000_000))
-    assert len(body) < 5000
-    with pytest.raises(RequestRefusedError, match="more than 1000000 bytes") as refused:
-        decompress(body, "zstd", 1_000_000)
-    assert refused.value.status == 413
-    assert decompress(zstandard.ZstdCompressor().compress(b"text" * 9), "zstd", 36) == b"text" * 9
-    needs_memory = zstandard.ZstdCompressionParameters(window_log=27)
-    wide = zstandard.ZstdCompressor(compression_params=needs_memory).compressobj()
-    for damaged in (b"text", wide.compress(b"a" * 2**24) + wide.flush()):
-        with pytest.raises(RequestRefusedError, match="not a zstd frame"):
-            decompress(damaged, "zstd", 2**25)
-    with pytest.raises(RequestRefusedError, match="ends within"):
-        decompress(body[:100], "zstd", 2**26)
-    with pytest.raises(RequestRefusedError, match="not supported"):
-        decompress(b"", "gzip", 10)
-
-
 def test_messages_are_counted_before_they_are_parsed() -> None:
     empty = b"\x1a\x00"  # field 3, length 0
     schema = wire._schema()
@@ -112,13 +90,6 @@ def test_messages_are_counted_before_they_are_parsed() -> None:
     for body in (b"\x1a", b"\x1a\x05a", b"\x0b", b"\xff" * 11, b"\x1a\xff\xff\xff\xff\x7f"):
         with pytest.raises(RequestRefusedError, match="not a protobuf message"):
             wire.check_message(body, schema, 100)
-    chance = random.Random(1)
-    for _ in range(300):  # every value is counted or refused
-        body = chance.randbytes(chance.randrange(40))
-        try:
-            wire.check_message(body, schema, 100)
-        except RequestRefusedError:
-            continue
 
 
 # --- tensors and losses ---

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from recording_backend import Served, served
 
 from megascend.apps.sampling.request import SampleResult
 from megascend.apps.serve.api.application import ABSENT
 from megascend.apps.serve.api.bodies import SampleBody
 from megascend.apps.serve.samplers.messages import SampleAnswer, sample_request_of, targets_of
 from megascend.errors import MegascendError
-
-
-@pytest.fixture
-def system(tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path / "storage") as server:
-        yield server
-
 
 CALL = re.compile(r"""\.?_?(post|get|put|delete|request)\(\s*(?:"([A-Z]+)",\s*)?f?"/api/v1/([^"]+)\"""")
 IDS = {"checkpoint_id": "weights/one"}

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from recording_backend import served
+from recording_backend import Clock, served
 
 from megascend.apps.sampling.request import SampledSequence, SampleResult
 from megascend.apps.serve.api import wire
@@ -19,13 +19,6 @@ from megascend.errors import DataError
 PROMPT, TOKENS, LOGPROBS = [3, 4, 5], [7, 8, 9, 10], [-1.0, -2.0, -3.0, -4.0]
 TOKEN_SPANS = [ProvenanceSpan("one", 0, 3, False), ProvenanceSpan("one", 0, 3, True)]
 TARGET_SPANS = [ProvenanceSpan("one", 1, 2, False), ProvenanceSpan("one", 0, 4, True)]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def recorded(clock: Clock, most: int = 100) -> Sequences:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import io
 import json
 import os
@@ -11,7 +10,7 @@ import resource
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
@@ -36,12 +35,6 @@ from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
-
-
-@pytest.fixture
-def system(tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path / "storage") as server:
-        yield server
 
 
 def routes(system: Served) -> set[tuple[str, str]]:
@@ -170,6 +163,9 @@ def test_decompression_bombs_are_refused(system) -> None:
     zeros = zstandard.ZstdCompressor().compress(bytes(2**27))
     lies = zstandard.ZstdCompressor(write_content_size=True).compress(b"a" * 100)
     lies = lies[:5] + b"\x07" + lies[6:]  # another size than is inside
+    needs_memory = zstandard.ZstdCompressionParameters(window_log=27)
+    wide = zstandard.ZstdCompressor(compression_params=needs_memory).compressobj()
+    wide_frame = wide.compress(b"a" * 2**24) + wide.flush()
     message = wire.messages_of_client().ForwardBackwardRequest
     datum = message(model_id=model).data.add()
     datum.loss_fn_inputs["target_tokens"].shape.extend([1] * 400_000)
@@ -178,6 +174,9 @@ def test_decompression_bombs_are_refused(system) -> None:
     for content, headers, expected in (
         (zeros, {"content-encoding": "zstd"}, 413),
         (lies, {"content-encoding": "zstd"}, 400),
+        (wide_frame, {"content-encoding": "zstd"}, 400),
+        (zeros[:100], {"content-encoding": "zstd"}, 400),
+        (b"text", {"content-encoding": "zstd"}, 400),
         (zeros, {"content-encoding": "gzip"}, 415),
         (zeros, {"content-encoding": "zstd, zstd"}, 415),
         (many.SerializeToString(), {}, 413),  # numbers in a row
@@ -204,15 +203,7 @@ def test_a_sparse_tensor_does_not_grow(system) -> None:
     bomb = {"data": [], "dtype": "int64", "shape": [1, 2**23], "sparse_crow_indices": [0, 0], "sparse_col_indices": []}
     datum = body["forward_backward_input"]["data"][0]
     datum["loss_fn_inputs"] = {f"t{number}": bomb for number in range(50)}
-    ways = (
-        {"shape": [-1, -(2**40)]},
-        {"shape": ["x", 1]},
-        {"shape": 5},
-        {"shape": [1, 2**23, 2**40]},
-        {"data": {}},
-        {},
-    )
-    for number, changes in enumerate(ways, 1):
+    for number, changes in enumerate(({"shape": ["x", 1]}, {"shape": 5}, {"data": {}}, {}), 1):
         datum["loss_fn_inputs"]["t0"] = {**bomb, **changes}
         answer = system.alice.fetch(
             system.alice.post("forward_backward", {**body, "seq_id": number}).json()["request_id"]
@@ -412,24 +403,6 @@ def test_numbers_that_no_float_or_date_holds_are_the_clients_fault(system) -> No
     assert system.alice.get("checkpoints").status_code == 200
 
 
-def test_a_key_is_compared_with_all_keys_by_digest_in_constant_time(monkeypatch) -> None:
-    lookup = keys.Keys({keys.key_digest(f"tml-{number}"): f"t{number}" for number in range(5)})
-    compared: list[tuple[int, int]] = []
-    original = hmac.compare_digest
-    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or original(a, b))
-    for key, tenant in (
-        ("tml-0", "t0"),
-        ("tml-4", "t4"),
-        ("tml-9", None),
-        ("", None),
-        ("x" * 100_000, None),
-        (b"\xff", None),
-    ):
-        compared.clear()
-        assert lookup.tenant(key) == tenant
-        assert compared == [(32, 32)] * 5
-
-
 def instructions(call: Callable[[], object]) -> int:
     """Count the Python instructions that a call executes, including callees: its work, independent of the machine's load."""
     count = 0
@@ -513,6 +486,8 @@ def test_the_audit_log_cannot_be_forged(tmp_path) -> None:
     assert [entry["path"].rsplit("/", 1)[-1] for entry in lines[:5]] == ["create_session"] * 5
     assert len(lines) == 9
     assert {(entry["tenant"], entry["from"]) for entry in lines} == {("alice", "testclient")}
+    assert {entry["status"] for entry in lines[:5]} == {200}
+    assert not any(key in (tmp_path / "audit.jsonl").read_text() for key in KEYS.values())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

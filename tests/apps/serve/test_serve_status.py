@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-from recording_backend import Served, served
+from recording_backend import Served
 
 from megascend.apps.cli.serve import DEMO_CLIENT, demo_directory, demo_settings
 from megascend.apps.serve.api.page import loss_curve
 from megascend.config.serve import load_serve_config
 from megascend.runtime.platforms.base import MemoryFigures
-
-
-@pytest.fixture
-def system(tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path / "storage") as server:
-        yield server
 
 
 def status(system: Served, name: str | None = None):

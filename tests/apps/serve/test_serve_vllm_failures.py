@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from recording_backend import Clock
 
 from megascend.apps.rl.rollout.availability import FIRST_S
 from megascend.apps.sampling.request import SampleRequest, SamplingParams
@@ -96,13 +97,6 @@ class Double:
 
     def samples(self) -> int:
         return self.targets.count("/v1/completions")
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 Work = Callable[[Pool, Clock], Awaitable[None]]
