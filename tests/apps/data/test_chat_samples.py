@@ -13,20 +13,11 @@ from megascend.apps.data.samples import Encoder, SampleLimits, build_samples, li
 from megascend.errors import DataError
 from megascend.training.batch.sample import Sample
 
-# Like Qwen3's: the last turn gets an empty thinking block that earlier ones do not have.
-THINKING = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 SPACE_BEFORE = (
     "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 SPACE_WITHIN = SPACE_BEFORE.replace("'assistant: '", "'assistant:'")
-REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
-REFUSING = "{{ raise_exception('roles must alternate') }}"
 
 
 def chat(*turns: str) -> Document:
@@ -56,43 +47,16 @@ def parts_of(sample: Sample) -> tuple[list[int], list[float]]:
     return [int(sample.input_ids[0]), *sample.target_ids.tolist()], [0.0, *sample.weights.tolist()]
 
 
-def test_one_turn() -> None:
-    [sample] = build_samples([chat("user: hé?", "assistant: 你 yes")], byte_tokenizer(256), 256)
-    assert parts_of(sample) == expected(
-        ("<|im_start|>user\nhé?<|im_end|>\n<|im_start|>assistant\n", 0), ("你 yes<|im_end|>", 1), ("\n", 0)
-    )
-
-
 def test_several_turns_and_a_system_prompt() -> None:
-    document = chat("system: be brief", "user: a", "assistant: b", "user: c", "assistant: d", "user: e")
+    document = chat("system: be brief", "user: hé?", "assistant: 你 yes", "user: c", "assistant: d", "user: e")
     [sample] = build_samples([document], byte_tokenizer(256), 256)
     assert parts_of(sample) == expected(
-        ("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", 0),
-        ("b<|im_end|>", 1),
+        ("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhé?<|im_end|>\n<|im_start|>assistant\n", 0),
+        ("你 yes<|im_end|>", 1),
         ("\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", 0),
         ("d<|im_end|>", 1),
         ("\n<|im_start|>user\ne<|im_end|>\n", 0),
     )
-
-
-def test_template_with_a_different_last_turn() -> None:
-    tokenizer = byte_tokenizer(256)
-    tokenizer.chat_template = THINKING
-    [sample] = build_samples([chat("user: a", "assistant: b", "user: c", "assistant: d")], tokenizer, 256)
-    assert parts_of(sample) == expected(
-        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", 0),
-        ("b<|im_end|>", 1),
-        ("\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", 0),
-        ("<think>\n\n</think>\n\nd<|im_end|>", 1),
-        ("\n", 0),
-    )
-
-
-def test_answer_equal_to_the_question_is_the_only_learned_turn() -> None:
-    [sample] = build_samples([chat("user: same", "assistant: same", "user: same")], byte_tokenizer(256), 256)
-    ids, weights = parts_of(sample)
-    assert bytes(i for i, w in zip(ids, weights, strict=True) if w and i < 256) == b"same"
-    assert sum(weights) == 5  # four bytes and the end of the turn
 
 
 def test_training_on_the_prompt() -> None:
@@ -132,18 +96,6 @@ def test_too_long_conversation_raises_data_error() -> None:
 def test_conversation_without_an_answer_raises_data_error() -> None:
     with pytest.raises(DataError, match=r"^chat\.jsonl:4: no assistant turn .*train_on_prompt"):
         build_samples([chat("user: a")], byte_tokenizer(256), 256)
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [(REWRITING, "rewrites earlier turns"), (REFUSING, "roles must alternate"), (None, "need a chat template")],
-)
-def test_unusable_templates_raise_data_error(template: str | None, message: str) -> None:
-    tokenizer = byte_tokenizer(256)
-    tokenizer.chat_template = template
-    with pytest.raises(DataError, match=message) as caught:
-        build_samples([chat("user: a", "assistant: b")], tokenizer, 256)
-    assert str(caught.value).startswith("chat.jsonl:4: ")
 
 
 def test_token_across_a_span_border_has_no_weight() -> None:
@@ -329,13 +281,3 @@ def test_invalid_characters_and_token_ids_raise_data_error() -> None:
     with pytest.raises(DataError, match=r"^f:1: token id 257 lies outside the model's vocabulary \[0, 257\)"):
         encode(Document("f:1", text="abc"), SampleLimits(256, vocab_size=257))
     assert encode(Document("f:1", text="abc"), SampleLimits(256, vocab_size=258))[0]
-
-
-def test_all_unusable_documents_are_reported_at_once() -> None:
-    documents = [chat("user: a"), chat("user: a", "assistant: b"), LONG]
-    with pytest.raises(DataError) as caught:
-        build_samples(documents, byte_tokenizer(256), 30)
-    heading, first, second = str(caught.value).split("\n  ")
-    assert heading == "2 problems in the data:"
-    assert first.startswith("chat.jsonl:4: no assistant turn")
-    assert second.startswith("chat.jsonl:4: the conversation has 41 tokens and the limit is 30")

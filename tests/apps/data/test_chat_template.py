@@ -10,11 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from megascend.apps.cli.random_checkpoint import byte_tokenizer
 from megascend.apps.data.columns import parse_record
-from megascend.apps.data.document import Document
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.samples import Encoder, SampleLimits
 from megascend.errors import DataError
-from megascend.training.batch.sample import Sample
+from support.loss_masks import encode, learned
 
 OPEN, CLOSE = "{% generation %}", "{% endgeneration %}"
 
@@ -91,22 +90,6 @@ def tokenizer_of(family: str, blocks: bool) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def encode(document: Document, tokenizer: Any, **settings: Any) -> tuple[Sample, list[str]]:
-    findings = Findings()
-    [sample] = Encoder(tokenizer, SampleLimits(4096), findings, **settings).encode(document)
-    return sample, findings.lines()
-
-
-def learned(sample: Sample, tokenizer: Any) -> list[str]:
-    """Return the runs of tokens that carry loss, as text."""
-    runs, before = [], 0.0
-    for token, weight in zip(sample.target_ids.tolist(), sample.weights.tolist(), strict=True):
-        if weight:
-            runs = [*runs[:-1], [*runs[-1], token]] if before else [*runs, [token]]
-        before = weight
-    return [tokenizer.decode(run) for run in runs]
-
-
 def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -176,7 +159,7 @@ def test_tokens_and_mask_match_transformers(name: str, blocks: bool) -> None:
         record["messages"], tools=record.get("tools"), return_dict=True, return_assistant_tokens_mask=True
     )
     tokenizer = tokenizer_of(family, blocks)
-    sample, remarks = encode(parse_record(record, "f:1"), tokenizer)
+    sample, remarks = encode(record, tokenizer)
     assert [int(sample.input_ids[0]), *sample.target_ids.tolist()] == reference["input_ids"]
     assert [0, *sample.weights.tolist()] == reference["assistant_masks"]
     if name in LEARNED:
@@ -190,7 +173,7 @@ def test_turn_weights_are_applied(blocks: bool) -> None:
     messages = json.loads(json.dumps(TOOLS))
     messages[1]["loss"], messages[5]["weight"] = False, 0.5
     tokenizer = tokenizer_of("Llama", blocks)
-    sample, _ = encode(parse_record({"messages": messages, "tools": [TOOL]}, "f:1"), tokenizer)
+    sample, _ = encode({"messages": messages, "tools": [TOOL]}, tokenizer)
     assert learned(sample, tokenizer) == ["Blue.<|eot|>", "Bye.<|eot|>"]
     assert sorted(set(sample.weights.tolist())) == [0.0, 0.5, 1.0]
     assert sample.weights.tolist().count(0.5) == len("Bye.") + 1
@@ -205,7 +188,7 @@ def test_several_generation_blocks_belong_to_one_message() -> None:
         "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
     )
     messages = [CHAT[0], CHAT[1] | {"loss": 0}, *CHAT[2:]]
-    sample, _ = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+    sample, _ = encode({"messages": messages}, tokenizer)
     assert learned(sample, tokenizer) == ["drei", "<|im_end|>"]
 
 
@@ -220,25 +203,25 @@ def test_empty_turn_takes_no_block_of_another_turn() -> None:
     )
     empty_turn = {"role": "assistant", "content": "", "loss": False}
     messages = [CHAT[0], empty_turn, CHAT[2], CHAT[3] | {"reasoning_content": "hm"}]
-    sample, _ = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+    sample, _ = encode({"messages": messages}, tokenizer)
     assert learned(sample, tokenizer) == ["hm", "drei"]
 
 
 def test_text_parts_are_passed_as_list_or_as_one_string() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two?"}]
-    document = parse_record({"messages": [{"role": "user", "content": parts}, CHAT[3]]}, "f:1")
+    record = {"messages": [{"role": "user", "content": parts}, CHAT[3]]}
     tokenizer = tokenizer_of("Qwen", blocks=False)
-    sample, _ = encode(document, tokenizer)
+    sample, _ = encode(record, tokenizer)
     assert tokenizer.decode(sample.input_ids).startswith("<|im_start|>user\none\ntwo?<|im_end|>")
     for template in ("{{ m.content }}", "{{ m.content | string }}"):  # would write the list's repr
         tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: " + template + "<|im_end|>{% endfor %}"
-        sample, _ = encode(document, tokenizer)
+        sample, _ = encode(record, tokenizer)
         assert tokenizer.decode(sample.input_ids).startswith("user: one\ntwo?<|im_end|>assistant: drei")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
         "{% for part in m.content %}{{ part.text }}/{% endfor %}{% endif %}<|im_end|>{% endfor %}"
     )
-    sample, _ = encode(document, tokenizer)
+    sample, _ = encode(record, tokenizer)
     assert tokenizer.decode(sample.input_ids).startswith("user: one/two?/<|im_end|>assistant: drei")
 
 
@@ -258,7 +241,7 @@ VANISHING = (
     "{% if messages | length == 2 %}{% generation %}<|im_end|>{% endgeneration %}{% endif %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "tools": (
         BARE,
         {"messages": CHAT, "tools": [TOOL]},
@@ -302,6 +285,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": [SYSTEM, *CHAT]},
         r"message 0 \(system\): the chat template does not write its words",
     ),
+    "a template that refuses": (
+        "{{ raise_exception('roles must alternate') }}",
+        {"messages": CHAT},
+        "roles must alternate",
+    ),
+    "no template": (None, {"messages": CHAT}, "need a chat template"),
     "a template with an error": (
         "{% for m in messages %}",
         {"messages": CHAT},
@@ -316,7 +305,7 @@ def test_inexact_templates_raise_data_error(name: str) -> None:
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=message) as caught:
-        encode(parse_record(record, "f:1"), tokenizer)
+        encode(record, tokenizer)
     assert str(caught.value).startswith("f:1: ")
 
 
@@ -332,8 +321,8 @@ def test_answer_outside_of_blocks_raises_despite_an_equal_one_inside(expression:
     tokenizer.chat_template = LAST_BLOCK.replace("SHOWN", expression)
     yes = {"role": "assistant", "content": "YES"}
     with pytest.raises(DataError, match=r"generation blocks .*does the template use them inside a macro"):
-        encode(parse_record({"messages": [CHAT[0], yes, CHAT[0], yes]}, "f:1"), tokenizer)
-    sample, _ = encode(parse_record({"messages": [CHAT[0], yes]}, "f:1"), tokenizer)
+        encode({"messages": [CHAT[0], yes, CHAT[0], yes]}, tokenizer)
+    sample, _ = encode({"messages": [CHAT[0], yes]}, tokenizer)
     assert learned(sample, tokenizer) == ["YES<|im_end|>"]
 
 
@@ -346,7 +335,7 @@ def test_calls_outside_of_blocks_raise_data_error() -> None:
     )
     messages = [CHAT[0], CHAT[1] | {"tool_calls": [call("look")]}]
     with pytest.raises(DataError, match="do not hold the words of message 1"):
-        encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+        encode({"messages": messages}, tokenizer)
 
 
 FIRST_CALL = (  # as gpt-oss's template
@@ -378,9 +367,9 @@ def test_omitted_parallel_calls_raise_data_error(record: dict[str, Any], express
         DataError,
         match=r"message 1 \(assistant\): .* all of its 2 tool calls \('look', 'listen'\); .*data.chat_template",
     ):
-        encode(parse_record(record, "f:1"), tokenizer)
+        encode(record, tokenizer)
     separate_calls = [CHAT[0], *({"role": "assistant", "tool_calls": [call(name)]} for name in ("look", "listen"))]
-    sample, _ = encode(parse_record({"messages": separate_calls}, "f:1"), tokenizer, train_on_prompt=True)
+    sample, _ = encode({"messages": separate_calls}, tokenizer, train_on_prompt=True)
     assert "look" in (text := tokenizer.decode(sample.input_ids))
     assert "listen" in text
 
@@ -389,7 +378,7 @@ def test_omitted_parallel_calls_raise_data_error(record: dict[str, Any], express
 def test_eos_within_an_answer_does_not_end_the_turn(family: str) -> None:
     messages = [CHAT[0], {"role": "assistant", "content": "say <|im_end|> now"}, *CHAT[2:]]
     tokenizer = tokenizer_of(family, blocks=False)
-    sample, _ = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+    sample, _ = encode({"messages": messages}, tokenizer)
     assert learned(sample, tokenizer)[0] == "say <|im_end|> now<|im_end|>"
 
 
@@ -404,27 +393,27 @@ def test_eos_at_the_end_of_an_answer_does_not_replace_the_end_of_turn() -> None:
     )
     messages = [CHAT[0], {"role": "assistant", "content": "fine</s>"}, CHAT[0], CHAT[3]]
     for count in (2, 4):
-        sample, _ = encode(parse_record({"messages": messages[:count]}, "f:1"), tokenizer)
+        sample, _ = encode({"messages": messages[:count]}, tokenizer)
         assert learned(sample, tokenizer) == ["fine</s><|end_of_turn|>", "drei<|end_of_turn|>"][: count // 2]
 
 
 def test_omitted_fields_and_missing_turn_ends_are_reported() -> None:
     tokenizer = tokenizer_of("Qwen", blocks=False)
     messages = [CHAT[0] | {"timestamp": 3}, CHAT[1] | {"name": "Ada"}]
-    _, remarks = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+    _, remarks = encode({"messages": messages}, tokenizer)
     assert remarks == ["f:1: 'timestamp' of messages is not read"]
     tokenizer.chat_template = BARE.replace("m.role", "m.timestamp | default('') | string + m.role")
-    assert encode(parse_record({"messages": messages}, "f:1"), tokenizer)[1] == []
+    assert encode({"messages": messages}, tokenizer)[1] == []
 
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ': ' }}"
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
     )
-    _, remarks = encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)
+    _, remarks = encode({"messages": CHAT}, tokenizer)
     assert remarks == [NO_END]
     tokenizer.chat_template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"  # as GLM's
-    assert encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)[1] == [NO_END]
+    assert encode({"messages": CHAT}, tokenizer)[1] == [NO_END]
 
 
 def test_turns_that_are_not_learned_need_no_end() -> None:
@@ -435,7 +424,7 @@ def test_turns_that_are_not_learned_need_no_end() -> None:
     )
     for loss, number in ((0, 0), (0.5, 1)):
         messages = [CHAT[0], CHAT[1] | {"loss": loss}, *CHAT[2:]]
-        assert len(encode(parse_record({"messages": messages}, "f:1"), tokenizer)[1]) == number
+        assert len(encode({"messages": messages}, tokenizer)[1]) == number
 
 
 NO_END = (
@@ -454,7 +443,7 @@ def test_call_arguments_are_passed_as_object_or_text() -> None:
     for arguments in ({"where": "öst"}, '{"where": "öst"}'):
         calls = [{"type": "function", "function": {"name": "look", "arguments": arguments}}]
         messages = [CHAT[0], {"role": "assistant", "content": "so ", "tool_calls": calls}]
-        sample, _ = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+        sample, _ = encode({"messages": messages}, tokenizer)
         assert learned(sample, tokenizer) == ['assistant: so look({"where": "öst"})<|im_end|>']
 
 
@@ -467,13 +456,13 @@ def test_block_outside_of_messages_carries_loss() -> None:
         "{% else %}{{ m.content }}{% endif %}{% endfor %}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}"
     )
     reference = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
-    sample, _ = encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)
+    sample, _ = encode({"messages": CHAT}, tokenizer)
     assert [0, *sample.weights.tolist()] == reference["assistant_masks"]
     assert learned(sample, tokenizer) == ["zwei, 二, two", "drei<|im_end|>"]
     with pytest.raises(
         DataError, match="do not hold the words of message 3"
     ):  # the owner of the middle block is ambiguous
-        encode(parse_record({"messages": [CHAT[0], CHAT[1] | {"loss": 0}, *CHAT[2:]]}, "f:1"), tokenizer)
+        encode({"messages": [CHAT[0], CHAT[1] | {"loss": 0}, *CHAT[2:]]}, tokenizer)
 
 
 def test_template_variables_of_settings_and_record() -> None:
@@ -485,8 +474,8 @@ def test_template_variables_of_settings_and_record() -> None:
         ({"mood": "calm"}, {}, "calm"),
         ({"mood": "calm"}, {"mood": "wild"}, "wild"),
     ):
-        document = parse_record(record | {"chat_template_kwargs": record_options}, "f:1")
-        sample, _ = encode(document, tokenizer, template_options=settings)
+        options = {"chat_template_kwargs": record_options}
+        sample, _ = encode(record | options, tokenizer, template_options=settings)
         assert tokenizer.decode(sample.input_ids).startswith(f"{expected}|user: one?")
 
 
@@ -496,9 +485,9 @@ def test_separate_tool_template_is_used() -> None:
         "default": BARE,
         "tool_use": "{% for t in tools %}{{ t.function.name }}{% endfor %}" + BARE,
     }
-    sample, _ = encode(parse_record({"messages": CHAT, "tools": [TOOL]}, "f:1"), tokenizer)
+    sample, _ = encode({"messages": CHAT, "tools": [TOOL]}, tokenizer)
     assert tokenizer.decode(sample.input_ids).startswith("lookuser: one?")
-    sample, _ = encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)
+    sample, _ = encode({"messages": CHAT}, tokenizer)
     assert tokenizer.decode(sample.input_ids).startswith("user: one?")
 
 
@@ -507,22 +496,21 @@ def test_named_templates_without_default_are_used_as_transformers_does(record: d
     tokenizer = byte_tokenizer(4096)
     tools = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + BARE
     tokenizer.chat_template = {"rag": BARE, "tool_use": tools}
-    document = parse_record(record, "f:1")
     if "tools" in record:
         reference = tokenizer.apply_chat_template(CHAT, tools=[TOOL], return_dict=True)["input_ids"]
-        assert encode(document, tokenizer)[0].input_ids.tolist() == reference[:-1]
+        assert encode(record, tokenizer)[0].input_ids.tolist() == reference[:-1]
         return
     with pytest.raises(ValueError, match="'rag', 'tool_use'"):
         tokenizer.apply_chat_template(CHAT)
     with pytest.raises(DataError, match="'rag', 'tool_use', and none is 'default'"):
-        encode(document, tokenizer)
+        encode(record, tokenizer)
 
 
 def test_tools_that_their_own_template_leaves_out_raise_data_error() -> None:
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = {"default": BARE, "tool_use": "tools: " + BARE}
     with pytest.raises(DataError, match="'tools': the model's chat template does not write them"):
-        encode(parse_record({"messages": CHAT, "tools": [TOOL]}, "f:1"), tokenizer)
+        encode({"messages": CHAT, "tools": [TOOL]}, tokenizer)
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
@@ -530,7 +518,7 @@ def test_tools_that_their_own_template_leaves_out_raise_data_error() -> None:
 def test_empty_reasoning_is_none(family: str, key: str) -> None:
     tokenizer = tokenizer_of(family, blocks=False)
     messages = [CHAT[0], CHAT[1] | {key: ""}]
-    sample, remarks = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+    sample, remarks = encode({"messages": messages}, tokenizer)
     assert sample.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"][:-1]
     assert remarks == []
 

@@ -291,17 +291,9 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
         f"{' and '.join(record)} as Python prints them": (record, "in Python's notation: write it as JSON")
         for record in (
             {"text": PRINTED},
-            {"prompt": PRINTED, "completion": "a"},
             {"prompt": PRINTED.replace("}, {", "}\n {"), "completion": PRINTED},  # NumPy's
-            {"prompt": str([{"from": "human", "value": None}]), "chosen": "a", "rejected": "b"},
-            {"prompt": "q", "chosen": PRINTED, "rejected": "b"},
-            {"instruction": PRINTED, "output": "a"},
             {"instruction": "q", "output": PRINTED},
             {"text": f"array({PRINTED}, dtype=object)"},
-            {"text": str((USER, ANSWER))},
-            {"text": str(USER)},
-            {"text": str({"messages": [USER, ANSWER]})},
-            {"text": str([{"name": None, **USER}])},
             {"text": str([json.dumps(USER), json.dumps(ANSWER)])},
             {"text": json.dumps(json.dumps([USER, ANSWER]))},
             {"text": f"{json.dumps(USER)}\n{json.dumps(ANSWER)}"},
@@ -311,7 +303,6 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
     "conversation under text": ({"text": json.dumps([USER, ANSWER])}, "is a conversation, not a text"),
     "not an object": ([1], "found list"),
     "one token": ({"token_ids": [1]}, "'token_ids' must be a list of at least two token ids"),
-    "tokens of text": ({"token_ids": ["a", "b"]}, "'token_ids' must be a list of at least two token ids"),
     "long prompt": ({"token_ids": [1, 2], "prompt_length": 2}, r"'prompt_length' must be in \[0, 2\), found 2"),
     "weights of other tokens": ({"token_ids": [1, 2], "weights": [1]}, "'weights' must be 2 numbers"),
     "negative weight": ({"token_ids": [1, 2], "weights": [1, -1]}, "'weights' must be 2 numbers of at least 0"),
@@ -329,20 +320,15 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
     ),
     "probabilities": ({"token_ids": [1, 2], "top_ids": [[], [1]], "top_logprobs": [[], [0.5]]}, "at most 0"),
     "no key": ({"question": "x"}, "found: question"),
-    "nothing": ({}, "found: nothing"),
-    "half a form": ({"prompt": "x"}, "found: prompt"),
     "two forms": (
         {"text": "x", "messages": list(CHAT)},
         "exactly one.*found: messages, text; choose the ones to read with data.columns",
     ),
-    "empty text": ({"text": " "}, "'text' must be a string that is not empty"),
     "text is a number": ({"text": 3}, "found 3"),
     "no messages": ({"messages": []}, "messages must be a list that is not empty"),
-    "messages are a string": ({"messages": "hello"}, "messages must be a list that is not empty, found 'hello'"),
     "message is a string": ({"messages": ["hi"]}, r"messages\[0\] must be an object"),
     "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\] must have a string 'role'"),
     "content is null": ({"messages": [USER, {"role": "assistant", "content": None}]}, r"messages\[1\].*'content'"),
-    "content is a number": ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\].*'content'.*found 3"),
     "a video": (
         {"messages": [{"role": "user", "content": [PART]}]},
         r"content\[0\] is a part of type 'video'; only text and images",
@@ -386,7 +372,6 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
         {"messages": [USER | {"loss": True}, ANSWER]},
         r"messages\[0\]: only the assistant's messages can carry loss",
     ),
-    "loss is a word": ({"messages": [USER, ANSWER | {"loss": "yes"}]}, "a number from 0 on, found 'yes'"),
     "loss of 400 digits": ({"messages": [USER, ANSWER | {"loss": 10**400}]}, "a number from 0 on, found 1000"),
     "weight of 400 digits": (
         {"token_ids": [1, 2], "weights": [1, 10**400]},
@@ -414,21 +399,9 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
         {"messages": [USER, ANSWER | {"content": [{"type": "text", "text": ""}]}]},
         "the assistant's message is empty",
     ),
-    "an empty rejected answer": (
-        {"prompt": "one?", "chosen": [ANSWER], "rejected": [ANSWER | {"content": ""}]},
-        r"rejected\[1\]: the assistant's message is empty",
-    ),
     "a role with a capital": (
         {"messages": [USER | {"role": "User"}, ANSWER]},
         "role 'User' is unknown, did you mean 'user'",
-    ),
-    "a role misspelt": (
-        {"messages": [USER, ANSWER | {"role": "assitant"}]},
-        "'assitant' is unknown, did you mean 'assistant'",
-    ),
-    "a role of another format": (
-        {"messages": [USER, ANSWER | {"role": "bot"}]},
-        "'bot' is unknown, did you mean 'assistant'",
     ),
     "a call that is no JSON": (
         {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "look(sky)"}]},
@@ -441,10 +414,8 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
     ),
     "prompt of messages, completion of text": ({"prompt": [USER], "completion": "x"}, "both strings or both lists"),
     "empty completion": ({"prompt": "x", "completion": ""}, "'completion' must be a string that is not empty"),
-    "empty output": ({"instruction": "x", "output": ""}, "'output' must be a string that is not empty"),
     "history of strings": ({"instruction": "x", "output": "y", "history": ["a"]}, "'history' must be a list of"),
     "a pair of equals": ({"prompt": "x", "chosen": "y", "rejected": "y"}, "are the same"),
-    "a pair of equal chats": ({"chosen": list(CHAT), "rejected": list(CHAT)}, "are the same"),
     "a pair of text without a prompt": ({"chosen": "x", "rejected": "y"}, "'prompt' must be a string"),
     "a pair of answers without a prompt": (
         {"chosen": [ANSWER], "rejected": [WORSE]},
@@ -452,10 +423,6 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
     ),
     "a pair whose prompt is another one": (
         {"prompt": "four?", "chosen": list(CHAT), "rejected": [USER, WORSE]},
-        "chosen begins with the user's message, and what 'prompt' says is not in it",
-    ),
-    "a pair whose system prompt is apart": (
-        {"prompt": [SYSTEM], "chosen": list(CHAT), "rejected": [USER, WORSE]},
         "chosen begins with the user's message, and what 'prompt' says is not in it",
     ),
     "a pair that ends with the user": ({"chosen": [USER], "rejected": [*CHAT]}, "chosen must end with the assistant's"),

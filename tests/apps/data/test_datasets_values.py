@@ -194,7 +194,7 @@ CLASSES = Features({"text": Value("string"), "label": ClassLabel(names=["negativ
         (("bad", "good"), None),
     ],
 )
-@pytest.mark.parametrize("container", [*ARROW, *TEXT])
+@pytest.mark.parametrize("container", [parquet_folder, jsonl_folder])
 def test_class_labels_are_read_by_name(
     container: Callable[..., Path], names: tuple[str, ...], expected: list[int] | None, tmp_path: Path
 ) -> None:

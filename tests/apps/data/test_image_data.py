@@ -181,17 +181,6 @@ def test_tokens_of_images_carry_no_loss_with_the_prompt_learned(folder: Path, mo
     assert float(sample.weights[sample.target_ids != PAD].min()) == 1
 
 
-def test_photograph_is_turned_upright_and_transparency_dropped(folder: Path, model: Path) -> None:
-    image = Image.fromarray(np.random.default_rng(3).integers(0, 256, (32, 48, 4), dtype=np.uint8), "RGBA")
-    exif = Image.Exif()
-    exif[0x0112] = 6  # taken with the camera on its side
-    image.save(folder / "side.png", exif=exif)
-    record = {"messages": conversation({"type": "image", "image": "side.png"})}
-    images = samples_of(write(folder / "data.jsonl", record), model)[0].images
-    image.convert("RGB").rotate(-90, expand=True).save(folder / "upright.png")
-    assert_same_images(images, expected_images(model, folder / "upright.png"))
-
-
 def test_preference_pair_has_the_image_on_both_sides(folder: Path, model: Path) -> None:
     sides = {name: conversation({"type": "image", "image": PATH}, answer=name) for name in ("chosen", "rejected")}
     store = samples_of(write(folder / "data.jsonl", sides), model)
@@ -285,7 +274,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     **{
         f"{share:.0%} of a {kind}": (part_of(kind, share), "damaged")
         for kind in ("JPEG", "PNG", "WEBP", "BMP", "GIF")
-        for share in (0.001, 0.1, 0.5, 0.95)
+        for share in (0.001, 0.5)
     },
 }
 
@@ -460,19 +449,8 @@ def test_limits_are_settings(folder: Path, model: Path) -> None:
         assert str(error.value) == f"{path}:1: {message}"
 
 
-PLACES = (
-    *(
-        "<|image_pad|>",
-        "<image_soft_token>",
-        "[IMG]",
-        "<|image|>",
-        "<|image_1|>",
-        "<start_of_image>",
-        "<|begin_of_image|>",
-    ),
-    *("<|vision_start|>", "<IMG_CONTEXT>", "<image_placeholder>", "<|video_pad|>", "<video>", "<|media_pad|>"),
-)
-"""Places of images in texts of several families."""
+PLACES = ("<|image_pad|>", "<video>")
+"""Two of the texts that stand for an image in some family."""
 
 
 @pytest.mark.parametrize("marker", ["<image>", *PLACES])
@@ -509,7 +487,7 @@ def test_place_of_an_image_that_is_learned_as_text_is_reported(marker: str, fold
                 [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "a cat"}],
                 [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}],
             )
-            for column in ({}, {"images": []}, {"images": None}, {"image": None})
+            for column in ({}, {"images": []})
         ),
         *(
             (
@@ -628,13 +606,3 @@ def test_cut_conversation_keeps_its_image_or_is_left_out(folder: Path, model: Pa
     assert len(store[0]) == 70
     assert_same_images(store[0].images, expected_images(model, folder / PATH))
     assert any("an image would be cut" in remark for remark in store.remarks)
-
-
-def test_bytes_of_a_jpeg_are_decoded(folder: Path, model: Path) -> None:
-    image = Image.open(folder / PATH)
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=90)
-    (folder / "cat.jpg").write_bytes(buffer.getvalue())
-    record = {"messages": conversation({"type": "image", "image": "cat.jpg"})}
-    images = samples_of(write(folder / "data.jsonl", record), model)[0].images
-    assert_same_images(images, expected_images(model, folder / "cat.jpg"))

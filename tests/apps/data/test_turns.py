@@ -12,7 +12,7 @@ from megascend.apps.data.columns import parse_record
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.samples import Encoder, SampleLimits
 from megascend.errors import DataError
-from megascend.training.batch.sample import Sample
+from support.loss_masks import encode, learned
 
 
 @dataclass
@@ -109,11 +109,6 @@ FAMILIES = {
         user="c + '<|end|>\n'", assistant="'<|assistant|>\n' + c + '<|end|>\n<|user|>\n'", prompt="<|assistant|>\n",
         begin="<|user|>\n", eos="<|endoftext|>", special=PHI, learned=("@<|end|>", "@<|end|>"),
     ),
-    "Phi-4": Family(
-        system="'<|im_start|>system<|im_sep|>' + c + '<|im_end|>'", user="'<|im_start|>user<|im_sep|>' + c + '<|im_end|>'",
-        assistant="'<|im_start|>assistant<|im_sep|>' + c + '<|im_end|>'", prompt="<|im_start|>assistant<|im_sep|>",
-        eos="<|endoftext|>", special=("<|im_start|>", "<|im_sep|>", "<|im_end|>"), learned=("@<|im_end|>", "@<|im_end|>"),
-    ),
     "gpt-oss": Family(
         system="'<|start|>developer<|message|>' + c + '<|end|>'", user="'<|start|>user<|message|>' + c + '<|end|>'",
         assistant="'<|start|>assistant<|channel|>final<|message|>' + c + '<|end|>'",
@@ -133,15 +128,6 @@ FAMILIES = {
     "Llama-2, opening the next": Family(
         user="'[INST] ' + c + ' [/INST]'", assistant="' ' + c + ' ' + eos_token + bos_token", prompt="", bos="<s>",
         learned=(" @ </s>", " @ </s>"),
-    ),
-    "Llama-3": Family(
-        system="'<|head|>system<|stop|>\n\n' + c + '<|eot|>'", user="'<|head|>user<|stop|>\n\n' + c + '<|eot|>'",
-        assistant="'<|head|>assistant<|stop|>\n\n' + c + '<|eot|>'", prompt="<|head|>assistant<|stop|>\n\n", begin="<|begin|>",
-        eos="<|eot|>", bos="<|begin|>", special=("<|head|>", "<|stop|>"), learned=("@<|eot|>", "@<|eot|>"),
-    ),
-    "Gemma": tagged(
-        None, "<turn>user\n", "<turn>model\n", "</turn>\n", begin="<bos>", eos="<eos>", bos="<bos>",
-        special=("<turn>", "</turn>"), learned=("@</turn>", "@</turn>"),
     ),
     "Mistral": Family(
         user="'[INST] ' + c + '[/INST]'", assistant="' ' + c + eos_token", prompt="", begin="<s>", bos="<s>",
@@ -176,17 +162,6 @@ FAMILIES = {
         system="'<|system|>\n' + c", user="'<|user|>\n' + c", assistant="'<|assistant|>\n' + c", prompt="<|assistant|>",
         begin="[gMASK]<sop>", eos="<|endoftext|>", special=("[gMASK]", "<sop>", *PHI), learned=("\n@", "\n@"),
     ),
-    "Kimi-K2": Family(
-        system="'<|im_system|>system<|im_middle|>' + c + '<|im_end|>'", user="'<|im_user|>user<|im_middle|>' + c + '<|im_end|>'",
-        assistant="'<|im_assistant|>assistant<|im_middle|>' + c + '<|im_end|>'",
-        prompt="<|im_assistant|>assistant<|im_middle|>", eos="[EOS]",
-        special=("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"),
-        learned=("@<|im_end|>", "@<|im_end|>"),
-    ),
-    "MiniMax": tagged(
-        "]~!b[]~b]system\n", "]~b]user\n", "]~b]ai\n", "[e~[\n", eos="[e~[", special=("]~!b[", "]~b]"),
-        learned=("@[e~[", "@[e~["),
-    ),
     "Hunyuan": Family(
         system="c + '<|extra_4|>'", user="c + '<|extra_0|>'", assistant="c + '<|eos|>'", prompt="", begin="<|startoftext|>",
         eos="<|eos|>", special=("<|startoftext|>", "<|extra_4|>", "<|extra_0|>"), learned=("@<|eos|>", "@<|eos|>"),
@@ -196,18 +171,11 @@ FAMILIES = {
         eos="<|END|>", special=("<|START|>", "<|SYSTEM|>", "<|USER|>", "<|CHATBOT|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
         learned=("@<|END_RESPONSE|><|END|>", "@<|END_RESPONSE|><|END|>"),
     ),
-    "Granite": tagged(
-        "<|start_of_role|>system<|end_of_role|>", "<|start_of_role|>user<|end_of_role|>",
-        "<|start_of_role|>assistant<|end_of_role|>",
-        "<|end_of_text|>\n", eos="<|end_of_text|>", special=("<|start_of_role|>", "<|end_of_role|>"),
-        learned=("@<|end_of_text|>", "@<|end_of_text|>"),
-    ),
     "OLMo": Family(
         system="'<|system|>\n' + c + '\n'", user="'<|user|>\n' + c + '\n'",
         assistant="'<|assistant|>\n' + c + eos_token + '\n'", last="'<|assistant|>\n' + c + eos_token", prompt="<|assistant|>\n",
         begin="<|endoftext|>", eos="<|endoftext|>", bos="<|endoftext|>", learned=("@<|endoftext|>", "@<|endoftext|>"),
     ),
-    "Zephyr": tagged("<|system|>\n", "<|user|>\n", "<|assistant|>\n", "</s>\n", learned=("@</s>", "@</s>")),
     "Vicuna": Family(
         system="c + ' '", user="'USER: ' + c + ' '", assistant="'ASSISTANT: ' + c + eos_token", prompt="ASSISTANT:",
         learned=(" @</s>", " @</s>"),
@@ -215,20 +183,6 @@ FAMILIES = {
     "Vicuna, closed once": Family(
         system="c + '\n'", user="'USER: ' + c + '\n'", assistant="'ASSISTANT: ' + c + '\n'", prompt="ASSISTANT:", end="</s>",
         learned=(" @", " @\n</s>"),
-    ),
-    "Falcon": Family(
-        system="'System: ' + c + '\n'", user="'User: ' + c + '\n'", assistant="'Falcon: ' + c + '\n'", prompt="Falcon:",
-        end="<|endoftext|>", eos="<|endoftext|>", learned=(" @", " @\n<|endoftext|>"),
-    ),
-    "ERNIE": Family(
-        system="c + '\n'", user="'User: ' + c + '\n'", assistant="'Assistant: ' + c + '<|end_of_sentence|>'",
-        prompt="Assistant: ",
-        begin="<|begin_of_sentence|>", special=("<|begin_of_sentence|>", "<|end_of_sentence|>"),
-        learned=("@<|end_of_sentence|>", "@<|end_of_sentence|>"),
-    ),
-    "Alpaca, closed once": Family(
-        system="c + '\n\n'", user="'### Instruction:\n' + c + '\n\n'", assistant="'### Response:\n' + c + '\n\n'",
-        prompt="### Response:\n", end="</s>", learned=("@", "@\n\n</s>"),
     ),
     "counting": Family(
         user="(messages | length | string) + 'U' + c", assistant="'A' + c + eos_token", prompt="A", learned=None,
@@ -239,22 +193,6 @@ FAMILIES = {
         refused=r"turn 1 of the assistant stands: .* words of message 0 \(user\)",
     ),
 }  # fmt: skip
-
-
-def encode(record: dict[str, Any], tokenizer: Any) -> tuple[Sample, list[str]]:
-    findings = Findings()
-    [sample] = Encoder(tokenizer, SampleLimits(4096), findings).encode(parse_record(record, "f:1"))
-    return sample, findings.lines()
-
-
-def learned(sample: Sample, tokenizer: Any) -> list[str]:
-    """Return the runs of tokens that carry loss, as text."""
-    runs, before = [], 0.0
-    for token, weight in zip(sample.target_ids.tolist(), sample.weights.tolist(), strict=True):
-        if weight:
-            runs = [*runs[:-1], [*runs[-1], token]] if before else [*runs, [token]]
-        before = weight
-    return [tokenizer.decode(run) for run in runs]
 
 
 def conversation(*answers: str, system: bool = False, last_question: bool = False) -> list[dict[str, Any]]:

@@ -113,22 +113,6 @@ def test_request_far_ahead_of_its_models_order_is_refused(system) -> None:
     assert "did not arrive" in system.alice.fetch(last)["error"]
 
 
-def test_models_share_a_batch(system) -> None:
-    first_model, second_model = system.alice.model(), system.bob.model()
-    system.backend.gate.clear()
-    first = system.alice.forward_backward(first_model, 1, 10)  # runs alone, and is held
-    while system.service._inbox._commands:
-        pass
-    waiting = [system.alice.forward_backward(first_model, 2, 11), system.bob.forward_backward(second_model, 1, 21)]
-    system.backend.gate.set()
-    system.alice.fetch(first)
-    assert system.alice.fetch(waiting[0])["metrics"]["loss:sum"] == 11
-    assert system.bob.fetch(waiting[1])["metrics"]["loss:sum"] == 21
-    assert system.backend.calls[-1][0] == "forward_backward"
-    assert {name for name, _ in system.backend.calls[-1][1:]} == {"a1", "a2"}
-    assert 'megascend_models_in_batch_bucket{le="1.0"} 1.0' in system.client.get("/metrics").text
-
-
 # --- authentication ---
 
 
@@ -250,26 +234,15 @@ def test_internal_error_in_an_answer_is_logged(system, monkeypatch, caplog) -> N
     assert "save_weights" in entry.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"weights": [float("nan")]}, "must be finite"),
-        ({"weights": [1.0, 2.0]}, "the same shape"),
-        ({"advantages": [1.0]}, "'advantages' is unknown"),
-        ({"loss": "ppo"}, "'logprobs' is missing"),
-        ({"loss": "stable_reinforce"}, "needs the provenance"),
-        ({"loss": "__import__"}, "not supported"),
-    ],
-)
-def test_bad_data_fail_only_their_step(system, changes, reason) -> None:
+def test_bad_data_fail_only_their_step(system) -> None:
     model, other = system.alice.model(), system.bob.model()
-    body = train_body(model, 2, 10, **changes)
+    body = train_body(model, 2, 10, weights=[1.0, 2.0])
     good = system.alice.forward_backward(model, 1, 10)
     bad = system.alice.post("forward_backward", content=json.dumps(body)).json()["request_id"]
     step = system.alice.optim_step(model, 3)
     requests = [system.bob.forward_backward(other, 1, 11), system.bob.optim_step(other, 2)]
     assert "error" not in system.alice.fetch(good)
-    assert reason in system.alice.fetch(bad)["error"]
+    assert "the same shape" in system.alice.fetch(bad)["error"]
     assert system.alice.fetch(step)["category"] == "user"
     assert all("error" not in system.bob.fetch(name) for name in requests)
     assert ("discard", "a1") in steps(system)
@@ -401,36 +374,6 @@ def test_server_whose_storage_is_gone_is_not_ready(tmp_path) -> None:
         assert service.alice.post("optim_step", step).status_code == 503
 
 
-def test_values_of_another_type_are_refused(system) -> None:
-    """numpy takes texts and true for numbers, and gives every number the bytes of a long text beside it."""
-    number = 0
-    for field, value, reason in (
-        ("target_tokens", [True, 5], "expected integers, got bool"),
-        ("target_tokens", ["x" * 50_000, *[5] * 4000], "expected integers, got str"),
-        ("target_tokens", [2**64 - 100, 5], "too large"),
-        ("target_tokens", {"5": 6}, "a list of numbers is expected, got dict"),
-        ("target_tokens", [[5, 6], [7]], "must have the same length"),
-        ("weights", ["1", 1.0], "expected numbers, got str"),
-        ("weights", [True, 1.0], "expected numbers, got bool"),
-        ("weights", [None, 1.0], "must be finite"),
-        ("weights", [1e39, 1.0], "must be finite"),
-    ):
-        model, number = system.alice.model(), number + 1
-        body = train_body(model, 1, 5, 6, weights=[1.0, 1.0])
-        inputs = body["forward_backward_input"]["data"][0]["loss_fn_inputs"]
-        inputs[field] = {"dtype": inputs[field]["dtype"], "data": value}
-        assert reason in system.alice.ask("forward_backward", body)["error"], (field, str(value)[:40])
-        system.alice.post("unload_model", {"model_id": model})
-    model = system.alice.model()
-    for number, config in enumerate((0, False, [], "", {"clip_low_threshold": None}), 1):
-        body = train_body(model, number, 5, loss="ppo", logprobs=[-1.0], advantages=[1.0])
-        body["forward_backward_input"]["loss_fn_config"] = config
-        assert "must be a number" in system.alice.ask("forward_backward", body)["error"], config
-    for number, name in enumerate(("adam_params", "optimizer_params", "optim_params"), 6):
-        answer = system.alice.ask("optim_step", {"model_id": model, "seq_id": number, name: None})
-        assert "learning_rate" in answer["error"]
-
-
 def test_deep_and_ambiguous_json_is_refused(system) -> None:
     """What is parsed in a shallow thread must be encoded on the event loop, and parsed again after a restart."""
     model = system.alice.model()
@@ -444,8 +387,6 @@ def test_deep_and_ambiguous_json_is_refused(system) -> None:
             "optim_step" if len(content) < 2**20 else "forward_backward", content=content.encode()
         )
         assert (answer.status_code in (400, 413), reason in answer.text) == (True, True), answer.text[:200]
-    for number in (0, -1, 2**70, "1", True, 1.5):
-        assert system.alice.post("optim_step", {"model_id": model, "seq_id": number}).status_code == 422
     assert system.alice.post("optim_step", content=f"{start}}}}}".encode()).status_code == 200
 
 
@@ -468,16 +409,6 @@ def test_complete_saves_survive_a_restart_and_partial_ones_do_not(tmp_path) -> N
         load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
         assert service.alice.ask("load_weights", load)["type"] == "load_weights"
         assert service.bob.get("checkpoints").json()["checkpoints"] == []
-
-
-def test_checkpoints_expire(tmp_path) -> None:
-    with served(tmp_path) as service:
-        model = service.alice.model()
-        save = {"model_id": model, "path": "short", "seq_id": 1, "ttl_seconds": 0}
-        path = service.alice.ask("save_weights", save)["path"]
-        assert service.alice.post("weights_info", {"tinker_path": path}).status_code == 404
-        service.tick(601)
-        assert list(tmp_path.glob("alice/*/weights/*")) == []
 
 
 def test_checkpoint_saved_again_is_not_removed_with_its_expired_record(tmp_path, monkeypatch) -> None:

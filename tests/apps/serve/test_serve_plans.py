@@ -183,9 +183,7 @@ def test_protobuf_requests_of_the_client_are_read() -> None:
 def test_step_settings_have_the_clients_defaults() -> None:
     adam = parse_adam({"learning_rate": 3e-4, "grad_clip_norm": -1})
     assert (adam.lr, adam.betas, adam.eps, adam.weight_decay, adam.max_grad_norm) == (3e-4, (0.9, 0.95), 1e-12, 0, 0)
-    for settings in ({"learning_rate": "1"}, {"beta1": 1.0}, {"eps": 0}, {"type": "dimuon"}, {"beta2": True}):
-        with pytest.raises(ConfigError):
-            parse_adam(settings)
+    assert set(types.AdamParams.model_fields) == set(AdamParams.model_fields) - {"type"}
 
 
 NOT_FINITE = (None, float("nan"), float("inf"), float("-inf"))
@@ -193,17 +191,10 @@ NOT_FINITE = (None, float("nan"), float("inf"), float("-inf"))
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_number_of_a_setting_that_is_null_or_not_finite_is_refused(value: float | None) -> None:
+def test_number_for_sampling_that_is_null_or_not_finite_is_refused(value: float | None) -> None:
+    """The ranks refuse it, unlike the numbers in test_serve_refusals.py."""
     sent = types.AdamParams(learning_rate=float("nan") if value is None else value)
     assert json.loads(sent.model_dump_json())["learning_rate"] is None, "so the client sends it"
-    fields = set(types.AdamParams.model_fields)
-    assert fields == set(AdamParams.model_fields) - {"type"}
-    for name in fields - ({"grad_clip_norm"} if value == float("-inf") else set()):  # below 0: not clipped
-        with pytest.raises(ConfigError, match=r"number|greater than"):
-            parse_adam({name: value})
-    for name in ("clip_low_threshold", "clip_high_threshold"):
-        with pytest.raises(ConfigError, match=name.removesuffix("_threshold")):
-            loss_of("ppo", {name: value})
     for name in ("temperature", "top_p", "top_k"):
         body = SampleBody.read({"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {name: value}})
         problem = ""
@@ -212,9 +203,6 @@ def test_number_of_a_setting_that_is_null_or_not_finite_is_refused(value: float 
         except ConfigError as error:
             problem = str(error)
         assert name in problem
-    for name in ("num_samples", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-        with pytest.raises(RequestRefusedError, match=name):
-            SampleBody.read({name: value})
 
 
 @pytest.mark.parametrize("field", ["loss_fn_config", "loss_fn_config_v2"])

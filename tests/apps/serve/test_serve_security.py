@@ -197,21 +197,6 @@ def test_decompression_bombs_are_refused(system) -> None:
     assert system.backend.calls == [("add", "a1")]
 
 
-def test_a_sparse_tensor_does_not_grow(system) -> None:
-    model = system.alice.model()
-    body = train_body(model, 1, 10)
-    bomb = {"data": [], "dtype": "int64", "shape": [1, 2**23], "sparse_crow_indices": [0, 0], "sparse_col_indices": []}
-    datum = body["forward_backward_input"]["data"][0]
-    datum["loss_fn_inputs"] = {f"t{number}": bomb for number in range(50)}
-    for number, changes in enumerate(({"shape": ["x", 1]}, {"shape": 5}, {"data": {}}, {}), 1):
-        datum["loss_fn_inputs"]["t0"] = {**bomb, **changes}
-        answer = system.alice.fetch(
-            system.alice.post("forward_backward", {**body, "seq_id": number}).json()["request_id"]
-        )
-        assert answer["category"] == "user"
-    assert "have more than" in answer["error"]
-
-
 def test_bodies_at_a_time_are_bounded_for_each_tenant_and_for_all() -> None:
     bodies = reading.Bodies(100)
     with bodies.reserve("alice") as first, bodies.reserve("alice") as second:
@@ -363,40 +348,10 @@ def test_a_tenants_downloads_at_a_time_are_bounded(system, monkeypatch) -> None:
     assert system.alice.get(route).status_code == 200
 
 
-@pytest.mark.parametrize("tokens", [[[1, 2], [3, 4]], [[]], 5, "12", [1.5], [None], [True], [[1], 2]])
-def test_tokens_that_are_no_row_of_numbers_do_not_reach_the_ranks(system, tokens) -> None:
-    """Refuse nested lists, which would end the server: ranks compare tokens with the vocabulary."""
+def test_lifetime_beyond_any_date_is_refused(system) -> None:
     model = system.alice.model()
-    body = train_body(model, 1, 5, 6)
-    body["forward_backward_input"]["data"][0]["model_input"]["chunks"][0]["tokens"] = tokens
-    assert system.alice.ask("forward_backward", body)["category"] == "user"
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
-    sample = {"base_model": "tiny", "num_samples": 1, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
-    assert system.alice.ask("asample", sample)["category"] == "user"
-    assert not [call for call in system.backend.calls if call[0] == "forward_backward"]
-
-
-@pytest.mark.parametrize("stop", [5, {"a": 1}, 1.5, True, [None], ["\ud800"], ["x" * 1025], ["a"] * 65])
-def test_stops_that_ranks_could_not_look_for_are_refused(system, stop) -> None:
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
-    params = {"max_tokens": 2, "stop": stop}
-    body = {"base_model": "tiny", "num_samples": 1, "prompt": prompt, "sampling_params": params}
-    promise = system.client.post("/api/v1/asample", content=json.dumps(body), headers=system.alice.headers)
-    answer = system.alice.fetch(promise.json()["request_id"])
-    assert (answer["category"], "stop" in answer["error"]) == ("user", True)
-
-
-def test_numbers_that_no_float_or_date_holds_are_the_clients_fault(system) -> None:
-    model = system.alice.model()
-    for settings in ({"self": 1.0}, {"clip_low_threshold": 10**400}, {"kl_coeff": -(10**400)}):
-        body = train_body(model, None, 5, 6)
-        body["forward_backward_input"]["loss_fn_config"] = settings
-        assert system.alice.ask("forward_backward", body)["category"] == "user"
-        step = {"model_id": model, "adam_params": {"learning_rate": 10**400}}
-        assert system.alice.ask("optim_step", step)["category"] == "user"
-    save = {"model_id": model, "path": "one", "ttl_seconds": 2**61}
-    assert "ttl_seconds" in system.alice.ask("save_weights", save)["error"]
-    assert system.alice.ask("save_weights", save | {"ttl_seconds": LONGEST_S})["type"] == "save_weights"
+    save = {"model_id": model, "path": "one", "ttl_seconds": LONGEST_S}
+    assert system.alice.ask("save_weights", save)["type"] == "save_weights"
     ttl_path = f"/api/v1/training_runs/{model}/checkpoints/weights/one/ttl"
     response = system.client.put(ttl_path, json={"ttl_seconds": 2**61}, headers=system.alice.headers)
     assert response.status_code == 422
@@ -548,37 +503,16 @@ BETWEEN_RANKS = {"runtime/distributed/objects.py"}
 """Pickles travel between the ranks of a job, which one user has started."""
 
 
-def closure(package: str) -> dict[str, str]:
-    """Return megascend's modules that a package's modules import, anywhere in them, by file."""
-    root = Path(megascend.__file__).parent
-    sources: dict[str, str] = {}
-    waiting = [f"{package}/{file.stem}" for file in (root / package).glob("*.py")]
-    while waiting:
-        base = root / waiting.pop()
-        file = next(
-            (candidate for candidate in (base.with_suffix(".py"), base / "__init__.py") if candidate.exists()), None
-        )
-        if file is None or (name := file.relative_to(root).as_posix()) in sources:
-            continue
-        sources[name] = file.read_text("utf-8")
-        for module, names in re.findall(r"from megascend\.?(\S*) import (\([^)]*\)|[^\n]*)", sources[name]):
-            module_path = module.replace(".", "/")
-            waiting += [module_path, *(f"{module_path}/{candidate}" for candidate in re.findall(r"\w+", names))]
-    return sources
-
-
 def test_neither_requests_nor_checkpoints_run_code() -> None:
-    modules = closure("apps/serve")
-    # What reads checkpoints:
-    assert {
-        "training/lora/peft_format.py",
-        "training/lora/adapter_set.py",
-        "apps/sampling/sampler.py",
-    } <= modules.keys()
-    calls = [
-        (name, line.strip())
-        for name, text in modules.items()
-        for line in text.splitlines()
-        if RISKY.search(SAFE.sub("", line))
-    ]
-    assert [call for call in calls if call[0] not in BETWEEN_RANKS] == []
+    """Check all modules but those of users' tests, which start programs."""
+    root = Path(megascend.__file__).parent
+    risky = []
+    for file in root.rglob("*.py"):
+        name = file.relative_to(root).as_posix()
+        if name not in BETWEEN_RANKS and not name.startswith("testing/"):
+            risky += [
+                (name, line.strip())
+                for line in file.read_text("utf-8").splitlines()
+                if RISKY.search(SAFE.sub("", line))
+            ]
+    assert risky == []

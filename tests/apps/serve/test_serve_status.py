@@ -89,8 +89,9 @@ def test_batches_tell_their_models_and_tokens(system) -> None:
     ]
     system.backend.gate.set()
     system.alice.fetch(first)
-    system.alice.fetch(waiting[0])
-    system.bob.fetch(waiting[1])
+    assert system.alice.fetch(waiting[0])["metrics"]["loss:sum"] == 11 + 12
+    assert system.bob.fetch(waiting[1])["metrics"]["loss:sum"] == 21 + 22 + 23
+    assert {name for name, _ in system.backend.calls[-1][1:]} == {"a1", "a2"}
     assert status(system)["totals"]["batches"] == {"max_tokens": 65536, "recent": [[1, 1], [2, 5]]}
     system.service.memory = lambda: ("cuda", MemoryFigures(1, 2, 3))
     assert status(system)["totals"]["memory"] == {"device": "cuda", "allocated": 1, "peak": 2, "total": 3}
