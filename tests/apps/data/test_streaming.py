@@ -23,7 +23,7 @@ from megascend.apps.data import files
 from megascend.apps.data.files import read_documents
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.samples import Encoder, SampleLimits, build_samples
-from megascend.apps.data.streaming import PrefetchedBatches, SourceFiles, StreamedBatches
+from megascend.apps.data.streaming import PrefetchedBatches, StreamedBatches
 from megascend.config import Data
 from megascend.errors import DataError
 from megascend.training.batch.sample import Sample
@@ -285,19 +285,6 @@ def test_files_that_change_during_a_run_end_the_stream(tmp_path: Path) -> None:
         change(path)
         with pytest.raises(DataError, match=rf"a\.jsonl .*{problem}.*: a stream needs files that stay"):
             take(stream, 3)
-
-
-def test_files_that_are_not_streamed_are_reported(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-    (tmp_path / "b.jsonl").symlink_to("a.jsonl")
-    (tmp_path / "c.log").write_text("c")
-    [source] = Data(path=tmp_path, streaming=True, on_too_long="skip").training_sources()
-    read = SourceFiles(source)
-    assert read.files == [tmp_path / "a.jsonl"]
-    assert read.remarks == [
-        f"{tmp_path}/c.log: '.log' files are not read",
-        f"{tmp_path}/b.jsonl: is not read: the same file as a.jsonl",
-    ]
 
 
 def test_streams_of_several_sources_keep_their_shares(tmp_path: Path) -> None:
