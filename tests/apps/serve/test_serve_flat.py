@@ -88,12 +88,10 @@ def grown(before: Counter[str], *, within_s: float) -> dict[str, int]:
         time.sleep(0.1)
 
 
-@pytest.mark.nightly_cases("False")  # covered: durable
-@pytest.mark.parametrize("durable", [False, True])
-def test_lives_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch, durable: bool) -> None:
+def test_lives_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(figures, "RECENT_BATCHES", 4)
     monkeypatch.setattr(figures, "RECENT_PROBLEMS", 4)
-    with served(tmp_path / "storage", durable=durable, limits={"sessions": 4 * LIVES}) as server:
+    with served(tmp_path / "storage", durable=True, limits={"sessions": 4 * LIVES}) as server:
 
         def lives(count: int) -> None:
             for number in range(count):

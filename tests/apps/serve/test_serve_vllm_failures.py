@@ -111,7 +111,7 @@ def run(doubles: list[Double], work: Work) -> None:
             if double.fails == "refuses":
                 double.stop()
         servers = [
-            VllmServer(f"http://127.0.0.1:{double.port}", answer_s=4.0 if double.fails == "hangs" else 60.0)
+            VllmServer(f"http://127.0.0.1:{double.port}", answer_s=2.0 if double.fails == "hangs" else 60.0)
             for double in doubles
         ]
         clock = Clock()
