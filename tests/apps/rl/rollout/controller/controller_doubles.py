@@ -13,8 +13,8 @@ from typing import Any
 from megascend.apps.rl.rollout.controller.client import ControllerClient
 from megascend.apps.rl.rollout.controller.controller import Controller, ControllerLimits
 from megascend.apps.rl.rollout.controller.messages import AUDIENCE, new_id, write_call
-from megascend.apps.rl.rollout.controller.pauses import Timer
 from megascend.apps.rl.rollout.controller.server import ControllerServer
+from megascend.apps.rl.rollout.controller.tasks import Timer
 from megascend.errors import EngineError
 from weightwire.auth import sign
 from weightwire.engine import InferenceEngine
@@ -44,11 +44,11 @@ class ManualClock:
         self._now = 1000.0
         self._timers: list[_ManualTimer] = []
 
-    def now(self) -> float:
+    def time(self) -> float:
         return self._now
 
-    def call_at(self, moment: float, callback: Callable[[], object]) -> Timer:
-        timer = _ManualTimer(moment, callback)
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+        timer = _ManualTimer(when, callback)
         self._timers.append(timer)
         return timer
 

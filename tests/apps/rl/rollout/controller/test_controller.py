@@ -11,8 +11,13 @@ from controller_doubles import ManualClock, NotingEngine, a_seal, an_offer, sett
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascend.apps.rl.rollout.controller.controller import Claim, Controller, ControllerLimits
-from megascend.apps.rl.rollout.controller.pauses import RESUME_AGAIN_S, RESUME_ATTEMPTS
+from megascend.apps.rl.rollout.controller.controller import (
+    RESUME_AGAIN_S,
+    RESUME_ATTEMPTS,
+    Claim,
+    Controller,
+    ControllerLimits,
+)
 from megascend.errors import (
     ControllerError,
     ControllerLostError,
@@ -137,16 +142,24 @@ def test_pause_ends_when_its_lease_lapses() -> None:
 
 def test_pause_renewed_as_it_lapses_stays_active() -> None:
     async def test(world: World) -> None:
-        pauses = world.controller._pauses
-        await pauses.pause(["one"], 30, allowed=lambda: None)
-        world.clock._now += 30
-        (lapsed,) = pauses.lapsed()  # the task that resumes it has not run yet
-        await pauses.pause(["one"], 30, allowed=lambda: None)
-        await pauses.end_lapsed(*lapsed)
+        claim = await world.controller.claim("trainer", ["one"], lease_s=600)
+        await claim.pause(lease_s=30)
+        world.first.holds.add("pause")
+        slow = asyncio.ensure_future(claim.pause(lease_s=30))
+        await settle()
+        await world.clock.advance(29)
+        renewal = asyncio.ensure_future(
+            claim.pause(lease_s=30)
+        )  # waits for the slow call, and is before the end of the pause
+        await settle()
+        await world.clock.advance(1)
+        world.first.holds.clear()
+        await asyncio.gather(slow, renewal)
+        assert world.first.calls == ["pause 30"] * 3
         assert world.first.paused
-        assert world.first.calls == ["pause 30", "pause 30"]
-        await world.clock.advance(30)
+        await world.clock.advance(29)
         assert not world.first.paused
+        assert world.first.calls[3:] == ["resume"]
 
     with_world(test)
 

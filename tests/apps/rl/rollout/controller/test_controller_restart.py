@@ -47,7 +47,7 @@ class LeasedEngine:
             self.paused = True
             self._pauses += 1
             this = self._pauses
-            self.clock.call_at(self.clock.now() + float(arguments[0]), lambda: self._lapse(this))
+            self.clock.call_at(self.clock.time() + float(arguments[0]), lambda: self._lapse(this))
         if call == "resume":
             self.paused = False
         writer.write(b"done\n")

@@ -9,7 +9,7 @@ import math
 import secrets
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from typing_extensions import Self
 
 from megascend.apps.rl.rollout.availability import Availability
-from megascend.apps.rl.rollout.controller.pauses import Clock, LoopClock, Pauses, Timer
-from megascend.apps.rl.rollout.controller.tasks import RolloutTasks
+from megascend.apps.rl.rollout.controller.tasks import Clock, RolloutTasks, Timer
 from megascend.errors import (
     ControllerError,
     ControllerLostError,
@@ -38,12 +37,16 @@ from weightwire.plan import Region
 from weightwire.transports.choice import Location
 
 T = TypeVar("T")
+Call = Callable[[InferenceEngine], Awaitable[T]]
 log = logging.getLogger(__name__)
 
 REMEMBERED = 256
 """Number of ended claims of which :meth:`Controller.engine` can report the reason."""
 ERROR_S = 5.0
 """Seconds by which a call's deadline exceeds the engine's own, so that the engine's more precise error arrives."""
+RESUME_AGAIN_S = 5.0
+"""Seconds until another attempt to resume an engine whose pause has lapsed."""
+RESUME_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,7 @@ class ControllerLimits:
 
 
 class ClosedOnce(ABC):
-    """Asynchronous context that runs ``_close`` once, however often it is closed.
-
-    Attributes:
-        closed: the closing, once it has begun.
-    """
+    """Asynchronous context that runs ``_close`` once, however often it is closed."""
 
     closed: asyncio.Future[None] | None = None
 
@@ -94,12 +93,17 @@ class ClosedOnce(ABC):
 class Controller(ClosedOnce):
     """Engines with one owner at a time, who updates and pauses them under leases.
 
-    For one event loop. After a failed call the owner's update is dropped on all its engines, and paused ones are resumed; the
-    error names the engines that failed. The same happens when a claim's lease lapses and when the controller closes. A pause
-    expires here and, in case this process dies, in the engine.
+    Made on the event loop that it belongs to. After a failed call the owner's update is dropped on all its engines, and paused
+    ones are resumed; the error names the engines that failed. The same happens when a claim's lease lapses and when the
+    controller closes. A pause expires here and, in case this process dies, in the engine.
 
     Args:
         engines: engines with unique names; not closed by the controller.
+        clock: default: the running event loop.
+
+    Attributes:
+        instance: unique id: a client notices a restart by it, which has lost all claims and rollouts.
+        tasks: rollouts in flight.
     """
 
     def __init__(
@@ -109,23 +113,19 @@ class Controller(ClosedOnce):
         limits: ControllerLimits | None = None,
         clock: Clock | None = None,
     ) -> None:
-        # A client must notice a restart: claims and rollouts of the old process are gone.
         self.instance = secrets.token_hex(8)
-        """Unique id of this controller: one that replaces it has another."""
         self.limits = limits or ControllerLimits()
-        self._clock = clock or LoopClock()
-        self._names = [engine.name for engine in engines]
+        self.clock = clock or asyncio.get_running_loop()
+        self.tasks = RolloutTasks(self.clock, self.limits.max_tasks, self.limits.max_kept_bytes)
+        self._engines = {engine.name: engine for engine in engines}
+        self._names = [*self._engines]
         self._claims: dict[str, Claim] = {}
         self._ended: deque[tuple[str, str]] = deque(maxlen=REMEMBERED)  # claims, with the reason
-        self._engines = {engine.name: engine for engine in engines}
-        self._pauses = Pauses(self.call_each, self._names, self._clock, self._arm)
         self._availability = Availability(len(self._names))
         self._sampling = [0] * len(self._names)  # responses that each engine is sampling
-        self.tasks = RolloutTasks(self._clock, self.limits.max_tasks, self.limits.max_kept_bytes)
-        """Rollouts in flight."""
-        self._waiting: set[asyncio.Future[bool]] = set()  # for released engines
+        self._waiting: set[asyncio.Event] = set()  # for released engines
         self._operations: set[asyncio.Task[Any]] = set()
-        self._cleanups: set[asyncio.Future[Any]] = set()
+        self._cleanups: set[asyncio.Task[Any]] = set()
         self._timer: Timer | None = None
 
     # --- ownership ---
@@ -138,28 +138,30 @@ class Controller(ClosedOnce):
         Args:
             wait_s: longest wait for another owner to release them, in seconds.
         """
-        until = self._clock.now() + wait_s
+        until = self.clock.time() + wait_s
         while True:
-            self._check_open()
+            self.check_open()
             try:
-                claim = self._claim(owner, engines, lease_s, self._clock.now())
+                claim = self._claim(owner, engines, lease_s)
             except EngineOwnedError:
-                if (left := until - self._clock.now()) <= 0 or not await self._freed_within(left):
+                if self.clock.time() >= until:
                     raise
+                await self._freed_until(until)
                 continue
             self._claims[claim.id] = claim
-            self._arm()
+            self.arm()
             return claim
 
-    def _claim(self, owner: str, engines: Sequence[str] | None, lease_s: float, now: float) -> Claim:
+    def _claim(self, owner: str, engines: Sequence[str] | None, lease_s: float) -> Claim:
         names = tuple(self._names if engines is None else dict.fromkeys(engines))
-        if unknown := [name for name in names if name not in self._names]:
+        if unknown := [name for name in names if name not in self._engines]:
             raise ControllerError(
                 f"unknown engine {', '.join(map(repr, unknown))}; known: {', '.join(self._names) or 'none'}"
             )
         if not names:
             raise ControllerError("a claim on no engine")
         self.check_lease(lease_s)
+        now = self.clock.time()
         # All or none: two owners with a part each would wait for each other.
         for name in names:
             if (other := self._owner_of(name)) is not None:
@@ -175,6 +177,17 @@ class Controller(ClosedOnce):
         """Return the claim on an engine, even if it is ending; None if the engine is free."""
         return next((claim for claim in self._claims.values() if engine in claim.engines), None)
 
+    async def _freed_until(self, moment: float) -> None:
+        """Wait until engines are freed, or for a moment on the clock."""
+        freed = asyncio.Event()
+        timer = self.clock.call_at(moment, freed.set)
+        self._waiting.add(freed)
+        try:
+            await freed.wait()
+        finally:
+            timer.cancel()
+            self._waiting.discard(freed)
+
     def check_lease(self, lease_s: float) -> None:
         """Raise ControllerError unless the length of a lease is permitted."""
         if not 0 < lease_s <= self.limits.max_lease_s:
@@ -186,8 +199,8 @@ class Controller(ClosedOnce):
         """Extend a claim to at least ``lease_s`` from now."""
         claim = self.engine(claim_id)
         self.check_lease(lease_s)
-        claim.renew(self._clock.now(), lease_s)
-        self._arm()
+        claim.renew(self.clock.time(), lease_s)
+        self.arm()
         return claim
 
     async def release(self, claim_id: str) -> None:
@@ -209,57 +222,42 @@ class Controller(ClosedOnce):
                 raise LeaseLapsedError(f"{reason}; claim the engines again")
         raise ControllerError("no such claim")
 
-    # --- the controller itself ---
-
     def status(self) -> dict[str, Any]:
         """Return engines with owner and remaining seconds of lease and pause, and counts of rollouts. Contains no secret."""
-        now, engines = self._clock.now(), {}
+        now, engines = self.clock.time(), {}
         for name in self._names:
-            claim, paused_until = self._owner_of(name), self._pauses.until(name)
+            claim = self._owner_of(name)
+            pause_ends = None if claim is None else claim.pause_ends.get(name)
             engines[name] = {
                 "owner": claim and claim.owner,
                 "lease_s": claim and claim.left_s(now),
-                "paused_s": None if paused_until is None else max(0.0, paused_until - now),
+                "paused_s": None if pause_ends is None else max(0.0, pause_ends - now),
             }
         return {"instance": self.instance, "engines": engines, "rollouts": dict(self.tasks.status())}
 
-    # --- internals ---
+    # --- calls of a claim ---
 
-    async def sample(self, claim: Claim, work: Callable[[InferenceEngine], Awaitable[T]], n: int) -> T:
+    async def sample(self, claim: Claim, work: Call[T], n: int) -> T:
         """Sample on the least busy engine of a claim that has not failed recently, and renew the claim."""
-        self._check_open()
-        self.engine(claim.id).renew(self._clock.now())
+        self.check_open()
+        self.engine(claim.id).renew(self.clock.time())
         # The least busy one, not the next in turn: responses differ in length.
         numbers = [self._names.index(name) for name in claim.engines]
         number = self._availability.best(numbers, self._sampling)
         # Counted before the call, so that requests of one moment spread over the engines.
         self._sampling[number] += n
-        # A task of its own, which close() can cancel without the caller's.
-        task = asyncio.ensure_future(work(self._engines[self._names[number]]))
-        self._operations.add(task)
-        task.add_done_callback(self._operations.discard)
         try:
-            result = await task
+            result = await self._cancellable(work(self._engines[self._names[number]]))
         except EngineError:
             self._availability.failed(number)
             raise
-        except asyncio.CancelledError:
-            if self.closed and task.cancelled():
-                raise ControllerLostError("the controller is closing") from None
-            raise
         finally:
-            # If the caller has gone, the engine must not keep sampling for it.
-            task.cancel()
             self._sampling[number] -= n
         self._availability.succeeded(number)
         return result
 
     async def call_each(
-        self,
-        names: Iterable[str],
-        label: str,
-        call: Callable[[InferenceEngine], Awaitable[T]],
-        timeout_s: float | None = None,
+        self, names: Iterable[str], label: str, call: Call[T], timeout_s: float | None = None
     ) -> dict[str, T]:
         """Call engines concurrently, and wait for all.
 
@@ -277,38 +275,13 @@ class Controller(ClosedOnce):
         reasons = "; ".join(f"engine {name!r}: {type(error).__name__}: {error}" for name, error in failed.items())
         raise kind(f"{label} failed: {reasons}" + (f" (done by {', '.join(succeeded)})" if succeeded else ""))
 
-    async def pause(self, claim: Claim, lease_s: float) -> None:
-        """Pause the engines of a claim, or renew their pause."""
-        await self._pauses.pause(claim.engines, lease_s, allowed=lambda: self.engine(claim.id))
-
-    async def resume(self, claim: Claim) -> None:
-        """Resume the engines of a claim, whether they are paused or not."""
-        await self._pauses.resume(claim.engines)
-
-    async def _close(self, reason: str) -> None:
-        """Cancel operations, drop updates, resume paused engines, fail rollouts in flight."""
-        if self._timer is not None:
-            self._timer.cancel()
-        # First: an operation that continues could pause engines after they were resumed below.
-        for operation in list(self._operations):
-            operation.cancel()
-        await asyncio.gather(*self._operations, return_exceptions=True)
-        self._wake()  # waiting claims then fail: the controller is closed
-        for claim in list(self._claims.values()):
-            if not claim.ended:
-                self._end(claim, f"{reason}: the claim of {claim.owner!r} has ended")
-        await asyncio.gather(*self._cleanups, return_exceptions=True)
-        self.tasks.close(reason)
-        if paused := self._pauses.among(self._names):
-            await self._pauses.resume(paused)
-
     async def operate(self, claim: Claim, run: Callable[[], Awaitable[T]], *, exclusive: bool = True) -> T:
         """Run an owner's operation, and undo it on failure. The claim does not lapse meanwhile, and is renewed at the end.
 
         Args:
             exclusive: run only one exclusive operation of the claim at a time.
         """
-        self._check_open()
+        self.check_open()
         self.engine(claim.id)
         # A pause and its end run beside the claim's update; what changes the update waits for its turn.
         turn = claim.turn if exclusive else contextlib.nullcontext()
@@ -322,12 +295,22 @@ class Controller(ClosedOnce):
                 raise  # refused without effect
             except BaseException:
                 # Also if the caller disconnects: engines must not stay paused or half updated.
-                await asyncio.shield(self._clean_up(self._undo(claim)))
+                await asyncio.shield(self._clean_up(claim.undo()))
                 raise
 
         # A claim does not lapse during its own call, which may take longer than the lease.
         claim.running += 1
-        task = asyncio.ensure_future(run_or_undo())
+        try:
+            return await self._cancellable(run_or_undo())
+        finally:
+            claim.running -= 1
+            claim.renew(self.clock.time())
+            self.arm()
+
+    async def _cancellable(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a claim's call, which ends with its caller and when the controller closes."""
+        # A task of its own, which close() can cancel without the caller's.
+        task = asyncio.ensure_future(work)
         self._operations.add(task)
         task.add_done_callback(self._operations.discard)
         try:
@@ -338,84 +321,81 @@ class Controller(ClosedOnce):
                     "the controller is closing; the update was dropped, engines were resumed"
                 ) from None
             raise
-        finally:
-            claim.running -= 1
-            claim.renew(self._clock.now())
-            self._arm()
 
-    async def _undo(self, claim: Claim) -> None:
-        """Drop the claim's update, then resume its paused engines; never raises."""
-        await claim.undo()
-        if paused := self._pauses.among(claim.engines):
-            try:
-                await self._pauses.resume(paused)
-            except EngineError as error:
-                # Not raised: the error of the operation itself is what its caller has to learn.
-                log.error("engines of %r could not be resumed: %s; their own leases end the pause", claim.owner, error)
+    # --- ends of leases, and of the controller ---
 
-    def _end(self, claim: Claim, reason: str) -> asyncio.Future[None]:
+    async def _close(self, reason: str) -> None:
+        """Cancel operations, drop updates, resume paused engines, fail rollouts in flight."""
+        if self._timer is not None:
+            self._timer.cancel()
+        # First: an operation that continues could pause engines after they were resumed below.
+        for operation in list(self._operations):
+            operation.cancel()
+        await asyncio.gather(*self._operations, return_exceptions=True)
+        self._wake()  # waiting claims then fail: the controller is closed
+        for claim in list(self._claims.values()):
+            if not claim.ended:
+                self._end(claim, f"{reason}: the claim of {claim.owner!r} has ended")
+        problems = await asyncio.gather(*self._cleanups, return_exceptions=True)
+        self.tasks.close(reason)
+        for problem in problems:
+            if isinstance(problem, EngineError):
+                raise problem
+
+    def _end(self, claim: Claim, reason: str) -> asyncio.Task[EngineError | None]:
         """Refuse a claim's calls from now on; undo, and free its engines, after its running exclusive operation has ended."""
         claim.ended = reason
         self._ended.append((claim.id, reason))
 
-        async def end() -> None:
+        async def end() -> EngineError | None:
             async with claim.turn:
-                await self._undo(claim)
+                problem = await claim.undo()
             # Only after its engines are as they were: a new owner must not find them paused.
             del self._claims[claim.id]
             self._wake()
+            return problem
 
         return self._clean_up(end())
 
     def _wake(self) -> None:
         """Wake all waiting claims after engines were freed."""
         for freed in self._waiting:
-            if not freed.done():
-                freed.set_result(True)
+            freed.set()
 
-    async def _freed_within(self, seconds: float) -> bool:
-        """Wait until engines are freed; return False at the deadline."""
-        # A future for each waiter, which the deadline can settle as well.
-        freed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        timer = self._clock.call_at(self._clock.now() + seconds, lambda: freed.done() or freed.set_result(False))
-        self._waiting.add(freed)
-        try:
-            return await freed
-        finally:
-            timer.cancel()
-            self._waiting.discard(freed)
-
-    def _arm(self) -> None:
-        """Schedule :meth:`_on_lapse` for the end of the next lease."""
+    def arm(self) -> None:
+        """Schedule :meth:`_on_lapse` for the end of the next lease of a claim or a pause."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         ends = [claim.until for claim in self._claims.values() if claim.can_lapse]
-        if (end := self._pauses.next_lapse()) is not None:
-            ends.append(end)
+        ends += [moment for claim in self._claims.values() for moment in claim.pause_ends.values()]
         # A closing controller ends all claims itself.
         if ends and self.closed is None:
-            self._timer = self._clock.call_at(min(ends), self._on_lapse)
+            self._timer = self.clock.call_at(min(ends), self._on_lapse)
 
     def _on_lapse(self) -> None:
+        now = self.clock.time()
         for claim in list(self._claims.values()):
-            if claim.can_lapse and claim.until <= self._clock.now():
+            if claim.can_lapse and claim.until <= now:
                 reason = f"the lease of {claim.owner!r} on {', '.join(claim.engines)} lapsed"
                 log.warning("%s; its engines are resumed", reason)
                 self._end(claim, reason)
-        # The engine's own lease ends the pause too; this one covers engines without one.
-        for name, retry_at in self._pauses.lapsed():
-            self._clean_up(self._pauses.end_lapsed(name, retry_at))
-        self._arm()
+            # The engine's own lease ends the pause too; this one covers engines without one.
+            for name in [name for name, moment in claim.pause_ends.items() if moment <= now]:
+                # Moved forward at once: the timer must not find the same pause again while its end is under way.
+                claim.pause_ends[name] = now + RESUME_AGAIN_S
+                self._clean_up(claim.end_lapsed_pause(name, now + RESUME_AGAIN_S))
+        self.arm()
 
-    def _clean_up(self, work: Awaitable[None]) -> asyncio.Future[None]:
+    def _clean_up(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start work that must complete without its caller; :meth:`close` waits for it."""
         task = asyncio.ensure_future(work)
         self._cleanups.add(task)
         task.add_done_callback(self._cleanups.discard)
         return task
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ControllerLostError once the controller closes."""
         if self.closed is not None:
             raise ControllerLostError("the controller is closing")
 
@@ -434,6 +414,7 @@ class Claim(Lease, InferenceEngine):
         running: number of the owner's running calls; the claim does not lapse meanwhile.
         ended: why it was released or has lapsed: its engines are being resumed. Empty while it is active.
         turn: held by the call that changes the update.
+        pause_ends: end of the pause of each engine that is paused, or may be.
 
     Raises, in any method:
         LeaseLapsedError: the claim has ended.
@@ -449,15 +430,28 @@ class Claim(Lease, InferenceEngine):
     running: int = 0
     ended: str = ""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    pause_ends: dict[str, float] = field(default_factory=dict)
     _update: str = ""  # name of the open update
     _receiving: set[str] = field(default_factory=set)  # engines that may have any of it, and have not committed it
     _verified: bool = False
     _members: dict[str, int] = field(default_factory=dict)  # of a group, by engine
+    _attempts: dict[str, int] = field(default_factory=dict)  # to end the lapsed pause of an engine
+
+    def __post_init__(self) -> None:
+        # A pause and a resume of one engine must not overtake each other.
+        self._pausing = {name: asyncio.Lock() for name in self.engines}
 
     @property
     def can_lapse(self) -> bool:
         """Check whether the end of the lease ends the claim; a running call renews it at its end."""
         return not (self.ended or self.running)
+
+    async def _call_all(self, label: str, call: Call[T], timeout_s: float | None = None) -> dict[str, T]:
+        return await self.controller.call_each(self.engines, label, call, timeout_s)
+
+    async def _operate(self, label: str, call: Call[T], timeout_s: float | None = None) -> dict[str, T]:
+        """Call all engines as an operation; return their results by name."""
+        return await self.controller.operate(self, lambda: self._call_all(label, call, timeout_s))
 
     # --- sampling ---
 
@@ -489,17 +483,14 @@ class Claim(Lease, InferenceEngine):
         return sum((await self.controller.operate(self, self._ask_members)).values())
 
     async def _ask_members(self) -> dict[str, int]:
-        self._members = await self._call("receivers", lambda engine: engine.receivers())
+        self._members = await self._call_all("receivers", lambda engine: engine.receivers())
         return self._members
 
     async def locations(self) -> list[Location | None]:
-        async def locate() -> list[Location | None]:
-            places = await self._call("locations", lambda engine: engine.locations())
-            # Trainers ask before every update: an engine may have been started again with other members.
-            self._members = {name: len(of_engine) for name, of_engine in places.items()}
-            return [place for of_engine in places.values() for place in of_engine]
-
-        return await self.controller.operate(self, locate)
+        places = await self._operate("locations", lambda engine: engine.locations())
+        # Trainers ask before every update: an engine may have been started again with other members.
+        self._members = {name: len(of_engine) for name, of_engine in places.items()}
+        return [place for of_engine in places.values() for place in of_engine]
 
     async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
         raise UnsupportedCallError("the engines of a controller take whole tensors, from one sender")
@@ -516,22 +507,21 @@ class Claim(Lease, InferenceEngine):
                     f"the offer is for {offer.workers} members; the engines {', '.join(members)} have {sum(members.values())}"
                 )
             # Other claims of the trainer may have ranks before these.
-            firsts = dict(zip(members, accumulate(members.values(), initial=offer.first), strict=False))
+            firsts = accumulate(members.values(), initial=offer.first)
+            offers = {
+                name: replace(offer, first=first, workers=members[name])
+                for name, first in zip(members, firsts, strict=False)
+            }
             # Before the call: an engine may have begun even if its answer is lost, and must then drop.
             self._update, self._receiving, self._verified = offer.update, set(self.engines), False
-            await self._call(
-                "begin_update",
-                lambda engine: engine.begin_update(
-                    replace(offer, first=firsts[engine.name], workers=members[engine.name])
-                ),
-            )
+            await self._call_all("begin_update", lambda engine: engine.begin_update(offers[engine.name]))
 
         await self.controller.operate(self, begin)
 
     async def verify(self, seal: Seal, timeout_s: float) -> None:
         async def verify() -> None:
             self._require_open(seal.update)
-            await self._call("verify", lambda engine: engine.verify(seal, timeout_s), timeout_s + ERROR_S)
+            await self._call_all("verify", lambda engine: engine.verify(seal, timeout_s), timeout_s + ERROR_S)
             self._verified = True
 
         await self.controller.operate(self, verify)
@@ -548,27 +538,18 @@ class Claim(Lease, InferenceEngine):
             self._require_open(update)
             if not self._verified:
                 raise ControllerError(f"update {update!r} of {self.owner!r} has not been verified on all engines")
-            await self._call("commit", commit_engine, self.controller.limits.commit_timeout_s + ERROR_S)
+            await self._call_all("commit", commit_engine, self.controller.limits.commit_timeout_s + ERROR_S)
             self._update = ""
 
         await self.controller.operate(self, commit)
 
     async def drop(self, update: str) -> None:
         async def drop() -> None:
-            await self._call("drop", lambda engine: engine.drop(update))
+            await self._call_all("drop", lambda engine: engine.drop(update))
             if self._update == update:
                 self._update = ""
 
         await self.controller.operate(self, drop)
-
-    async def undo(self) -> None:
-        """Drop the open update on all engines that have not committed it; never raises."""
-        update, self._update = self._update, ""
-        if update:
-            try:
-                await self._call("drop", lambda engine: engine.drop(update), names=sorted(self._receiving))
-            except EngineError as error:
-                log.error("update %r of %r could not be dropped everywhere: %s", update, self.owner, error)
 
     def _require_open(self, update: str) -> None:
         if not update or self._update != update:
@@ -577,34 +558,65 @@ class Claim(Lease, InferenceEngine):
 
     async def version(self, target: str = "model") -> int:
         """Return the newest version of all engines: the next update must be newer."""
-
-        async def ask() -> dict[str, int]:
-            return await self._call("version", lambda engine: engine.version(target))
-
-        return max((await self.controller.operate(self, ask)).values())
+        return max((await self._operate("version", lambda engine: engine.version(target))).values())
 
     async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
-        async def load() -> None:
-            commit_s = self.controller.limits.commit_timeout_s
-            await self._call("load_adapter", lambda engine: engine.load_adapter(name, directory, version), commit_s)
+        timeout_s = self.controller.limits.commit_timeout_s
+        await self._operate("load_adapter", lambda engine: engine.load_adapter(name, directory, version), timeout_s)
 
-        await self.controller.operate(self, load)
+    async def undo(self) -> EngineError | None:
+        """Drop the open update where it was not committed, then resume paused engines; return why engines may stay paused."""
+        update, self._update = self._update, ""
+        if update:
+            try:
+                await self.controller.call_each(sorted(self._receiving), "drop", lambda engine: engine.drop(update))
+            except EngineError as error:
+                log.error("update %r of %r could not be dropped everywhere: %s", update, self.owner, error)
+        try:
+            await self.controller.call_each([*self.pause_ends], "resume", self._resume)
+        except EngineError as error:
+            # Not raised: the error of the operation itself is what its caller has to learn.
+            log.error("engines of %r could not be resumed: %s; their own leases end the pause", self.owner, error)
+            return error
+        return None
 
     # --- pauses ---
 
     async def pause(self, lease_s: float) -> None:
+        """See :class:`InferenceEngine`. Another call renews the pause."""
         self.controller.check_lease(lease_s)
-        await self.controller.operate(self, lambda: self.controller.pause(self, lease_s), exclusive=False)
+        until = self.controller.clock.time() + lease_s
+
+        async def pause(engine: InferenceEngine) -> None:
+            async with self._pausing[engine.name]:
+                self.controller.engine(self.id)  # it may have ended meanwhile
+                self.pause_ends[engine.name] = until  # before the call: the engine may be paused even if it fails
+                self._attempts.pop(engine.name, None)
+                self.controller.arm()
+                await engine.pause(lease_s)
+
+        await self.controller.operate(self, lambda: self._call_all("pause", pause), exclusive=False)
 
     async def resume(self) -> None:
-        await self.controller.operate(self, lambda: self.controller.resume(self), exclusive=False)
+        """See :class:`InferenceEngine`. All engines are resumed, whether they are paused or not."""
+        await self.controller.operate(self, lambda: self._call_all("resume", self._resume), exclusive=False)
 
-    async def _call(
-        self,
-        label: str,
-        call: Callable[[InferenceEngine], Awaitable[T]],
-        timeout_s: float | None = None,
-        names: Sequence[str] | None = None,
-    ) -> dict[str, T]:
-        """Call engines (default: all) concurrently, and wait for all; return their results by name."""
-        return await self.controller.call_each(self.engines if names is None else names, label, call, timeout_s)
+    async def _resume(self, engine: InferenceEngine, lapsed_until: float | None = None) -> None:
+        """Resume an engine, unless its pause has lapsed and was ended or renewed meanwhile."""
+        async with self._pausing[engine.name]:
+            if lapsed_until is None or self.pause_ends.get(engine.name) == lapsed_until:
+                await engine.resume()
+                self.pause_ends.pop(engine.name, None)
+                self._attempts.pop(engine.name, None)
+
+    async def end_lapsed_pause(self, name: str, retry_at: float) -> None:
+        """Resume an engine whose pause has lapsed; on failure it lapses again at ``retry_at``, a few times."""
+        log.warning("the pause of engine %r has lapsed; resuming it", name)
+        try:
+            await self.controller.call_each([name], "resume", lambda engine: self._resume(engine, retry_at))
+        except EngineError as error:
+            attempts = self._attempts[name] = self._attempts.get(name, 0) + 1
+            log.error("attempt %d of %d to resume an engine: %s", attempts, RESUME_ATTEMPTS, error)
+            if attempts >= RESUME_ATTEMPTS and self.pause_ends.get(name) == retry_at:
+                del self.pause_ends[name]  # its own lease has ended its pause, or it is gone
+        self.controller.arm()

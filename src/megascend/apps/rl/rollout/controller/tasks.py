@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from megascend.apps.rl.rollout.controller.pauses import Clock, Timer
 from megascend.errors import ControllerBusyError, ControllerLostError, MessageError, RolloutTaskError
 
 FORGOTTEN = 65536
 """Number of ended rollouts whose names are remembered, so that a late callback gets a precise error."""
+
+
+class Timer(Protocol):
+    """Handle of a scheduled call."""
+
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Monotonic time in seconds, with scheduled calls: an event loop, or a test's double."""
+
+    def time(self) -> float: ...
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer: ...
 
 
 @dataclass
@@ -65,7 +78,7 @@ class RolloutTasks:
         future.add_done_callback(_retrieve_exception)
         message = f"rollout {name!r} was not completed within {deadline_s:g} s"
         timer = self._clock.call_at(
-            self._clock.now() + deadline_s,
+            self._clock.time() + deadline_s,
             lambda: self._settle(name, RolloutTaskError(message), message, 0, deadline_s),
         )
         self._tasks[name] = _Task(future, timer, keep)
@@ -194,7 +207,7 @@ class RolloutTasks:
             task.size = size
             self._kept_bytes += size
             message = f"rollout {name!r} is over; nobody fetched its result within {keep_s:g} s"
-            task.timer = self._clock.call_at(self._clock.now() + keep_s, lambda: self._remove(name, message))
+            task.timer = self._clock.call_at(self._clock.time() + keep_s, lambda: self._remove(name, message))
         if not task.future.done():
             if isinstance(result, Exception):
                 task.future.set_exception(result)
