@@ -334,7 +334,6 @@ class Lease:
 
     @classmethod
     def begin(cls, owner: str, lease_s: float, now: float) -> Lease:
-        """Return a lease of ``lease_s`` from now."""
         return cls(owner=owner, lease_s=lease_s, until=now + lease_s)
 
     def renew(self, now: float, lease_s: float | None = None) -> None:

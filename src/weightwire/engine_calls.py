@@ -82,7 +82,6 @@ class LoopThread:
                 log.exception("an event loop of thread %s was interrupted, and goes on", self._thread.name)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the thread."""
         # A coroutine that is never awaited would warn at its collection.
         if not self._thread.is_alive():
             work.close()

@@ -43,7 +43,6 @@ class BlockFormat:
     power_of_two: bool = False
 
     def specs(self, weight: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
-        """Return the specs of a weight's values and scales."""
         if len(weight.shape) < 2:
             raise ManifestError(f"{weight.name} has shape {list(weight.shape)}, and blocks are of matrices")
         return (

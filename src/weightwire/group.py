@@ -127,7 +127,6 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of members, the sender included."""
         return len(self.members)
 
     @property
@@ -178,7 +177,6 @@ class Group:
     # --- events ---
 
     def acknowledge(self, event: str) -> None:
-        """Report an event that other members wait for."""
         self._write(f"{event}/{self.rank}", "1")
 
     def await_receivers(self, event: str, timeout_s: float, ranks: Iterable[int] | None = None) -> None:

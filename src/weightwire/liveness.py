@@ -103,14 +103,12 @@ class Identity:
 
     @classmethod
     def current(cls) -> Identity:
-        """Return the identity of this process."""
         return cls(socket.gethostname(), _space(), os.getpid(), _started(os.getpid()))
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
     def to_json(self) -> list[Any]:
-        """Return plain data."""
         return [self.host, self.space, self.pid, self.started]
 
     def state(self) -> str | None:

@@ -79,11 +79,9 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def check(self) -> None:
-        """Raise ManifestError if a field is invalid."""
         # Printable: names go into messages and logs of the engine.
         if not isinstance(self.name, str) or not 0 < len(self.name) <= MAX_NAME or not self.name.isprintable():
             raise ManifestError(f"manifest: {self.name!r:.80} is not the name of a tensor")
@@ -106,7 +104,6 @@ class AdapterInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise ManifestError if a field is invalid."""
         if not isinstance(self.name, str) or not 0 < len(self.name) <= 128 or not self.name.isprintable():
             raise ManifestError(f"manifest: {self.name!r:.80} is not the name of an adapter")
         # An engine that loads adapters from files uses the name in a path.
@@ -185,7 +182,6 @@ class Manifest:
         return hashlib.sha256(f'{head}"tensors": {_json_text(self.tensors)}{tail}'.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for ``json.dumps``."""
         return {**self._fields(), "tensors": [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors]}
 
     def _fields(self) -> dict[str, Any]:
@@ -338,7 +334,6 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.stop - self.start
 
 

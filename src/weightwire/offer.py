@@ -42,7 +42,6 @@ class Sharding:
     keep: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for ``json.dumps``."""
         shares = None if self.shares is None else [share.to_json() for share in self.shares]
         return {"plan": self.plan, "senders": self.senders, "shares": shares, "base": self.base, "keep": self.keep}
 
@@ -117,7 +116,6 @@ class Offer:
         return self.first + worker
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for ``json.dumps``."""
         # Left out where it is not used: engines of an earlier version refuse fields that they do not know.
         sharded = {} if self.sharded is None else {"sharded": self.sharded.to_json()}
         return {
@@ -182,7 +180,6 @@ class Seal:
             _check_text(digest, "seal: digest")
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for ``json.dumps``."""
         fields = {
             "protocol": PROTOCOL,
             "update": self.update,

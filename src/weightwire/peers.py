@@ -70,7 +70,6 @@ class Records:
         self._lock = threading.Lock()
 
     def get(self, name: str) -> str | None:
-        """Return a record; None if it does not exist yet."""
         return self.get_all([name])[0]
 
     def get_all(self, names: Sequence[str]) -> list[str | None]:
@@ -80,12 +79,10 @@ class Records:
         return [None if value is None else value.decode() for value in values]
 
     def write(self, name: str, text: str) -> None:
-        """Write a record."""
         with self._lock:
             self._store.set(f"{self._group}/{name}", text)
 
     def write_once(self, name: str, text: str) -> None:
-        """Write a record unless it exists."""
         with self._lock:
             self._store.compare_set(f"{self._group}/{name}", "", text)
 

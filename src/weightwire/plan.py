@@ -51,16 +51,13 @@ class Region:
 
     @property
     def box(self) -> Box:
-        """Return offsets and sizes."""
         return self.offsets, self.sizes
 
     @property
     def volume(self) -> int:
-        """Number of elements."""
         return math.prod(self.sizes)
 
     def nbytes(self, tensors: Sequence[TensorSpec]) -> int:
-        """Return the size in bytes."""
         return self.volume * DTYPE_BYTES[tensors[self.tensor].dtype]
 
 
@@ -141,7 +138,6 @@ class Share:
         return sum(chunk.nbytes for chunk in self.chunks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for ``json.dumps``."""
         return {
             "plan": self.plan,
             "chunks": [
@@ -519,5 +515,4 @@ def needs_to_json(needs: Iterable[Region]) -> list[Any]:
 
 
 def by_name(tensors: Sequence[TensorSpec]) -> Mapping[str, int]:
-    """Return the index of each tensor by its name."""
     return {spec.name: index for index, spec in enumerate(tensors)}

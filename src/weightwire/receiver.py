@@ -50,9 +50,8 @@ from weightwire.reception import (
 )
 from weightwire.sender import synchronise_stream, with_index
 from weightwire.staging import BucketLayout, ShardLayout, StagingMemory
-from weightwire.transports.base import EXIT_S, device_types, transports_for
+from weightwire.transports.base import EXIT_S, transport_kind, transports_for
 from weightwire.transports.choice import Location
-from weightwire.transports.pairs import supports_pairs
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +110,6 @@ class Receiver:
                 self._memory.base = None
 
     def location(self) -> Location:
-        """Describe the staging memory."""
         return Location.of(self._device)
 
     def status(self) -> dict[str, Any]:
@@ -180,7 +178,6 @@ class Receiver:
         BackgroundThread(self._run, update, name=f"weightwire-{offer.update}").start()
 
     def layout(self, name: str) -> BucketLayout | ShardLayout:
-        """Return the layout of an update in its memory."""
         return self._require_update(name).layout
 
     def staging(self, name: str) -> Tensor:
@@ -315,7 +312,6 @@ class Receiver:
                 self._drop(update, UpdateError(f"{self.name}: {update} was dropped: {reason}"))
 
     def close(self) -> None:
-        """Drop the open update, if any."""
         if (update := self._update) is not None:
             self.drop(update.offer.update, f"{self.name} closes")
 
@@ -356,11 +352,12 @@ class Receiver:
         manifest = offer.manifest
         # An unknown digest or device would otherwise show only after the transfer.
         digest.require(manifest.digest)
-        if offer.sharded is not None and not supports_pairs(offer.transport):
+        kind = transport_kind(offer.transport)
+        if offer.sharded is not None and not kind.pairs:
             raise TransportError(f"{self.name}: transport {offer.transport!r} does not carry sharded updates")
-        if self._device.type not in device_types(offer.transport):
+        if self._device.type not in kind.device_types:
             raise TransportError(
-                f"{self.name}: transport {offer.transport!r} moves memory of {', '.join(device_types(offer.transport))}, and "
+                f"{self.name}: transport {offer.transport!r} moves memory of {', '.join(kind.device_types)}, and "
                 f"weights are staged on {self._device} here; transports for {self._device.type}: "
                 f"{', '.join(transports_for(self._device.type))}"
             )

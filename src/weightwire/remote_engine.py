@@ -50,14 +50,12 @@ class Arguments:
         return self._values.pop(name, default)
 
     def text(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return a text of 1 to 4096 characters."""
         value = self.take(name, default)
         if value is not default and (not isinstance(value, str) or not 0 < len(value) <= 4096):
             raise WireError(f"{self._call}: {name} is {value!r:.80}; a text was expected")
         return value
 
     def integer(self, name: str, minimum: int, maximum: int, default: Any = _REQUIRED) -> Any:
-        """Return an integer within bounds."""
         value = self.take(name, default)
         # type() instead of isinstance: True is an int.
         if value is not default and (type(value) is not int or not minimum <= value <= maximum):
@@ -65,14 +63,12 @@ class Arguments:
         return value
 
     def flag(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return a boolean."""
         value = self.take(name, default)
         if type(value) is not bool:
             raise WireError(f"{self._call}: {name} is {value!r:.40}; true or false was expected")
         return value
 
     def number(self, name: str, maximum: float, default: Any = _REQUIRED) -> Any:
-        """Return a number from 0 to ``maximum``."""
         value = self.take(name, default)
         # NaN, which Python's JSON accepts, fails the comparison.
         if value is not default and (type(value) not in (int, float) or not 0 <= value <= maximum):

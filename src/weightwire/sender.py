@@ -34,7 +34,6 @@ RECEIVED = "received"
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """Build a manifest's entry for a tensor."""
     return TensorSpec(name, _dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
@@ -80,7 +79,6 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return sum(buffer.numel() for buffer in self._buffers.values())
 
     def take(self, side: int, nbytes: int, device: torch.device) -> Tensor:
@@ -250,7 +248,6 @@ class Sender(MemberSender[Transport]):
 
     @property
     def receivers(self) -> int:
-        """Return the number of workers that receive."""
         return self._group.size - 1
 
     def _activity(self) -> str:

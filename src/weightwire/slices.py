@@ -27,12 +27,10 @@ def index_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 def plus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    """Add two offsets."""
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 def minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    """Subtract two offsets."""
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 

@@ -62,7 +62,6 @@ class StagingMemory:
             self.spare = content.as_strided((nbytes,), (1,), 0)
 
     def release(self) -> None:
-        """Free the memory that is kept."""
         self.spare = self.base = None
 
     def _allocate(self, nbytes: int) -> Tensor:

@@ -56,11 +56,9 @@ class Header:
 
     @property
     def nbytes(self) -> int:
-        """Size of the bucket."""
         return sum(part.length for part in self.parts)
 
     def to_bytes(self) -> bytes:
-        """Encode as JSON."""
         parts = [
             [part.tensor.name, part.tensor.dtype, list(part.tensor.shape), part.offset, part.length]
             for part in self.parts

@@ -189,7 +189,7 @@ class Shouting(GlooTransport):
 
 def test_registered_transport_serves_an_update(monkeypatch):
     """Register a factory under a name on both sides, as docs/contributing.md describes."""
-    monkeypatch.setattr(base, "_registered", {})
+    monkeypatch.setattr(base, "TRANSPORTS", dict(base.TRANSPORTS))
     setups = []
 
     def factory(setup):
@@ -218,7 +218,7 @@ def test_unknown_transport_raises_and_lists_the_known_ones():
 
 def test_receiver_without_the_transport_raises(monkeypatch):
     receiver = Receiver("engine")
-    monkeypatch.setitem(base.BUILT_IN, "gone", ("weightwire.transports.gone", "Gone", ("cpu",)))
+    monkeypatch.setitem(base.TRANSPORTS, "gone", base.TransportKind("weightwire.transports.gone:Gone", ("cpu",)))
     with pytest.raises((DeadlineError, PeerLostError, ImportError)):
         Trainer([receiver], "gone").send(manifest_of(NEW, 1), NEW.items())
 

@@ -72,12 +72,10 @@ class PlanRecord:
 
     @property
     def identity(self) -> str:
-        """Name of the plan."""
         return self.shares[0].plan
 
     @property
     def senders(self) -> int:
-        """Number of ranks that send."""
         return len(self.shares) - sum(self.engines.values())
 
 

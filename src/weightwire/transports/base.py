@@ -1,7 +1,7 @@
 """Interface of a transport, the registry of transports, and their waits for the work of a device.
 
 A transport moves buckets from the sender to all receivers of one group, in order. It is created when all members have joined, and
-serves one update. To add one, write a file with a class and a row in :data:`BUILT_IN` or, from another package, call
+serves one update. To add one, write a file with a class and a row in :data:`TRANSPORTS` or, from another package, call
 :func:`register_transport`.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from weightwire.background import BackgroundThread
 from weightwire.errors import DeadlineError, TransportError
@@ -88,13 +88,9 @@ class PairTransport(Protocol):
         """Start to fill ``buffer`` (uint8, contiguous, on the setup's device) with a member's next message, of its size."""
         ...
 
-    def abort(self) -> None:
-        """See :meth:`Transport.abort`."""
-        ...
+    def abort(self) -> None: ...
 
-    def close(self) -> None:
-        """See :meth:`Transport.close`."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -123,18 +119,38 @@ Factory = Callable[[Setup], Transport]
 POLL_S = 0.2
 """Longest interval between two checks of the other members during a wait, in seconds."""
 
-BUILT_IN: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "cuda_ipc": ("weightwire.transports.cuda_ipc", "CudaIpcTransport", ("cuda",)),
-    "files": ("weightwire.transports.files", "FilesTransport", ("cpu", "cuda", "npu")),
-    "gloo": ("weightwire.transports.gloo", "GlooTransport", ("cpu",)),
-    "hccl": ("weightwire.transports.hccl", "HcclTransport", ("npu",)),
-    "nccl": ("weightwire.transports.nccl", "NcclTransport", ("cuda",)),
-    "shared_memory": ("weightwire.transports.shared_memory", "SharedMemoryTransport", ("cpu", "cuda", "npu")),
-    "vllm_hccl": ("weightwire.vllm.hccl_transport", "VllmHcclTransport", ("npu",)),
-}
-"""Name: (module, class, supported types of the buffers' device). Imported on demand: some need libraries that may be missing."""
 
-_registered: dict[str, tuple[Factory, tuple[str, ...]]] = {}
+@dataclass(frozen=True)
+class TransportKind:
+    """A transport as the registry describes it.
+
+    Attributes:
+        factory: called with a :class:`Setup` on every member; of one of ours, its class as ``MODULE:CLASS``, which is imported on
+            demand, since some need libraries that may be missing.
+        device_types: supported types of the buffers' torch device, the preferred one first.
+        automatic: ``auto`` may choose it: it needs no options.
+        pairs: how it carries sharded updates: ``direct`` if its library has messages between two members, ``paired`` if every
+            (sender, receiver) creates its own, as a group of two; empty if it only broadcasts.
+    """
+
+    factory: Factory | str
+    device_types: tuple[str, ...]
+    automatic: bool = False
+    pairs: Literal["direct", "paired", ""] = ""
+
+
+_FROM = "weightwire.transports"
+_ANY = ("cpu", "cuda", "npu")
+TRANSPORTS = {
+    "nccl": TransportKind(f"{_FROM}.nccl:NcclTransport", ("cuda",), True, "direct"),
+    "cuda_ipc": TransportKind(f"{_FROM}.cuda_ipc:CudaIpcTransport", ("cuda",), True, "paired"),
+    "hccl": TransportKind(f"{_FROM}.hccl:HcclTransport", ("npu",), True, "direct"),
+    "gloo": TransportKind(f"{_FROM}.gloo:GlooTransport", ("cpu",), True, "direct"),
+    "shared_memory": TransportKind(f"{_FROM}.shared_memory:SharedMemoryTransport", _ANY, True, "paired"),
+    "vllm_hccl": TransportKind("weightwire.vllm.hccl_transport:VllmHcclTransport", ("npu",)),
+    "files": TransportKind(f"{_FROM}.files:FilesTransport", _ANY),
+}
+"""All transports by name, those that ``auto`` may choose in the order of preference: fastest first."""
 
 
 def register_transport(name: str, factory: Factory, device_types: Collection[str]) -> None:
@@ -148,27 +164,26 @@ def register_transport(name: str, factory: Factory, device_types: Collection[str
         TransportError: the name is taken.
     """
     # Both sides look transports up by name: one name with two meanings would connect different protocols.
-    if name in BUILT_IN or name in _registered or name == "auto":  # "auto" stands for a choice
+    if name in TRANSPORTS or name == "auto":  # "auto" stands for a choice
         raise TransportError(f"transport {name!r} is already registered; known: {', '.join(transport_names())}")
-    _registered[name] = factory, tuple(device_types)
+    TRANSPORTS[name] = TransportKind(factory, tuple(device_types))
 
 
 def transport_names() -> list[str]:
     """Return all names, sorted."""
-    return sorted([*BUILT_IN, *_registered])
+    return sorted(TRANSPORTS)
+
+
+def transport_kind(name: str) -> TransportKind:
+    """Return a transport's row; TransportError if it is unknown."""
+    if name not in TRANSPORTS:
+        raise TransportError(f"unknown transport {name!r}; known: {', '.join(transport_names())}")
+    return TRANSPORTS[name]
 
 
 def device_types(name: str) -> tuple[str, ...]:
-    """Return the supported types of the buffers' device, the preferred one first.
-
-    Raises:
-        TransportError: the transport is unknown.
-    """
-    if name in _registered:
-        return _registered[name][1]
-    if name in BUILT_IN:
-        return BUILT_IN[name][2]
-    raise TransportError(f"unknown transport {name!r}; known: {', '.join(transport_names())}")
+    """Return the supported types of the buffers' device, the preferred one first; TransportError if it is unknown."""
+    return transport_kind(name).device_types
 
 
 def transports_for(device_type: str) -> list[str]:
@@ -182,17 +197,16 @@ def make_transport(name: str, setup: Setup) -> Transport:
     Raises:
         TransportError: the transport is unknown, does not support the device, or cannot be set up.
     """
-    possible = device_types(name)
-    if setup.device.type not in possible:
+    kind = transport_kind(name)
+    if setup.device.type not in kind.device_types:
         alternatives = transports_for(setup.device.type)
         raise TransportError(
-            f"transport {name!r} moves memory of {', '.join(possible)}, not of {setup.device.type}; transports for "
+            f"transport {name!r} moves memory of {', '.join(kind.device_types)}, not of {setup.device.type}; transports for "
             f"{setup.device.type}: {', '.join(alternatives) or 'none'}"
         )
-    if name in _registered:
-        return _registered[name][0](setup)
-    # Imported here: torch without NCCL, or without an NPU, must still be able to use the others.
-    module, attribute, _ = BUILT_IN[name]
+    if not isinstance(kind.factory, str):
+        return kind.factory(setup)
+    module, _, attribute = kind.factory.partition(":")
     return getattr(import_module(module), attribute)(setup)
 
 
@@ -239,13 +253,13 @@ class DeferredWork:
     Args:
         transfer: makes the transfer, within the seconds that it receives.
         label: label of the bucket, for messages.
+        buffer: kept alive until then, if the device or another process uses it.
     """
 
-    def __init__(self, transfer: Callable[[float], None], label: str) -> None:
-        self._transfer, self._label, self._completed = transfer, label, False
+    def __init__(self, transfer: Callable[[float], None], label: str, buffer: torch.Tensor | None = None) -> None:
+        self._transfer, self._label, self._buffer, self._completed = transfer, label, buffer, False
 
     def wait(self, timeout_s: float) -> None:
-        """See :class:`Work`."""
         if self._completed:
             return
         try:
@@ -270,11 +284,9 @@ class DeviceWork:
 
     @property
     def ended(self) -> bool:
-        """Check whether the collective has completed or failed."""
         return self._work.is_completed()
 
     def wait(self, timeout_s: float) -> None:
-        """See :class:`weightwire.transports.base.Work`."""
         # Polled: the library's own wait would not notice the loss of a member before its time-out.
         wait_until(self._work.is_completed, self._group, timeout_s, f"{self._name}: a bucket has not travelled")
         try:
@@ -325,11 +337,9 @@ class ThreadWork:
 
     @property
     def ended(self) -> bool:
-        """Check whether the transfer has completed or failed."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float) -> None:
-        """See :class:`weightwire.transports.base.Work`."""
         deadline = time.monotonic() + timeout_s
         while not self._ended.wait(min(POLL_S, max(0.0, deadline - time.monotonic()))):
             self._group.check()

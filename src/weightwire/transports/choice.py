@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightwire.errors import ManifestError, TransportError
 from weightwire.liveness import memory_space
-from weightwire.transports.base import BUILT_IN, device_types
-from weightwire.transports.pairs import DIRECT, PAIRED, supports_pairs
+from weightwire.transports.base import TRANSPORTS, device_types, transport_kind
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +61,6 @@ class Location:
         return f"{self.device}{f' {self.gpu[:12]}' if self.gpu else ''} on {self.host or 'an unknown host'}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return {**vars(self), "visible": list(self.visible)}
 
     @classmethod
@@ -109,10 +107,11 @@ def choose_pairs(transport: str | None, trainers: Mapping[str, Location], receiv
     Raises:
         TransportError: none connects every trainer rank with all other members.
     """
-    if transport is not None and not supports_pairs(transport):
+    if transport is not None and not transport_kind(transport).pairs:
         raise TransportError(f"transport {transport!r} only broadcasts")
     problems = []
-    for name in (*DIRECT, *PAIRED) if transport is None else (transport,):
+    every = [name for name, kind in TRANSPORTS.items() if kind.pairs]
+    for name in every if transport is None else (transport,):
         problem = next(
             (
                 text
@@ -142,9 +141,7 @@ def _except(trainers: Mapping[str, Location], name: str, transport: str) -> dict
 
 def fitting(sender: Location, receivers: Mapping[str, Location]) -> list[str]:
     """Return the transports that fit and need no options, the best first."""
-    # Fastest first. files is not among them: it needs a directory.
-    names = ("nccl", "cuda_ipc", "hccl", "gloo", "shared_memory")
-    return [name for name in names if not _problem(name, sender, receivers)]
+    return [name for name, kind in TRANSPORTS.items() if kind.automatic and not _problem(name, sender, receivers)]
 
 
 def _problem(transport: str, sender: Location, receivers: Mapping[str, Location]) -> str:
@@ -155,9 +152,6 @@ def _problem(transport: str, sender: Location, receivers: Mapping[str, Location]
         return f"moves memory of {', '.join(possible)}, and {other} keeps weights on {receivers[other].device}"
     if sender.device not in possible and "cpu" not in possible:
         return f"moves memory of {', '.join(possible)}, not of {sender.device}"
-    # A plug-in declares only its device types; nothing else is known against it.
-    if transport not in BUILT_IN:
-        return ""
     locations = [sender, *receivers.values()]
     if transport == "nccl":
         gpus = [location.gpu for location in locations if location.gpu]

@@ -133,20 +133,16 @@ class CommunicatorTransport:
         return communicator.handle
 
     def send(self, buffer: torch.Tensor) -> DeviceWork:
-        """See :class:`weightwire.transports.base.Transport`."""
         return self._begin(buffer)
 
     def receive(self, buffer: torch.Tensor) -> DeviceWork:
-        """See :class:`weightwire.transports.base.Transport`."""
         self._before_receive()
         return self._begin(buffer)
 
     def send_to(self, buffer: torch.Tensor, peer: int) -> DeviceWork | ThreadWork:
-        """See :class:`weightwire.transports.base.PairTransport`."""
         return self._exchange("send", buffer, peer)
 
     def receive_from(self, buffer: torch.Tensor, peer: int) -> DeviceWork | ThreadWork:
-        """See :class:`weightwire.transports.base.PairTransport`."""
         self._before_receive()
         return self._exchange("recv", buffer, peer)
 

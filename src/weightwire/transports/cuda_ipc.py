@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from weightwire.errors import TransportError
-from weightwire.group import Group
-from weightwire.transports.base import Setup, first_line, wait_for_keys, wait_until
+from weightwire.transports.base import DeferredWork, Setup, first_line, wait_for_keys, wait_until
 
 HANDLE_FIELDS = ("memory", "size", "offset", "counter", "counter_offset", "event", "wait_for_event")
 """Fields of PyTorch's handle of a shared allocation, after the device, in its order."""
@@ -43,17 +42,19 @@ class CudaIpcTransport:
             # By UUID: CUDA_VISIBLE_DEVICES numbers the same device differently in each process.
             self._store.set("device", _uuid(setup.device))
 
-    def send(self, buffer: torch.Tensor) -> OfferedBucket:
-        """See :class:`weightwire.transports.base.Transport`."""
+    def send(self, buffer: torch.Tensor) -> DeferredWork:
         number = self._take_number()
         storage = buffer.untyped_storage()
         message = json.dumps([self._publish(storage), buffer.storage_offset() * buffer.element_size(), buffer.nbytes])
         # Offset and size, as allocations are shared whole: buckets are slices of few allocations, which are mapped once each.
         self._store.set(f"bucket/{number}", message)
-        return OfferedBucket(self._store, self._group, number, self._size, buffer)
+        taken = [f"taken/{number}/{rank}" for rank in range(1, self._size)]
+        failure = f"cuda_ipc: not all receivers have copied bucket {number}"
+        return DeferredWork(
+            lambda timeout_s: wait_for_keys(taken, self._store, self._group, timeout_s, failure), "cuda_ipc", buffer
+        )
 
     def receive(self, buffer: torch.Tensor) -> IncomingBucket:
-        """See :class:`weightwire.transports.base.Transport`."""
         # The buffer's memory may have been another tensor's, whose last kernels are still to run.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._pending.append(IncomingBucket(self, self._take_number(), buffer))
@@ -137,19 +138,6 @@ class CudaIpcTransport:
         return self._opened[number]
 
 
-class OfferedBucket:
-    """A bucket offered to the receivers. It keeps its buffer alive until they have copied it."""
-
-    def __init__(self, store: Any, group: Group, number: int, size: int, buffer: torch.Tensor) -> None:
-        self._store, self._group, self._number, self._buffer = store, group, number, buffer
-        self._keys = [f"taken/{number}/{rank}" for rank in range(1, size)]
-
-    def wait(self, timeout_s: float) -> None:
-        """See :class:`weightwire.transports.base.Work`."""
-        activity = f"cuda_ipc: not all receivers have copied bucket {self._number}"
-        wait_for_keys(self._keys, self._store, self._group, timeout_s, activity)
-
-
 class IncomingBucket:
     """A bucket to copy. Waits happen in order.
 
@@ -164,7 +152,6 @@ class IncomingBucket:
         self.copied: torch.cuda.Event | None = None
 
     def wait(self, timeout_s: float) -> None:
-        """See :class:`weightwire.transports.base.Work`."""
         try:
             self._transport.finish(self, timeout_s)
         except RuntimeError as error:

@@ -85,11 +85,9 @@ class FilesTransport:
                 raise TransportError(f"files: {self._writing} cannot be written: {error}") from error
 
     def send(self, buffer: torch.Tensor) -> DeferredWork:
-        """See :class:`weightwire.transports.base.Transport`."""
         return DeferredWork(lambda timeout_s: self._write(buffer), "files")
 
     def receive(self, buffer: torch.Tensor) -> DeferredWork:
-        """See :class:`weightwire.transports.base.Transport`."""
         return DeferredWork(lambda timeout_s: self._read(buffer, timeout_s), "files")
 
     def abort(self) -> None:
@@ -97,7 +95,6 @@ class FilesTransport:
         self._remove()
 
     def close(self) -> None:
-        """See :class:`weightwire.transports.base.Transport`."""
         if self._setup.group.rank == 0:
             self._remove()
         elif self._file is not None:

@@ -10,17 +10,15 @@ import torch
 
 from weightwire.errors import TransportError
 from weightwire.group import Group
-from weightwire.transports.base import PairTransport, Setup, Transport, Work, device_types, make_transport
-
-DIRECT = ("gloo", "nccl", "hccl")
-"""Transports whose libraries have messages between two members."""
-PAIRED = ("cuda_ipc", "shared_memory")
-"""Transports of which every (sender, receiver) creates its own, as a group of two."""
-
-
-def supports_pairs(name: str) -> bool:
-    """Check whether a transport can carry sharded updates."""
-    return name in (*DIRECT, *PAIRED)
+from weightwire.transports.base import (
+    TRANSPORTS,
+    PairTransport,
+    Setup,
+    Transport,
+    Work,
+    make_transport,
+    transport_kind,
+)
 
 
 def make_pairs(name: str, setup: Setup, largest: Mapping[int, int] | None = None) -> PairTransport:
@@ -32,12 +30,13 @@ def make_pairs(name: str, setup: Setup, largest: Mapping[int, int] | None = None
     Raises:
         TransportError: it is unknown, broadcasts only, does not support the device, or cannot be set up.
     """
-    if not supports_pairs(name):
-        device_types(name)  # raises if it is unknown
-        raise TransportError(
-            f"transport {name!r} only broadcasts; sharded updates need one of {', '.join((*DIRECT, *PAIRED))}"
-        )
-    transport: Any = make_transport(name, setup) if name in DIRECT else PairedTransport(name, setup, largest or {})
+    kind = transport_kind(name)
+    if not kind.pairs:
+        names = ", ".join(name for name, kind in TRANSPORTS.items() if kind.pairs)
+        raise TransportError(f"transport {name!r} only broadcasts; sharded updates need one of {names}")
+    transport: Any = (
+        make_transport(name, setup) if kind.pairs == "direct" else PairedTransport(name, setup, largest or {})
+    )
     return transport
 
 
@@ -49,11 +48,9 @@ class PairedTransport:
         self._transports: dict[tuple[int, int], Transport] = {}
 
     def send_to(self, buffer: torch.Tensor, peer: int) -> Work:
-        """See :class:`weightwire.transports.base.PairTransport`."""
         return self._transport(self._setup.group.rank, peer).send(buffer)
 
     def receive_from(self, buffer: torch.Tensor, peer: int) -> Work:
-        """See :class:`weightwire.transports.base.PairTransport`."""
         return self._transport(peer, self._setup.group.rank).receive(buffer)
 
     def _transport(self, sender: int, receiver: int) -> Transport:
@@ -65,12 +62,10 @@ class PairedTransport:
         return self._transports[key]
 
     def abort(self) -> None:
-        """See :class:`weightwire.transports.base.PairTransport`."""
         for transport in self._transports.values():
             transport.abort()
 
     def close(self) -> None:
-        """See :class:`weightwire.transports.base.PairTransport`."""
         for transport in self._transports.values():
             transport.close()
 
@@ -84,14 +79,11 @@ class Pair:
         self.rank, self.size = self._ranks.index(group.rank), 2
 
     def member(self, rank: int) -> str:
-        """See :meth:`weightwire.group.Group.member`."""
         return self._group.member(self._ranks[rank])
 
     def store(self, purpose: str, timeout_s: float) -> Any:
-        """See :meth:`weightwire.group.Group.store`."""
         sender, receiver = self._ranks
         return self._group.store(f"{purpose}/{sender}/{receiver}", timeout_s)
 
     def check(self) -> None:
-        """See :meth:`weightwire.group.Group.check`."""
         self._group.check()

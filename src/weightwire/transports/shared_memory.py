@@ -34,7 +34,6 @@ class SharedMemoryTransport:
             self._store.set("memory", json.dumps(self._slots.address()))
 
     def send(self, buffer: torch.Tensor) -> DeferredWork:
-        """See :class:`weightwire.transports.base.Transport`."""
         bucket, self._started = self._started, self._started + 1
         work = DeferredWork(lambda timeout_s: self._send(bucket, buffer, timeout_s), f"bucket {bucket + 1}")
         if bucket < SLOTS:
@@ -42,7 +41,6 @@ class SharedMemoryTransport:
         return work
 
     def receive(self, buffer: torch.Tensor) -> DeferredWork:
-        """See :class:`weightwire.transports.base.Transport`."""
         bucket, self._started = self._started, self._started + 1
         return DeferredWork(lambda timeout_s: self._receive(bucket, buffer, timeout_s), f"bucket {bucket + 1}")
 
@@ -50,7 +48,6 @@ class SharedMemoryTransport:
         """Do nothing: transfers happen only within ``wait``."""
 
     def close(self) -> None:
-        """See :class:`weightwire.transports.base.Transport`."""
         if self._slots is not None:
             self._slots.close()
 

@@ -27,7 +27,6 @@ class LoadedAdapter:
     path: str
 
     def request(self) -> Any:
-        """Build vLLM's request for this adapter."""
         from vllm.lora.request import LoRARequest
 
         return LoRARequest(f"{self.name}@{self.version}", self.number, self.path)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from weightwire.errors import TransportError
-from weightwire.group import Group
-from weightwire.transports.base import Setup, first_line, wait_until
+from weightwire.transports.base import DeferredWork, Setup, first_line, wait_until
 
 
 class VllmHcclTransport:
@@ -37,17 +36,15 @@ class VllmHcclTransport:
         if first.tolist() != [1] * 8:
             raise TransportError("vllm_hccl: a broadcast returned, and nothing had been received")
 
-    def send(self, buffer: torch.Tensor) -> QueuedWork:
-        """See :class:`weightwire.transports.base.Transport`."""
+    def send(self, buffer: torch.Tensor) -> DeferredWork:
         return self._begin(buffer)
 
-    def receive(self, buffer: torch.Tensor) -> QueuedWork:
-        """See :class:`weightwire.transports.base.Transport`."""
+    def receive(self, buffer: torch.Tensor) -> DeferredWork:
         # The buffer is overwritten: work that still reads its last content must come first.
         self._stream.wait_stream(self._npu.current_stream(self._device))
         return self._begin(buffer)
 
-    def _begin(self, buffer: torch.Tensor) -> QueuedWork:
+    def _begin(self, buffer: torch.Tensor) -> DeferredWork:
         if self._communicator is None:
             raise TransportError("vllm_hccl: closed")
         require_working(self._communicator)
@@ -58,7 +55,10 @@ class VllmHcclTransport:
                 copied.record(self._stream)
         except (RuntimeError, AssertionError) as error:
             raise TransportError(f"vllm_hccl: {first_line(error)}") from error
-        return QueuedWork(copied, buffer, self._group)
+        failure = "vllm_hccl: a bucket has not travelled"
+        return DeferredWork(
+            lambda timeout_s: wait_until(copied.query, self._group, timeout_s, failure), "vllm_hccl", buffer
+        )
 
     def abort(self) -> None:
         """Do nothing: vllm-ascend's communicator cannot cancel a broadcast."""
@@ -68,17 +68,6 @@ class VllmHcclTransport:
         communicator, self._communicator = self._communicator, None
         if hasattr(communicator, "close"):  # from vllm-ascend's main of 2026 on
             communicator.close()
-
-
-class QueuedWork:
-    """A broadcast queued on a stream. It keeps its buffer alive until it completes."""
-
-    def __init__(self, copied: Any, buffer: torch.Tensor, group: Group) -> None:
-        self._copied, self._buffer, self._group = copied, buffer, group
-
-    def wait(self, timeout_s: float) -> None:
-        """See :class:`weightwire.transports.base.Work`."""
-        wait_until(self._copied.query, self._group, timeout_s, "vllm_hccl: a bucket has not travelled")
 
 
 def require_working(communicator: Any) -> None:

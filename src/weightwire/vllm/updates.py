@@ -73,7 +73,6 @@ class WorkerUpdates:
         self._adapters: dict[str, list[Path]] = {}
 
     def location(self) -> dict[str, Any]:
-        """Describe the staging memory."""
         return self.receiver.location().to_json()
 
     def forget(self, target: str) -> None:
