@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megascend.apps.rl.rollout.controller.client import ControllerClient
+from megascend.apps.rl.rollout.controller.client import ControllerClient, ControllerEngine
 from megascend.apps.rl.rollout.controller.controller import Controller, ControllerLimits
 from megascend.apps.rl.rollout.controller.messages import AUDIENCE, new_id, write_call
 from megascend.apps.rl.rollout.controller.server import ControllerServer
@@ -183,6 +183,17 @@ class BlockingClient(Blocking):
             ControllerClient(address, key, **{"caller": "test", **options}),  # type: ignore[arg-type]
             LoopThread("rollout controller client"),
         )
+        self._source, self._key = address, key
+
+    @contextlib.contextmanager
+    def claim(self, owner: str, engines: Sequence[str] | None = None, **options: Any) -> Iterator[Any]:
+        """Own engines within the context, as another process would."""
+        engine = ControllerEngine(self._source, self._key, owner=owner, engines=engines, **options)  # type: ignore[arg-type]
+        try:
+            self._thread.run(engine.quantised())  # a call that reaches no engine
+            yield Blocking(engine, self._thread)
+        finally:
+            self._thread.run(engine.close())
 
     def submit(self, work: Any) -> Any:
         return self._thread.submit(work)

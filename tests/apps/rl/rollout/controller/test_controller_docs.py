@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from controller_doubles import KEY, Served, a_seal, an_offer
 
-from megascend.apps.rl.rollout.controller.client import ControllerClient
+from megascend.apps.rl.rollout.controller.client import ControllerEngine
 from megascend.apps.rl.rollout.controller.routes import CONTROLLER_CALLS, PREFIX, ROUTES
 from weightwire.keys import ENVIRONMENT, load_key
 
@@ -34,7 +34,7 @@ def test_the_program_of_a_trainer_runs(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv(ENVIRONMENT, KEY)
     with Served(publish="controller.json") as served:
         names = {
-            "ControllerClient": ControllerClient,
+            "ControllerEngine": ControllerEngine,
             "load_key": load_key,
             "offer": an_offer("a", 2),
             "seal": a_seal("a"),

@@ -21,7 +21,6 @@ from megascend.errors import (
     EngineError,
     EngineLostError,
     LeaseLapsedError,
-    MegascendError,
     MessageError,
     RolloutTaskError,
 )
@@ -66,34 +65,6 @@ class ControllerClient:
     async def status(self) -> dict[str, Any]:
         """Return engines with their owners, and counts of rollouts."""
         return await self.call("/v1/status")
-
-    @contextlib.asynccontextmanager
-    async def claim(
-        self, owner: str, engines: Sequence[str] | None = None, *, lease_s: float = 60.0, wait_s: float = 0.0
-    ) -> AsyncIterator[ClaimedEngines]:
-        """Claim engines (None: all) within the context, as one engine. The lease is renewed until they are released at the end.
-
-        Args:
-            wait_s: longest wait for another owner to release them.
-
-        Raises:
-            EngineOwnedError: another owner has one of them; the message names it.
-        """
-        arguments = {
-            "owner": owner,
-            "engines": None if engines is None else list(engines),
-            "lease_s": lease_s,
-            "wait_s": wait_s,
-        }
-        answer = await self.call("/v1/claim", arguments, takes_s=wait_s)
-        claim = ClaimedEngines(self, answer["claim"], tuple(answer["engines"]))
-        renewing = asyncio.ensure_future(claim._renew(lease_s))
-        try:
-            yield claim
-        finally:
-            # Before the release: a renewal after it would report a lost claim.
-            renewing.cancel()
-            await claim._release()
 
     async def expect(self, rollouts: Sequence[str], deadline_s: float) -> None:
         """Announce rollouts, by unique names, before they are requested."""
@@ -224,66 +195,10 @@ def _unsigned_text(answer: Answer) -> str:
     return str(result)[:500]
 
 
-class ClaimedEngines(RemoteEngine):
-    """Claimed engines, as one engine with all their members.
-
-    Attributes:
-        engines: their names.
-    """
-
-    unreadable = ControllerError
-    commit_s = COMMIT_S
-
-    def __init__(self, client: ControllerClient, claim_id: str, engines: tuple[str, ...]) -> None:
-        self._client = client
-        self._id = claim_id
-        self.engines = engines
-        self.name = ", ".join(engines)
-        self._lost: MegascendError | None = None
-
-    @property
-    def lost(self) -> bool:
-        """Check whether the claim is known to have ended."""
-        return self._lost is not None
-
-    async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        return await self._call(f"/v1/{call}", timeout_s - self.control_s, **arguments)
-
-    async def _call(self, route: str, takes_s: float = 0.0, /, **arguments: Any) -> dict[str, Any]:
-        if self._lost is not None:
-            raise LeaseLapsedError(f"the engines {self.name} are not ours any more: {self._lost}")
-        try:
-            return await self._client.call(route, {"claim": self._id, **arguments}, takes_s=max(0.0, takes_s))
-        except (LeaseLapsedError, ControllerRestartedError) as error:
-            # Remembered: every later call of this claim would be refused, and says why without asking.
-            self._lost = error
-            raise
-
-    async def _renew(self, lease_s: float) -> None:
-        """Renew the lease at intervals of a third of its length, until it is lost."""
-        while True:
-            # Two renewals may be lost before the lease ends.
-            await asyncio.sleep(lease_s / 3)
-            try:
-                await self._call("/v1/renew", lease_s=lease_s)
-            except (LeaseLapsedError, ControllerRestartedError) as error:
-                log.error("lost the claim on engines %s: %s", self.name, error)
-                return
-            except (ControllerError, AuthError) as error:
-                log.warning("the claim on %s could not be renewed, will retry: %s", self.name, error)
-
-    async def _release(self) -> None:
-        try:
-            await asyncio.wait_for(self._call("/v1/release"), RELEASE_S)
-        except (ControllerError, AuthError, asyncio.TimeoutError) as error:  # the lease will expire
-            log.warning("the claim on %s could not be released: %s", self.name, error)
-
-
 class ControllerEngine(RemoteEngine):
-    """Engines of a controller as one engine, for programs without an event loop for the claim.
+    """Engines of a controller as one engine with all their members. A context manager; may be used from several event loops.
 
-    The first call claims them, and so does the first one after the claim was lost; :meth:`close` releases them. May be used from
-    several event loops.
+    The first call claims them, and so does the first one after the claim was lost; :meth:`close` releases them.
 
     Args:
         source: as of :class:`ControllerClient`.
@@ -314,38 +229,77 @@ class ControllerEngine(RemoteEngine):
     ) -> None:
         names = "engines" if engines is None else ", ".join(engines)
         self.name = f"{names} of the controller {source}"
-        self._names = engines
         self.answer_s = generate_timeout_s
-        self._owner, self._lease_s, self._wait_s = owner, lease_s, wait_s
+        self._lease_s, self._wait_s = lease_s, wait_s
+        self._claim_arguments = {
+            "owner": owner,
+            "engines": None if engines is None else list(engines),
+            "lease_s": lease_s,
+            "wait_s": wait_s,
+        }
         self._client = ControllerClient(source, key, caller=owner, timeout_s=timeout_s)
         # A loop of its own, so that the lease is renewed while the program computes a step.
         self._thread = LoopThread("controller engine")
         self._claiming = asyncio.Lock()
-        self._claims = contextlib.AsyncExitStack()
-        self._engines: ClaimedEngines | None = None
+        self._claim = ""  # its secret; empty before the first call, and once it is lost
+        self._renewing: asyncio.Task[None] | None = None
 
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
         return await asyncio.wrap_future(self._thread.submit(self._ask(call, arguments, timeout_s)))
 
     async def _ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
         try:
-            return await (await self._claimed()).ask(call, arguments, timeout_s)
+            async with self._claiming:
+                if not self._claim:
+                    answer = await self._client.call("/v1/claim", self._claim_arguments, takes_s=self._wait_s)
+                    self._claim = answer["claim"]
+                    self._renewing = asyncio.ensure_future(self._renew(self._claim))
+            return await self._call(call, self._claim, arguments, max(0.0, timeout_s - self.control_s))
         except (ControllerLostError, LeaseLapsedError) as error:
             raise EngineLostError(f"{self.name}: {call}: {error}") from error
         except (ControllerError, AuthError) as error:
             raise EngineError(f"{self.name}: {call}: {error}") from error
 
-    async def _claimed(self) -> ClaimedEngines:
-        async with self._claiming:
-            if self._engines is None or self._engines.lost:
-                # The lost claim's renewal is still running.
-                await self._claims.aclose()
-                claim = self._client.claim(self._owner, self._names, lease_s=self._lease_s, wait_s=self._wait_s)
-                self._engines = await self._claims.enter_async_context(claim)
-            return self._engines
+    async def _call(self, call: str, claim: str, arguments: Mapping[str, Any], takes_s: float = 0.0) -> dict[str, Any]:
+        try:
+            return await self._client.call(f"/v1/{call}", {"claim": claim, **arguments}, takes_s=takes_s)
+        except (LeaseLapsedError, ControllerRestartedError):
+            if self._claim == claim:
+                self._claim = ""
+            raise
+
+    async def _renew(self, claim: str) -> None:
+        """Renew the lease at intervals of a third of its length, until it is lost."""
+        while True:
+            # Two renewals may be lost before the lease ends.
+            await asyncio.sleep(self._lease_s / 3)
+            if self._claim != claim:
+                return
+            try:
+                await self._call("renew", claim, {"lease_s": self._lease_s})
+            except (ControllerError, AuthError) as error:
+                state = "could not be renewed, will retry" if self._claim == claim else "is lost"
+                log.warning("the claim on %s %s: %s", self.name, state, error)
+
+    async def _release(self) -> None:
+        claim, self._claim = self._claim, ""
+        if self._renewing is not None:
+            # Before the release: a renewal after it would report a lost claim.
+            self._renewing.cancel()
+        if claim:
+            try:
+                await asyncio.wait_for(self._call("release", claim, {}), RELEASE_S)
+            except (ControllerError, AuthError, asyncio.TimeoutError) as error:  # the lease will expire
+                log.warning("the claim on %s could not be released: %s", self.name, error)
 
     async def close(self) -> None:
         """Release the engines. May be called twice."""
         with contextlib.suppress(RuntimeError):  # closed before
-            await asyncio.wrap_future(self._thread.submit(self._claims.aclose()))
+            await asyncio.wrap_future(self._thread.submit(self._release()))
         await asyncio.to_thread(self._thread.close)
+
+    async def __aenter__(self) -> ControllerEngine:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
