@@ -1,13 +1,21 @@
-"""ASGI requests that are authenticated by their head, before a byte of the body is read."""
+"""ASGI requests that are authenticated by their head, before a byte of the body is read; their answers are signed.
+
+:func:`check_head`, :func:`read_body`, :func:`finish` and :func:`send_json` are the steps of every such request.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
-from weightwire.auth import Grant, Verifier
+from weightwire.auth import Grant, Verifier, sign_answer
 from weightwire.errors import AuthError, WireError
+from weightwire.keys import Key
+
+DISCARD_S = 1.0
+"""Seconds for reading the rest of a refused request: a connection closed before that may lose the answer."""
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -71,8 +79,15 @@ async def _read_parts(receive: Receive, max_bytes: int, charge: Callable[[int], 
     return bytes(body)
 
 
-async def unless_gone(work: asyncio.Future[Any], receive: Receive) -> Any:
-    """Return the result of ``work``; None if the caller disconnects, which cancels it."""
+async def finish(call: Coroutine[Any, Any, Any], receive: Receive, *, with_caller: bool) -> Any:
+    """Return the result of a call.
+
+    Args:
+        with_caller: cancel it when its caller disconnects, and return None; otherwise it is completed without its caller.
+    """
+    work = asyncio.ensure_future(call)
+    if not with_caller:
+        return await asyncio.shield(work)
 
     async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -86,3 +101,35 @@ async def unless_gone(work: asyncio.Future[Any], receive: Receive) -> Any:
     finally:
         for task in (work, watch):
             task.cancel()
+
+
+async def send_json(
+    send: Send, status: int, body: bytes, key: Key, nonce: str = "", *, close: bool = False, rest: Receive | None = None
+) -> None:
+    """Send an answer.
+
+    Args:
+        body: JSON.
+        nonce: of the request, over which the answer is signed; empty: it is not.
+        close: the connection ends with it.
+        rest: ``receive`` of a request that was not read completely. Closing a connection with unread bytes resets it, and the
+            caller may never see the answer; so they are discarded before.
+    """
+    headers = {"content-type": "application/json", "content-length": str(len(body))}
+    if close:
+        headers["connection"] = "close"
+    if nonce:
+        headers |= sign_answer(key, nonce, status, body)
+    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body, "more_body": rest is not None})
+    if rest is not None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            # Bounded: the caller may send slowly, or for ever.
+            await asyncio.wait_for(_discard(rest), DISCARD_S)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _discard(receive: Receive) -> None:
+    while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
+        pass

@@ -7,14 +7,13 @@ including those that vLLM leaves open under ``VLLM_SERVER_DEV_MODE``.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from weightwire.asgi import Message, Receive, Scope, Send, check_head, read_body, unless_gone
-from weightwire.auth import Verifier, sign_answer
+from weightwire.asgi import Message, Receive, Scope, Send, check_head, finish, read_body, send_json
+from weightwire.auth import Verifier
 from weightwire.errors import AuthError, InstanceError, NotServingError, WireError, to_json
 from weightwire.keys import Key, load_key
 from weightwire.remote_engine import AUDIENCE, CALLS, Arguments, read_call
@@ -132,11 +131,9 @@ class Guard:
             fields = _fields(body)
             if name not in (*OWN_ROUTES, *CALLS) or scope["method"] != "POST":
                 raise WireError(f"there is no POST {PREFIX}{name[:80]}; known: {', '.join((*OWN_ROUTES, *CALLS))}")
-            work = asyncio.ensure_future(self._call(name, self._control_of(scope), scope["app"].state, fields))
-            if name == "info" or (name in CALLS and CALLS[name].samples):
-                answer = await unless_gone(work, receive)
-            else:  # completes without its caller, whose connection may break
-                answer = await asyncio.shield(work)
+            call = self._call(name, self._control_of(scope), scope["app"].state, fields)
+            # One that changes the engine completes without its caller, whose connection may break.
+            answer = await finish(call, receive, with_caller=name == "info" or (name in CALLS and CALLS[name].samples))
         except WireError as error:
             await self._refuse(error, scope, send, nonce)
         except Exception as error:
@@ -144,7 +141,7 @@ class Guard:
             await self._refuse(WireError(f"{name}: {type(error).__name__}: {error}"), scope, send, nonce, 500)
         else:
             if answer is not None:
-                await self._send(200, answer, send, nonce)
+                await send_json(send, 200, json.dumps(answer).encode(), self._key, nonce)
 
     async def _call(self, name: str, control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
         """Answer a route."""
@@ -184,16 +181,7 @@ class Guard:
         # The most specific class first, as its bases may be in the table too.
         kinds = (kind.__name__ for kind in type(error).__mro__)
         status = status or next((STATUS[kind] for kind in kinds if kind in STATUS), 500)
-        await self._send(status, answer, send, nonce)
-
-    async def _send(self, status: int, answer: dict[str, Any], send: Send, nonce: str) -> None:
-        body = json.dumps(answer).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body))}
-        if nonce:
-            headers |= sign_answer(self._key, nonce, status, body)
-        pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": pairs})
-        await send({"type": "http.response.body", "body": body})
+        await send_json(send, status, json.dumps(answer).encode(), self._key, nonce)
 
 
 def _show_adapters(control: Control, state: Any) -> None:

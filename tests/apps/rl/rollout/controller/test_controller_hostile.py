@@ -11,12 +11,12 @@ from controller_doubles import KEY, Served, read_response, until
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from megascend.apps.rl.rollout.controller import server
 from megascend.apps.rl.rollout.controller.messages import AUDIENCE, new_id, read_answer, read_call
 from megascend.apps.rl.rollout.controller.routes import CONTROLLER_CALLS, ROUTES
 from megascend.apps.rl.rollout.controller.server import HttpLimits
 from megascend.apps.rl.rollout.http_client import Answer
 from megascend.errors import MessageError
+from weightwire import asgi
 from weightwire.auth import Verifier, sign
 from weightwire.keys import Key
 
@@ -34,7 +34,7 @@ def served() -> Iterator[Served]:
         pytest.MonkeyPatch.context() as patch,
         Served(limits=HttpLimits(max_body_bytes=20_000, max_head_bytes=4096, body_timeout_s=30)) as served,
     ):
-        patch.setattr(server, "DISCARD_S", 0.05)
+        patch.setattr(asgi, "DISCARD_S", 0.05)
         yield served
         until(served.idle)
 

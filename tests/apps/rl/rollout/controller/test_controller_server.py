@@ -22,7 +22,6 @@ from controller_doubles import (
 )
 
 from megascend.apps.rl.rollout import connections
-from megascend.apps.rl.rollout.controller import server
 from megascend.apps.rl.rollout.controller.client import ControllerClient, ControllerEngine
 from megascend.apps.rl.rollout.controller.controller import Controller, ControllerLimits
 from megascend.apps.rl.rollout.controller.messages import BEARER, new_id, write_call
@@ -38,6 +37,7 @@ from megascend.errors import (
     MessageError,
     RolloutTaskError,
 )
+from weightwire import asgi
 from weightwire.auth import ANSWER_HEADER, sign
 from weightwire.engine import Completion, Sampling
 from weightwire.engine_calls import LoopThread
@@ -449,7 +449,7 @@ def test_unsigned_answer_raises_controller_lost_error(monkeypatch: pytest.Monkey
         client.status()
 
         async def forget_to_sign() -> None:
-            monkeypatch.setattr(server, "sign_answer", lambda *_: {})
+            monkeypatch.setattr(asgi, "sign_answer", lambda *_: {})
 
         served.thread.run(forget_to_sign())
         with pytest.raises(ControllerLostError, match=r"is not our rollout controller: the answer .* is not signed"):

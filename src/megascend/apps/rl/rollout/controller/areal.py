@@ -21,16 +21,15 @@ OWNER = "AReaL"
 WEIGHTS = ("init_weights_group", "update_weights_xccl", "update_weights_disk")
 
 
-def bearer_of(authorization: str | None) -> str | None:
+def bearer_of(authorization: bytes) -> bytes:
     """Convert the password of a basic authorization to a bearer token; return anything else unchanged."""
-    scheme, _, value = (authorization or "").partition(" ")
-    if scheme.lower() != "basic":
+    scheme, _, value = authorization.partition(b" ")
+    if scheme.lower() != b"basic":
         return authorization
     try:
-        _, _, password = base64.b64decode(value, validate=True).decode("ascii").partition(":")
-    except (binascii.Error, ValueError):
+        return b"Bearer " + base64.b64decode(value, validate=True).partition(b":")[2]
+    except binascii.Error:
         return authorization
-    return f"Bearer {password}"
 
 
 class ArealCallbacks:

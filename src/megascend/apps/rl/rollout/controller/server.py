@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 from typing_extensions import Self
 
 from megascend.apps.rl.rollout.connections import OWNER, BoundedServer, listen
@@ -35,16 +31,24 @@ from megascend.errors import (
     MegascendError,
     MessageError,
 )
-from weightwire.asgi import LargeBodyError, Receive, Scope, Send, check_head, read_body, target_of, unless_gone
-from weightwire.auth import Grant, Verifier, sign_answer
+from weightwire.asgi import (
+    LargeBodyError,
+    Receive,
+    Scope,
+    Send,
+    check_head,
+    finish,
+    read_body,
+    send_json,
+    target_of,
+)
+from weightwire.auth import Grant, Verifier
 from weightwire.errors import AuthBusyError, AuthError, UnsupportedCallError, WireError
 from weightwire.keys import Key
 
 log = logging.getLogger(__name__)
 CLOSE_S = 1
 """Seconds that running requests have when the server closes."""
-DISCARD_S = 1.0
-"""Seconds for reading the rest of a refused request: a connection closed before that may lose the answer."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +130,7 @@ class ControllerServer(ClosedOnce):
         self._server: BoundedServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._stopping: str | None = None
-        self._areal = ArealCallbacks(controller)
-        areal = Route(CALLBACKS + "{name}", self._respond_to_areal, methods=["POST"])
-        calls = Route("/{path:path}", self._respond, methods=["POST"])
-        self.application = Starlette(routes=[areal, calls] if bearer else [calls])
-        # A malformed path is refused, not sent elsewhere: no caller follows redirects.
-        self.application.router.redirect_slashes = False
+        self._bearer, self._areal = bearer, ArealCallbacks(controller)
         self.address = Address(host, port)
         """Address at which it listens, complete after :meth:`start`."""
 
@@ -154,7 +153,7 @@ class ControllerServer(ClosedOnce):
             ) from error
         host, port = listening.getsockname()[:2]
         self._server = BoundedServer(
-            self.application,
+            self._serve_request,
             self._limits.max_connections,
             lifespan="off",
             log_config=None,
@@ -162,8 +161,7 @@ class ControllerServer(ClosedOnce):
             proxy_headers=False,
             date_header=False,
             timeout_graceful_shutdown=CLOSE_S,
-            # One request a connection, also for answers of the router (404, 405), which do not say `Connection: close`.
-            timeout_keep_alive=0,
+            timeout_keep_alive=0,  # one request a connection
             h11_max_incomplete_event_size=self._limits.max_head_bytes,
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
@@ -203,61 +201,53 @@ class ControllerServer(ClosedOnce):
 
     # --- internals ---
 
-    async def _respond(self, request: Request) -> Response:
+    async def _serve_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, whose caller is authenticated by the head before the body is read."""
-        grant = None
+        callback = (
+            scope["path"].removeprefix(CALLBACKS) if self._bearer and scope["path"].startswith(CALLBACKS) else None
+        )
+        nonce, rest = "", receive
         try:
-            grant = self._admit(request.scope)
-            with self._room(request):
-                body = await read_body(request.receive, self._limits.max_body_bytes, self._limits.body_timeout_s)
-                answer = await self._answer(grant, target_of(request.scope), body, request.receive)
-        except Refusal as refusal:
-            kind = ControllerBusyError if refusal.status == 503 else MessageError
-            return self._signed(Answer(refusal.status, self._error(kind(str(refusal))).body), grant, RefusedResponse)
-        except WireError as error:  # the body did not arrive
-            status = _status_of(error)
-            answer = Answer(status, self._error(MessageError(str(error))).body)
-            # A late body is refused without a signature: clients treat that as a broken connection, and retry.
-            return self._signed(answer, grant if status == 413 else None, RefusedResponse)
-        return self._signed(answer, grant)
+            grant = self._admit(scope, is_callback=callback is not None)
+            nonce = grant.nonce
+            if scope["method"] != "POST":
+                raise Refusal(405, "only POST requests are answered")
+            with self._room(scope):
+                body = await read_body(receive, self._limits.max_body_bytes, self._limits.body_timeout_s)
+                rest = None
+                if callback is None:
+                    answer = await self._answer(grant, target_of(scope), body, receive)
+                else:
+                    answer = _json(*await finish(self._areal.answer(callback, body), receive, with_caller=False))
+        except (Refusal, WireError) as error:  # a WireError: the body did not arrive
+            status = error.status if isinstance(error, Refusal) else 413 if isinstance(error, LargeBodyError) else 408
+            if status == 408:
+                nonce = ""  # a late body is refused without a signature: clients treat that as a broken connection, and retry
+            kind = ControllerBusyError if status == 503 else MessageError
+            refusal = Answer(status, self._error(kind(str(error))).body)
+            answer = refusal if callback is None else _json(status, {"error": str(error)})
+        await send_json(send, answer.status, answer.body, self._key, nonce, close=True, rest=rest)
 
-    async def _respond_to_areal(self, request: Request) -> Response:
-        request.scope["headers"] = [
-            (name, (bearer_of(value.decode("latin-1")) or "").encode("latin-1") if name == b"authorization" else value)
-            for name, value in request.scope["headers"]
-        ]
-        try:
-            if self._admit(request.scope).nonce:  # the body of a callback names no instance
-                raise Refusal(401, "a callback is not signed: it needs the bearer token")
-            with self._room(request):
-                body = await read_body(request.receive, self._limits.max_body_bytes, self._limits.body_timeout_s)
-                # Shielded: a call that has begun on the engines ends, even if its caller disconnects.
-                status, answer = await asyncio.shield(self._areal.answer(request.path_params["name"], body))
-        except (Refusal, WireError) as error:
-            status = error.status if isinstance(error, Refusal) else _status_of(error)
-            return RefusedResponse(json.dumps({"error": str(error)}), status, media_type="application/json")
-        return Response(json.dumps(answer), status, {"Connection": "close"}, "application/json")
-
-    def _signed(self, answer: Answer, grant: Grant | None, kind: type[Response] = Response) -> Response:
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if grant is not None and grant.nonce:
-            headers |= sign_answer(self._key, grant.nonce, answer.status, answer.body)
-        return kind(answer.body, answer.status, headers)
-
-    def _admit(self, scope: Scope) -> Grant:
+    def _admit(self, scope: Scope, *, is_callback: bool) -> Grant:
+        if is_callback:
+            scope["headers"] = [
+                (name, bearer_of(value) if name == b"authorization" else value) for name, value in scope["headers"]
+            ]
         try:
             grant = check_head(self._verifier, scope)
         except AuthError as error:
             raise Refusal(503 if isinstance(error, AuthBusyError) else 401, str(error)) from None
+        if is_callback and grant.nonce:  # the body of a callback names no instance
+            raise Refusal(401, "a callback is not signed: it needs the bearer token")
         # Authenticated connections each have their own owner, so that the limit of connections closes those of strangers first.
         scope[OWNER] = f"caller {grant.nonce or id(scope)}"
         return grant
 
     @contextmanager
-    def _room(self, request: Request) -> Iterator[None]:
+    def _room(self, scope: Scope) -> Iterator[None]:
         """Reserve a slot for a request and memory for its body within the context; raise Refusal if none is free."""
         limits = self._limits
-        size = int(request.headers.get("content-length", limits.max_body_bytes))
+        size = int(dict(scope["headers"]).get(b"content-length", limits.max_body_bytes))
         if size > limits.max_body_bytes:
             raise Refusal(413, f"a body of {size} bytes; at most {limits.max_body_bytes} are accepted")
         if self._requests >= limits.max_requests:
@@ -286,8 +276,7 @@ class ControllerServer(ClosedOnce):
             if route.once:
                 return await self._replies.once(call, target, body, lambda: self._execute(route, call))
             # Calls without effect end with their caller; the others are completed.
-            work = asyncio.ensure_future(self._execute(route, call))
-            return await unless_gone(work, receive) or Answer(499, b"")
+            return await finish(self._execute(route, call), receive, with_caller=True) or Answer(499, b"")
         except (MegascendError, AuthError) as error:
             return self._error(MessageError(str(error)) if isinstance(error, AuthError) else error)
 
@@ -332,31 +321,8 @@ class ControllerServer(ClosedOnce):
             self._withdraw()
 
 
-class RefusedResponse(Response):
-    """Answer to a request that was not read completely: discards the rest before the connection is closed.
-
-    Closing a connection with unread bytes resets it, and the caller may never see the answer.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        with contextlib.suppress(asyncio.TimeoutError, WireError):
-            # Bounded: the caller may send slowly, or for ever.
-            await asyncio.wait_for(_discard(receive), DISCARD_S)
-        await send({"type": "http.response.body", "body": b""})
-
-
-def _status_of(error: WireError) -> int:
-    """Return the status for a body that could not be read, or is not the one that was signed."""
-    if isinstance(error, AuthError):
-        return 400
-    return 413 if isinstance(error, LargeBodyError) else 408
-
-
-async def _discard(receive: Receive) -> None:
-    while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
-        pass
+def _json(status: int, fields: Mapping[str, Any]) -> Answer:
+    return Answer(status, json.dumps(fields).encode())
 
 
 @contextmanager
