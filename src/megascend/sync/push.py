@@ -79,6 +79,46 @@ class PlanRecord:
         return len(self.shares) - sum(self.engines.values())
 
 
+@dataclass(frozen=True)
+class PushResult:
+    """Result of a push.
+
+    Attributes:
+        version: version now active on all engines.
+        nbytes: bytes of the weights of each worker, or of the largest share of a sharded push.
+        buckets: number of buckets sent.
+        engines: names of the engines.
+        seconds: duration of each phase: ``describe``, ``begin``, ``transfer``, ``verify``, ``commit``.
+        transport: transport used.
+        sharded: every rank of the trainer has sent its slices.
+        why_not_sharded: the reason, if rank 0 has sent everything.
+        base: version from which the changes were sent; None: complete weights.
+        parts: seconds of the phases' parts (``transfer.export``, ``commit.paused`` ...), which show where time goes. vLLM adds
+            ``commit.exchange`` if it has copied into the parameters in use, ``commit.reload`` if it has reloaded its model.
+        payload: bytes that the workers of all engines received, together, whoever sent them: ``nbytes`` for each worker if rank 0
+            has sent whole tensors; of a sharded push, the slices or changes of each worker.
+        share: ``payload`` relative to that of complete weights.
+    """
+
+    version: int
+    nbytes: int
+    buckets: int
+    engines: tuple[str, ...]
+    seconds: Mapping[str, float]
+    transport: str = ""
+    sharded: bool = False
+    why_not_sharded: str = ""
+    base: int | None = None
+    payload: int = 0
+    share: float = 1.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds for which the slowest engine sampled nothing: by its own measure or, without one, those of the commit."""
+        return self.parts.get("commit.paused", self.seconds["commit"])
+
+
 class Plan(Protocol):
     """A way to send weights, which a :class:`Push` carries out. Both methods are collective."""
 
@@ -296,6 +336,27 @@ class Push:
             self.sender.close()
         if self.delivery is not None and self.name:
             self.delivery.drop(self.name, self.engines)
+
+    def result(self, why_not_sharded: str) -> PushResult:
+        """Return the result after a commit, on rank 0.
+
+        Args:
+            why_not_sharded: the reason if rank 0 has sent everything; empty if every rank has sent its slices.
+        """
+        return PushResult(
+            self.version,
+            self.nbytes,
+            self.buckets,
+            tuple(engine.name for engine in self.engines),
+            self.seconds,
+            self.transport,
+            sharded=not why_not_sharded,
+            why_not_sharded=why_not_sharded,
+            base=self.base,
+            payload=self.payload,
+            share=self.share,
+            parts=self.parts,
+        )
 
     @property
     def connection(self) -> Delivery:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import ConfigError, MegascendError
 from megascend.runtime.distributed.objects import agree
 from megascend.sync.delivery import MARGIN_S, Delivery, RunCoroutine
-from megascend.sync.push import OutdatedPlanError, Push, WholeTensors
+from megascend.sync.push import OutdatedPlanError, Push, PushResult, WholeTensors
 from megascend.sync.ranks import Ranks
 from megascend.sync.sharded import Mode, ShardedSync
 from weightwire import digest as digests
@@ -30,46 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megascend.backend import Backend
-
-
-@dataclass(frozen=True)
-class PushResult:
-    """Result of a push.
-
-    Attributes:
-        version: version now active on all engines.
-        nbytes: bytes of the weights of each worker, or of the largest share of a sharded push.
-        buckets: number of buckets sent.
-        engines: names of the engines.
-        seconds: duration of each phase: ``describe``, ``begin``, ``transfer``, ``verify``, ``commit``.
-        transport: transport used.
-        sharded: every rank of the trainer has sent its slices.
-        why_not_sharded: the reason, if rank 0 has sent everything.
-        base: version from which the changes were sent; None: complete weights.
-        parts: seconds of the phases' parts (``transfer.export``, ``commit.paused`` ...), which show where time goes. vLLM adds
-            ``commit.exchange`` if it has copied into the parameters in use, ``commit.reload`` if it has reloaded its model.
-        payload: bytes that the workers of all engines received, together, whoever sent them: ``nbytes`` for each worker if rank 0
-            has sent whole tensors; of a sharded push, the slices or changes of each worker.
-        share: ``payload`` relative to that of complete weights.
-    """
-
-    version: int
-    nbytes: int
-    buckets: int
-    engines: tuple[str, ...]
-    seconds: Mapping[str, float]
-    transport: str = ""
-    sharded: bool = False
-    why_not_sharded: str = ""
-    base: int | None = None
-    payload: int = 0
-    share: float = 1.0
-    parts: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def pause_s(self) -> float:
-        """Seconds for which the slowest engine sampled nothing: by its own measure or, without one, those of the commit."""
-        return self.parts.get("commit.paused", self.seconds["commit"])
 
 
 class WeightSync:
@@ -181,7 +140,7 @@ class WeightSync:
             except OutdatedPlanError:
                 # No failure: an engine was restarted. A new plan is not outdated, and the second attempt is the last.
                 push, reason = self._push(version, adapter, adapter_only)
-            pushed = self._ranks.on_rank_0(lambda: _result(push, reason), "the result of the push")
+            pushed = self._ranks.on_rank_0(lambda: push.result(reason), "the result of the push")
             if pushed.sharded:
                 self._shards.succeeded(version, pushed.base, pushed.share)
             return pushed
@@ -259,23 +218,6 @@ class WeightSync:
         # Other ranks export no tensors, and learn of the formats with a plan.
         specs, formats = self._stored or (exported, {})
         return WholeTensors(specs, None, _generator(export(adapter, receivers="main")), formats)
-
-
-def _result(push: Push, reason: str) -> PushResult:
-    return PushResult(
-        push.version,
-        push.nbytes,
-        push.buckets,
-        tuple(engine.name for engine in push.engines),
-        push.seconds,
-        push.transport,
-        sharded=not reason,
-        why_not_sharded=reason,
-        base=push.base,
-        payload=push.payload,
-        share=push.share,
-        parts=push.parts,
-    )
 
 
 def check_transport(transport: str, device_type: str) -> None:

@@ -18,7 +18,7 @@ from megascend.apps.rl.learn import averaged, corrected, learn, objective_loss, 
 from megascend.apps.rl.records import push_figures
 from megascend.apps.rl.rollout.group import Trajectory, TrajectoryGroup
 from megascend.config.rl import Objective
-from megascend.sync.sync import PushResult
+from megascend.sync.push import PushResult
 from megascend.testing import run_distributed, write_tiny_checkpoint
 from megascend.training.batch.loss import LossInputs
 from support.forked_programs import run_forked

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megascend.apps.rl.servers import EngineServers
     from megascend.backend import Backend
     from megascend.sync import WeightSync
-    from megascend.sync.sync import PushResult
+    from megascend.sync.push import PushResult
     from weightwire.engine import InferenceEngine
 
 log = logging.getLogger(__name__)

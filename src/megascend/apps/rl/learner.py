@@ -49,7 +49,8 @@ from megascend.config.rl import BASE, TRAINER, RlConfig
 from megascend.errors import DataError, EngineError
 from megascend.runtime.stop_signals import MeasurementStopped
 from megascend.sync import WeightSync
-from megascend.sync.sync import PushResult, check_transport
+from megascend.sync.push import PushResult
+from megascend.sync.sync import check_transport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

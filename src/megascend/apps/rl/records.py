@@ -17,7 +17,7 @@ from megascend.training.batch.metrics import Metric
 if TYPE_CHECKING:
     from megascend.apps.rl.reference import Divergence
     from megascend.apps.rl.rollout.mismatch import Mismatch
-    from megascend.sync.sync import PushResult
+    from megascend.sync.push import PushResult
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from megascend.apps.rl.rollout.controller.controller import Controller
 from megascend.apps.rl.rollout.controller.server import ControllerServer
 from megascend.errors import EngineError, WeightSyncError
 from megascend.sync.delivery import Delivery
-from megascend.sync.push import push_tensors
-from megascend.sync.sync import PushResult
+from megascend.sync.push import PushResult, push_tensors
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
 from support.trainers import make_trainer

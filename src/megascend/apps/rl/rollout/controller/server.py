@@ -188,11 +188,19 @@ class ControllerServer(ClosedOnce):
         Returns:
             The signal. A program exits with ``128 + signal``.
         """
-        received: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
-        with _handlers(received):
+        loop = asyncio.get_running_loop()
+        received: asyncio.Future[signal.Signals] = loop.create_future()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            # Later ones are ignored: closing has its own deadlines.
+            loop.add_signal_handler(number, lambda number=number: received.done() or received.set_result(number))
+        try:
             number = await received
             log.warning("%s: the controller closes; paused engines are resumed", number.name)
             await self.close(f"the controller got {number.name}")
+        finally:
+            for each in numbers:
+                loop.remove_signal_handler(each)
         return number
 
     async def __aenter__(self) -> Self:
@@ -323,21 +331,3 @@ class ControllerServer(ClosedOnce):
 
 def _json(status: int, fields: Mapping[str, Any]) -> Answer:
     return Answer(status, json.dumps(fields).encode())
-
-
-@contextmanager
-def _handlers(received: asyncio.Future[signal.Signals]) -> Iterator[None]:
-    """Set the future to the first SIGTERM or SIGINT. Later ones are ignored: closing has its own deadlines."""
-    loop = asyncio.get_running_loop()
-
-    def handle(number: signal.Signals) -> None:
-        if not received.done():
-            received.set_result(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, handle, number)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
