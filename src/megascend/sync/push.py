@@ -6,8 +6,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field, replace
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -28,28 +28,6 @@ log = logging.getLogger(__name__)
 
 class OutdatedPlanError(WeightSyncError):
     """An engine no longer has its share of the plan; a new plan may be possible."""
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """All that a rank needs to join an update.
-
-    Attributes:
-        address, name: address and name of the update's group.
-        device: type of the device of the buffers.
-        base: version from which differences are sent, or None.
-        keep: ranks keep what they send, as the base of differences.
-    """
-
-    address: tuple[str, int]
-    name: str
-    manifest: Manifest
-    transport: str
-    device: str
-    options: Mapping[str, Any]
-    timeout_s: float
-    base: int | None
-    keep: bool
 
 
 @dataclass
@@ -164,6 +142,7 @@ class Push:
     base: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
+    _offers: dict[str, Offer] = field(default_factory=dict)  # by engine
 
     @property
     def share(self) -> float:
@@ -200,7 +179,7 @@ class Push:
         adapter: AdapterInfo | None = None,
         plan: PlanRecord | None = None,
         base: int | None = None,
-    ) -> Ticket:
+    ) -> tuple[Offer, str]:
         """Offer the update to all engines. On rank 0 only.
 
         If engines do not have the base version, and nothing else is wrong, all of them are offered a complete update.
@@ -210,7 +189,7 @@ class Push:
             base: version from which differences are to be sent.
 
         Returns:
-            What a rank needs to join the update's group.
+            The offer to one of the engines, without shares, by which ranks join the group; type of the device of the buffers.
 
         Raises:
             OutdatedPlanError: an engine no longer has the plan.
@@ -242,17 +221,9 @@ class Push:
                 self.base = None
                 answers = self._offer(delivery, manifest, counts, plan)
         answers.required(f"version {self.version} was not begun")
-        return Ticket(
-            address=(delivery.listener.host, delivery.listener.port),
-            name=self.name,
-            manifest=manifest,
-            transport=self.transport,
-            device=device.type,
-            options=delivery.options,
-            timeout_s=delivery.timeout_s,
-            base=self.base,
-            keep=plan is not None and plan.keep,
-        )
+        offer = self._offers[self.engines[0].name]
+        # Every rank has its own share.
+        return replace(offer, sharded=offer.sharded and replace(offer.sharded, shares=None)), device.type
 
     def _offer(
         self, delivery: Delivery, manifest: Manifest, counts: Mapping[str, int], plan: PlanRecord | None
@@ -267,14 +238,14 @@ class Push:
         if plan is not None:
             trainers = [f"{trainers[0]} rank {rank}" for rank in range(plan.senders)]
         self.name = delivery.listener.new_group([*trainers, *member_names(counts)], senders=len(trainers))
-        offers, first = {}, len(trainers)
+        first = len(trainers)
         for name, workers in counts.items():
             sharded = None
             if plan is not None:
                 # Engines keep their shares: tens of thousands of slices would be sent again with every push.
                 shares = None if name in plan.provisioned else tuple(plan.shares[first : first + workers])
                 sharded = Sharding(plan.identity, len(trainers), shares, self.base, plan.keep)
-            offers[name] = Offer(
+            self._offers[name] = Offer(
                 update=self.name,
                 owner=delivery.owner,
                 host=delivery.listener.host,
@@ -290,7 +261,7 @@ class Push:
             )
             first += workers
         with self.timed("begin.offer"):
-            answers = delivery.call(self.engines, lambda engine: engine.begin_update(offers[engine.name]))
+            answers = delivery.call(self.engines, lambda engine: engine.begin_update(self._offers[engine.name]))
         delivery.accepted([*answers.results])
         return answers
 
@@ -401,17 +372,17 @@ class WholeTensors:
         push.ranks.on_rank_0(lambda: self._connect(push), "the offer to the engines")
 
     def _connect(self, push: Push) -> None:
-        ticket, delivery = push.offer(self.specs, self.adapter), push.connection
+        (offer, device), delivery = push.offer(self.specs, self.adapter), push.connection
         # Waits for the receivers, which the engines start in begin_update.
         with push.timed("begin.connect"):
             push.sender = Sender.connect(
                 delivery.listener,
-                ticket.name,
-                ticket.manifest,
-                transport=ticket.transport,
-                device=ticket.device,
-                timeout_s=ticket.timeout_s,
-                options=ticket.options,
+                offer.update,
+                offer.manifest,
+                transport=offer.transport,
+                device=device,
+                timeout_s=offer.timeout_s,
+                options=offer.options,
                 overlap=delivery.overlap,
                 buffers=delivery.buffers,
             )

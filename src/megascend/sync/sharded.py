@@ -18,13 +18,13 @@ from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.reference.reductions import out_of_range
 from megascend.runtime.distributed.objects import broadcast_object, collect_objects, from_rank_0
 from megascend.sync.delivery import Delivery
-from megascend.sync.push import PlanRecord, Push, Ticket
+from megascend.sync.push import PlanRecord, Push
 from megascend.sync.ranks import Ranks
 from megascend.training.checkpoint.hf_slices import held_weights
 from weightwire.errors import PlanError
 from weightwire.fp8 import SCALES, BlockFormat, quantise, require_finite
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
-from weightwire.offer import Seal
+from weightwire.offer import Offer, Seal
 from weightwire.plan import Region, Share, by_name, complete, plan
 from weightwire.sender import Buffers
 from weightwire.sharded import HeldSlice, History, ShardSender, digests_by_worker
@@ -334,31 +334,32 @@ class ShardedSync:
         Raises:
             OutdatedPlanError: an engine no longer has the plan.
         """
-        ticket = self._ranks.on_rank_0(
+        offer, device = self._ranks.on_rank_0(
             lambda: push.offer(self._specs, plan=self._planned, base=self._base()), "the offer to the engines"
         )
 
         def connect() -> None:
-            push.sender = self._connect(ticket)
+            push.sender = self._connect(offer, device)
 
         failure = f"version {push.version} was not begun"
         self._ranks.on_every_rank(connect, "joining the group of the update", failure)
 
-    def _connect(self, ticket: Ticket) -> ShardSender:
+    def _connect(self, offer: Offer, device_type: str) -> ShardSender:
         assert self._share is not None
-        device = self._groups.device if ticket.device == self._groups.device.type else torch.device(ticket.device)
+        assert offer.sharded is not None
+        device = self._groups.device if device_type == self._groups.device.type else torch.device(device_type)
         return ShardSender.connect(
-            ticket.address,
-            ticket.name,
+            (offer.host, offer.port),
+            offer.update,
             self._groups.rank,
-            ticket.manifest,
+            offer.manifest,
             self._share,
-            transport=ticket.transport,
+            transport=offer.transport,
             device=device,
-            timeout_s=ticket.timeout_s,
-            options=ticket.options,
-            history=self._history if ticket.keep else None,
-            base=ticket.base,
+            timeout_s=offer.timeout_s,
+            options=offer.options,
+            history=self._history if offer.sharded.keep else None,
+            base=offer.sharded.base,
             buffers=self._buffers,
         )
 
