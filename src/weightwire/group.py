@@ -26,8 +26,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError, WireError
-from weightwire.liveness import Identity
-from weightwire.peers import STORE_S, Peers, Records, poll_pause
+from weightwire.peers import STORE_S, Peers, poll_pause
 
 log = logging.getLogger(__name__)
 
@@ -106,37 +105,18 @@ class Listener:
         self._store = None
 
 
-class Group:
-    """One member's view of a group that is complete. Created by :func:`join`.
-
-    Attributes:
-        name: name of the group.
-        rank: rank of this member; rank 0 sends, in a sharded update other members too.
-        members: names for messages, by rank.
-        host, port: address of the listener.
-    """
+class Group(Peers):
+    """One member's view of a group that is complete. Created by :func:`join`."""
 
     def __init__(
         self, name: str, rank: int, members: Sequence[str], host: str, port: int, store: Store, senders: int = 1
     ) -> None:
-        self.name, self.rank, self.members = name, rank, tuple(members)
-        self.host, self.port = host, port
-        self._store = store
-        self._records = Records(store, name)
-        self._peers = Peers(self._records, name, rank, members, host, port, senders)
+        super().__init__(name, rank, members, host, port, store, senders)
+        self._store: Store | None = store
 
     @property
     def size(self) -> int:
         return len(self.members)
-
-    @property
-    def identities(self) -> tuple[Identity, ...]:
-        """Return the members' processes, by rank."""
-        return tuple(self._peers.identities[rank] for rank in range(self.size))
-
-    def member(self, rank: int) -> str:
-        """Return a member's name for messages, with its process if that is known."""
-        return self._peers.describe(rank)
 
     def store(self, purpose: str, timeout_s: float) -> Store:
         """Open a store private to this group and ``purpose``, over a new connection, with ``timeout_s`` as its deadline.
@@ -146,22 +126,14 @@ class Group:
         """
         return PrefixStore(f"{self.name}/{purpose}", connect(self.host, self.port, timeout_s))
 
-    def progress(self, buckets: int) -> None:
-        """Set the number of buckets that this member has finished; the next heartbeat reports it."""
-        self._peers.progress = buckets
-
-    def progress_of(self, rank: int) -> int:
-        """Return the number of buckets that another member had finished at its last heartbeat."""
-        return self._peers.progress_of(rank)
-
     def check(self) -> None:
         """Raise PeerLostError if a member is known to have failed or gone. Reads only local state."""
-        if (lost := self._peers.lost) is not None:
+        if (lost := self.lost) is not None:
             raise PeerLostError(str(lost))  # a new one: an exception raised twice would collect both tracebacks
 
     def abandon(self, reason: str) -> None:
         """Make :meth:`check` raise on this member, which ends a wait in another thread."""
-        self._peers.lost = self._peers.lost or PeerLostError(f"given up: {reason}")
+        self.lost = self.lost or PeerLostError(f"given up: {reason}")
 
     def exchange(self, purpose: str, text: str, timeout_s: float) -> list[str]:
         """Give all members a text, and return theirs by rank, over this group's own connection.
@@ -240,32 +212,32 @@ class Group:
         Args:
             activity: activity of this member: ``"sending bucket 3 of 12"``.
         """
-        peers, prefix = self._peers, f"{self.member(self.rank)}, {activity}"
-        deadline, before = time.monotonic() + EXPLAIN_S, peers.beats()
-        while time.monotonic() < deadline and not peers.halted_members():
-            peers.poll()
-            if peers.lost is not None and peers.at_fault:
-                return PeerLostError(f"{prefix}: {peers.lost}")
+        prefix = f"{self.member(self.rank)}, {activity}"
+        deadline, before = time.monotonic() + EXPLAIN_S, self.beats()
+        while time.monotonic() < deadline and not self.halted_members():
+            self.poll()
+            if self.lost is not None and self.at_fault:
+                return PeerLostError(f"{prefix}: {self.lost}")
             # Two further heartbeats of every member: the first may have been sent before the error.
-            beats = peers.beats()
-            if before and all(peers.has_left(rank) or beats[rank] > before[rank] + 1 for rank in before):
+            beats = self.beats()
+            if before and all(self.has_left(rank) or beats[rank] > before[rank] + 1 for rank in before):
                 break
-            peers.ended.wait(0.05)
-        beats, halted, state = peers.beats(), peers.halted_members(), peers.report()
-        silent = {rank for rank in before if beats[rank] == before[rank] and not peers.has_left(rank)}
+            self.ended.wait(0.05)
+        beats, halted, state = self.beats(), self.halted_members(), self.report()
+        silent = {rank for rank in before if beats[rank] == before[rank] and not self.has_left(rank)}
         if halted or silent:
             phrases = {"ended": "is gone: its process has ended", "stopped": "is stopped"}
             reasons = [f"{self.member(rank)} {phrases[process]}" for rank, process in halted.items()]
             reasons += [f"{self.member(rank)} sends no heartbeats" for rank in sorted(silent - halted.keys())]
             kind = DeadlineError if isinstance(error, DeadlineError) else PeerLostError
             return kind(f"{prefix}: {', '.join(reasons)} ({error}); {state}")
-        if peers.lost is not None:
-            return PeerLostError(f"{prefix}: {peers.lost}; {state}")
+        if self.lost is not None:
+            return PeerLostError(f"{prefix}: {self.lost}; {state}")
         return type(error)(f"{prefix}: {error}; {state}")
 
     def close(self) -> None:
         """Leave the group. When the sender leaves, the group ends: nobody can join it any more."""
-        if self._peers.leave() and self._store is not None:
+        if self.leave() and self._store is not None:
             _keep_idle(self.host, self.port, self._store)
         self._store = None
 
@@ -305,7 +277,7 @@ def join(
         raise GroupError(f"group {name} has members 0 to {len(members) - 1}, not {rank}")
     group = Group(name, rank, members, host, port, store, senders)
     try:
-        group._peers.join(deadline, abandoned)
+        group.join(deadline, abandoned)
     except RuntimeError as error:
         if isinstance(error, WireError):
             # The others wait for this member, and would otherwise learn of it at their own deadline.

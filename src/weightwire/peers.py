@@ -99,39 +99,45 @@ class Peers:
     member watching every other, a store of n members would answer n * n requests per beat.
 
     Args:
-        host, port: address of the listener, which lives in the sender's process.
+        store: the listener's, in the sender's process.
 
     Attributes:
-        names: labels for messages, by rank.
+        name: name of the group.
+        rank: rank of this member; rank 0 sends, in a sharded update other members too.
+        members: names for messages, by rank.
+        host, port: address of the listener.
         senders: number of members that send, the first ones; rank 0 coordinates.
         identities: processes of the members that have joined, by rank.
-        progress: buckets that this member has finished; the next heartbeat reports it.
         lost: the first loss that was noticed, or None.
         at_fault: False if the member that reported a failure only waited for another one.
         ended: set when this member leaves.
     """
 
     def __init__(
-        self, records: Records, group: str, rank: int, names: Sequence[str], host: str, port: int, senders: int = 1
+        self, name: str, rank: int, members: Sequence[str], host: str, port: int, store: Store, senders: int = 1
     ) -> None:
-        self.rank, self.names, self.senders = rank, tuple(names), senders
+        self.name, self.rank, self.members, self.senders = name, rank, tuple(members), senders
+        self.host, self.port = host, port
         self.identities: dict[int, Identity] = {}
-        self.progress = 0
         self.lost: PeerLostError | None = None
         self.at_fault = True
         self.ended = threading.Event()
-        self.watched_ranks = range(1, len(names)) if rank == 0 else range(1)
-        self._records, self._group, self._address = records, group, (host, port)
+        self._watched_ranks = range(1, len(members)) if rank == 0 else range(1)
+        self._records = Records(store, name)
         self._observer = HeartbeatObserver[Heartbeat]()
-        self._beat, self._left, self._unanswered = 0, False, 0.0
+        self._beat, self._done, self._left, self._unanswered = 0, 0, False, 0.0
         self._watcher: BackgroundThread | None = None
 
-    def describe(self, rank: int) -> str:
+    def progress(self, buckets: int) -> None:
+        """Set the number of buckets that this member has finished; the next heartbeat reports it."""
+        self._done = buckets
+
+    def member(self, rank: int) -> str:
         """Return a member's name for messages, with its process if that is known."""
         sender = "the sender" if self.senders == 1 else f"sender {rank}"
         role = sender if rank < self.senders else f"receiver {rank - self.senders + 1}"
         process = f", {self.identities[rank]}" if rank in self.identities else ""
-        return f"{role} ({self.names[rank]}{process})"
+        return f"{role} ({self.members[rank]}{process})"
 
     # --- joining ---
 
@@ -143,11 +149,11 @@ class Peers:
             abandoned: ends the wait early, with a PeerLostError, when set.
         """
         if self._records.get("ended") is not None:
-            raise GroupError(f"group {self._group} has ended; names are used once")
+            raise GroupError(f"group {self.name} has ended; names are used once")
         # A counter, not a flag: two members that claim a rank at the same time must not both find it free.
         if self._records.count(f"claims/{self.rank}") != 1:
             raise GroupError(
-                f"the rank of {self.describe(self.rank)} in group {self._group} is taken: it was assigned twice, or the group "
+                f"the rank of {self.member(self.rank)} in group {self.name} is taken: it was assigned twice, or the group "
                 "is used again"
             )
         # After the claim: of two members with one rank, the others must see the process of the one that has it.
@@ -160,9 +166,9 @@ class Peers:
                 raise self._timeout(late) if late else failure
             for rank, identity in self.identities.items():
                 if rank != self.rank and identity.state() == "ended":
-                    raise PeerLostError(f"{self.describe(rank)} has ended before the group was complete")
+                    raise PeerLostError(f"{self.member(rank)} has ended before the group was complete")
             if abandoned is not None and abandoned.is_set():
-                raise PeerLostError(f"{self.describe(self.rank)} gave up before the group was complete")
+                raise PeerLostError(f"{self.member(self.rank)} gave up before the group was complete")
             if time.monotonic() > deadline:
                 self._records.write_once("missing", json.dumps(missing))
                 raise self._timeout(missing)
@@ -170,12 +176,12 @@ class Peers:
             time.sleep(poll_pause(time.monotonic() - start))
         if self._reported_missing() and (failure := self.failure()) is not None:
             raise failure  # the last member joined too late: the others have given up
-        self._watcher = BackgroundThread(self._watch, name=f"weightwire-{self._group}")
+        self._watcher = BackgroundThread(self._watch, name=f"weightwire-{self.name}")
         self._watcher.start()
 
     def _missing(self) -> list[int]:
         """Return the ranks that have not joined; read the identities of those that have."""
-        missing = [rank for rank in range(len(self.names)) if rank not in self.identities]
+        missing = [rank for rank in range(len(self.members)) if rank not in self.identities]
         texts = self._records.get_all([f"here/{rank}" for rank in missing])
         joined = {rank: text for rank, text in zip(missing, texts, strict=True) if text is not None}
         self.identities |= {rank: Identity(*fields(text, (str, str, int, int))) for rank, text in joined.items()}
@@ -188,9 +194,9 @@ class Peers:
         return ranks if isinstance(ranks, list) else []
 
     def _timeout(self, ranks: list[int]) -> DeadlineError:
-        names = ", ".join(map(self.describe, ranks))
+        names = ", ".join(map(self.member, ranks))
         return DeadlineError(
-            f"{self.describe(self.rank)}: timed out waiting for members to join group {self._group}: {names}"
+            f"{self.member(self.rank)}: timed out waiting for members to join group {self.name}: {names}"
         )
 
     def leave(self) -> bool:
@@ -213,7 +219,7 @@ class Peers:
             if self.rank == 0:
                 self._records.write("ended", "1")
         except RuntimeError as error:
-            log.debug("%s left, but the store does not answer: %s", self.describe(self.rank), error)
+            log.debug("%s left, but the store does not answer: %s", self.member(self.rank), error)
             return False
         return self.lost is None and (self._watcher is None or not self._watcher.is_alive())
 
@@ -232,21 +238,21 @@ class Peers:
                     self._read_heartbeats([rank])
                     if self.has_left(rank):
                         continue
-                self.lost = PeerLostError(f"{self.describe(rank)} is gone: it has ended{self._progress_note(rank)}")
+                self.lost = PeerLostError(f"{self.member(rank)} is gone: it has ended{self._progress_note(rank)}")
                 return
         try:
             self.lost = self.failure()
-            self._read_heartbeats(self.watched_ranks)
+            self._read_heartbeats(self._watched_ranks)
             self._unanswered = 0.0
         except RuntimeError as error:
             self._note_silent_store(error)
             return
-        for rank in self.watched_ranks:
+        for rank in self._watched_ranks:
             if self.lost is None and not self.has_left(rank) and self._observer.silent_s(rank) > SILENCE_S:
                 state = self.identities[rank].state()
                 symptom = f"is {state}" if state in HALTED_STATES else "sends no heartbeats"
                 self.lost = PeerLostError(
-                    f"{self.describe(rank)} {symptom}, for {SILENCE_S:g} s{self._progress_note(rank)}"
+                    f"{self.member(rank)} {symptom}, for {SILENCE_S:g} s{self._progress_note(rank)}"
                 )
 
     def failure(self) -> PeerLostError | None:
@@ -256,15 +262,15 @@ class Peers:
             return None
         rank, reason, at_fault = fields(text, (int, str, int))
         # Its own report is no news to this member, and the store is not authenticated: a rank may be any number.
-        if rank == self.rank or not 0 <= rank < len(self.names):
+        if rank == self.rank or not 0 <= rank < len(self.members):
             return None
         self.at_fault = bool(at_fault)
-        return PeerLostError(f"{self.describe(rank)} has failed: {reason}")
+        return PeerLostError(f"{self.member(rank)} has failed: {reason}")
 
     def beats(self) -> dict[int, int]:
         """Return the counters of the watched members' last heartbeats."""
         records = self._observer.records
-        return {rank: records[rank].heartbeat for rank in self.watched_ranks if rank in records}
+        return {rank: records[rank].heartbeat for rank in self._watched_ranks if rank in records}
 
     def progress_of(self, rank: int) -> int:
         """Return the number of buckets that a watched member had finished at its last heartbeat."""
@@ -284,21 +290,21 @@ class Peers:
     def report(self) -> str:
         """Describe the progress of the watched members, and the age of their heartbeats."""
         parts, since_poll = [], time.monotonic() - self._observer.polled
-        for rank in self.watched_ranks:
+        for rank in self._watched_ranks:
             last = self._observer.records.get(rank)
             if last is None:
-                parts.append(f"{self.describe(rank)} has sent no heartbeat")
+                parts.append(f"{self.member(rank)} has sent no heartbeat")
             else:
                 age = (
                     "has left" if last.left else f"last heard of {self._observer.silent_s(rank) + since_poll:.1f} s ago"
                 )
-                parts.append(f"{self.describe(rank)} has done {last.progress} buckets, {age}")
+                parts.append(f"{self.member(rank)} has done {last.progress} buckets, {age}")
         return "; ".join(parts)
 
     # --- the watcher's thread ---
 
     def _watch(self) -> None:
-        guard = Guard(f"{self.describe(self.rank)}: the watch over group {self._group}")
+        guard = Guard(f"{self.member(self.rank)}: the watch over group {self.name}")
         # Until this member leaves: without its heartbeats it would seem lost itself.
         while self.lost is None and not self.ended.wait(BEAT_S):
             with guard:
@@ -306,12 +312,12 @@ class Peers:
                     self._write_heartbeat()
                     self.poll()
                 except RuntimeError as error:  # the store's
-                    log.debug("%s: %s", self.describe(self.rank), error)
+                    log.debug("%s: %s", self.member(self.rank), error)
                     self._note_silent_store(error)
 
     def _write_heartbeat(self) -> None:
         self._beat += 1
-        self._records.write(f"alive/{self.rank}", json.dumps([self._beat, self.progress, int(self._left)]))
+        self._records.write(f"alive/{self.rank}", json.dumps([self._beat, self._done, int(self._left)]))
 
     def _read_heartbeats(self, ranks: Sequence[int]) -> None:
         texts = self._records.get_all([f"alive/{rank}" for rank in ranks])
@@ -329,12 +335,12 @@ class Peers:
         # torch's error does not say whether the store was slow or is gone, so the port is asked instead.
         if self.rank != 0 and (state == "ended" or not self._listening() or now - self._unanswered > SILENCE_S):
             reason = "its process has ended" if state == "ended" else "its store does not answer"
-            self.lost = PeerLostError(f"{self.describe(0)} is gone: {reason} ({str(error)[:200]})")
+            self.lost = PeerLostError(f"{self.member(0)} is gone: {reason} ({str(error)[:200]})")
 
     def _listening(self) -> bool:
         """Return False if the listener's machine refuses connections to its port."""
         try:
-            socket.create_connection(self._address, timeout=PROBE_S).close()
+            socket.create_connection((self.host, self.port), timeout=PROBE_S).close()
         except (ConnectionRefusedError, ConnectionResetError):
             return False
         except OSError:  # slow, or unreachable for the moment

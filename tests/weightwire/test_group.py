@@ -223,15 +223,14 @@ def test_process_that_vanishes_while_being_read_has_ended(monkeypatch) -> None:
 def test_silence_counts_only_while_the_member_itself_looks(monkeypatch):
     """Count a peer as gone after 30 s of polls without a new heartbeat, but not after a stop of this process for 40 s."""
     store, now = HashStore(), [100.0]
-    records = peers.Records(store, "g")
-    receiver = peers.Peers(records, "g", 1, ("trainer", "engine"), "127.0.0.1", 1)
+    receiver = peers.Peers("g", 1, ("trainer", "engine"), "127.0.0.1", 1, store)
     receiver.identities[0] = liveness.Identity("far", "", 1, 0)  # of another machine: only its heartbeats tell
     monkeypatch.setattr(peers.time, "monotonic", lambda: now[0])
 
     def look(after_s: float, beat: int | None = None) -> PeerLostError | None:
         now[0] += after_s
         if beat is not None:
-            records.write("alive/0", f"[{beat}, 7, 0]")
+            store.set("g/alive/0", f"[{beat}, 7, 0]")
         receiver.poll()
         return receiver.lost
 

@@ -59,7 +59,7 @@ class Communicators:
     def connect(self, setup: Setup) -> Communicator:
         """Return a communicator for a group: the one that all of its members have cached, or a new one."""
         # Processes, not names: an engine that was restarted under the same name has no communicator any more.
-        members = tuple(map(repr, setup.group.identities))
+        members = tuple(repr(setup.group.identities[rank]) for rank in range(setup.group.size))
         with self._lock:
             # Taken out while it is in use: two updates of one process must not share a communicator.
             cached = self._cached.pop(str(setup.device), None)
