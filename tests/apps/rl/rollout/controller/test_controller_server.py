@@ -511,7 +511,7 @@ def test_wildcard_host_requires_an_advertised_name(tmp_path: Path, caplog: pytes
 def test_other_instance_raises_controller_restarted_error() -> None:
     with Served() as served, served.client() as client:
         client.status()
-        client.target._instance = "0" * 16
+        client.target.instance = "0" * 16
         with pytest.raises(ControllerRestartedError, match="not 0000000000000000: it was restarted"):
             client.expect(["a"], deadline_s=60)
         assert served.controller.tasks.status()["in_flight"] == 0

@@ -23,8 +23,7 @@ class World:
         self.executed: list[str] = []
 
     def call(self) -> Call:
-        call_id = new_id(lambda: self.now)
-        return Call("", call_id, int(call_id[:13]) / 1000, "x", {})
+        return call_of(new_id(lambda: self.now))
 
     async def say(self, call: Call, gate: asyncio.Event | None = None, fails: bool = False) -> Answer:
         async def carry_out() -> Answer:
@@ -102,5 +101,8 @@ def test_refused_call_may_be_retried_and_reply_count_is_bounded() -> None:
 
 def replies_last(world: World) -> Call:
     """Return the last call, to be sent to another route."""
-    call_id = world.executed[-1]
-    return Call("", call_id, int(call_id[:13]) / 1000, "x", {})
+    return call_of(world.executed[-1])
+
+
+def call_of(call_id: str) -> Call:
+    return Call(version=1, instance="", id=call_id, caller="x", arguments={})

@@ -47,6 +47,9 @@ class ControllerClient:
             cannot be reached, so that one restarted on another port is found.
         caller: name of this process, for the controller's log.
         timeout_s: deadline of a call with all its attempts, in seconds; added to the expected duration of long calls.
+
+    Attributes:
+        instance: of the controller that answered last; empty before the first answer.
     """
 
     def __init__(self, source: str | Path, key: Key, *, caller: str, timeout_s: float = 60.0) -> None:
@@ -54,13 +57,8 @@ class ControllerClient:
         self._key = key
         self._caller = caller
         self._timeout_s = timeout_s
-        self._instance = ""
+        self.instance = ""
         self._hello = asyncio.Lock()
-
-    @property
-    def instance(self) -> str:
-        """Instance of the controller that answered last; empty before the first answer."""
-        return self._instance
 
     async def status(self) -> dict[str, Any]:
         """Return engines with their owners, and counts of rollouts."""
@@ -121,12 +119,12 @@ class ControllerClient:
             MegascendError: it refused, or an engine did; the class is that of the error there.
         """
         # The first call learns the instance. Without it a controller that was restarted in between could not be told apart.
-        if not self._instance and route != "/v1/hello":
+        if not self.instance and route != "/v1/hello":
             # One greeting for calls that start together.
             async with self._hello:
-                if not self._instance:
+                if not self.instance:
                     await self._deliver("/v1/hello", write_call("", new_id(), self._caller, {}))
-        return await self._deliver(route, write_call(self._instance, new_id(), self._caller, arguments or {}), takes_s)
+        return await self._deliver(route, write_call(self.instance, new_id(), self._caller, arguments or {}), takes_s)
 
     async def _deliver(self, route: str, body: bytes, takes_s: float = 0.0) -> dict[str, Any]:
         """Send a call until it is answered.
@@ -182,7 +180,7 @@ class ControllerClient:
             # As a broken connection, which is tried again: another program may have got the port of a controller that
             # was restarted.
             raise ConnectionError(f"{address} is not our rollout controller: {error}") from None
-        self._instance, result = read_answer(answer)
+        self.instance, result = read_answer(answer)
         return result
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megascend.apps.rl.rollout.http_client import Answer
 from megascend.errors import (
@@ -38,8 +38,6 @@ AUDIENCE = "megascend rollout controller"
 """Audience that callers sign."""
 BEARER = "rollout controller"
 """Purpose of bearer tokens, which the server accepts if configured to: ``key.bearer_token(BEARER)``."""
-_ID = re.compile(r"([0-9]{13})-[0-9a-f]{16,64}")
-_INSTANCE = re.compile(r"[0-9a-f]{16}")
 _KINDS: dict[str, tuple[int, type[Exception]]] = {
     "malformed": (400, MessageError),
     "not_expected": (404, RolloutTaskError),
@@ -58,19 +56,20 @@ _KINDS: dict[str, tuple[int, type[Exception]]] = {
 """Kind -> HTTP status and class, subclasses before their bases."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call, with the fields that all routes share.
+class Call(BaseModel):
+    """A call, with the fields that all routes share."""
 
-    Attributes:
-        created: time of the first attempt, in seconds since 1970 by the caller's clock; part of the id.
-    """
-
-    instance: str
-    id: str
-    created: float
-    caller: str
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    version: Literal[1]
+    instance: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
+    id: Annotated[str, Field(pattern=r"^[0-9]{13}-[0-9a-f]{16,64}$")]
+    caller: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
     arguments: dict[str, Any]
+
+    @property
+    def created(self) -> float:
+        """Time of the first attempt, in seconds since 1970 by the caller's clock."""
+        return int(self.id[:13]) / 1000
 
 
 def new_id(clock: Callable[[], float] = time.time) -> str:
@@ -89,19 +88,16 @@ def read_call(body: bytes) -> Call:
     """Parse a call."""
     data = read_object(body)
     _check_version(data)
-    if set(data) != {"version", "instance", "id", "caller", "arguments"}:
-        raise MessageError("a call has the fields version, instance, id, caller and arguments, and no others")
-    match = _ID.fullmatch(data["id"]) if isinstance(data["id"], str) else None
-    if match is None:
-        raise MessageError("a call's id is 13 digits (milliseconds since 1970), '-', and 16 to 64 hexadecimal digits")
-    instance, caller, arguments = data["instance"], data["caller"], data["arguments"]
-    if not isinstance(instance, str) or not (instance == "" or _INSTANCE.fullmatch(instance)):
-        raise MessageError("a call's instance is 16 hexadecimal digits, or empty")
-    if not isinstance(caller, str) or not 1 <= len(caller) <= 200 or not caller.isprintable():
-        raise MessageError("a call's caller is a printable text of 1 to 200 characters")
-    if not isinstance(arguments, dict):
-        raise MessageError("a call's arguments are an object")
-    return Call(instance, data["id"], int(match[1]) / 1000, caller, arguments)
+    try:
+        return Call.model_validate(data)
+    except ValidationError as error:
+        raise MessageError(f"call: {problems(error)}") from None
+
+
+def problems(error: ValidationError) -> str:
+    """Describe what is wrong with a message without its content, which may hold prompts: the text goes to a log."""
+    entries = error.errors(include_url=False, include_input=False, include_context=False)[:5]
+    return "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in entries)
 
 
 def write_result(instance: str, result: Mapping[str, Any]) -> Answer:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megascend.apps.rl.rollout.controller.controller import Claim, Controller
+from megascend.apps.rl.rollout.controller.messages import problems
 from megascend.errors import MessageError
 from weightwire.errors import WireError
 from weightwire.remote_engine import CALLS, read_call
@@ -178,10 +179,7 @@ def read_route(target: str, values: dict[str, Any], size: int) -> ReadCall:
         claim = ClaimedCall.model_validate({"claim": values.get("claim")}).claim
         run = read_call(name, {key: value for key, value in values.items() if key != "claim"})
     except ValidationError as error:
-        # Without the input: it may hold prompts, and the message goes to a log.
-        problems = error.errors(include_url=False, include_input=False, include_context=False)[:5]
-        text = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems)
-        raise MessageError(f"arguments: {text}") from None
+        raise MessageError(f"arguments: {problems(error)}") from None
     except WireError as error:
         raise MessageError(f"arguments: {error}") from None
     return ReadCall(lambda controller: run(controller.engine(claim)), not CALLS[name].reads)
