@@ -54,17 +54,8 @@ class Delivery:
     """Listens for engines' receivers, and calls the engines.
 
     Args:
-        transport: a name of :func:`weightwire.transports.transport_names`, or ``auto``: the best fit for this process and the
-            engines of an update (:func:`weightwire.transports.choice.choose`).
         device: device of the weights. Buckets are on the same device if the transport supports it, else on the CPU.
-        host: address under which engines reach this process.
-        bucket_bytes: size of a bucket, of which two are allocated, and kept from one update to the next. None:
-            :func:`weightwire.manifest.default_bucket_bytes`.
-        digest: a name of :data:`weightwire.digest.ALGORITHMS`.
-        timeout_s: deadline of each wait, in seconds.
-        overlap: fill one bucket while the other is sent.
-        options: options of the transport.
-        run: runs a coroutine to completion; default: an event loop on a separate thread.
+        transport, host, bucket_bytes, digest, timeout_s, overlap, options, run: as of :class:`megascend.WeightSync`.
 
     Attributes:
         listener: address of the groups of updates.

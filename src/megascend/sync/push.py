@@ -119,13 +119,8 @@ class Push:
         delivery: connection to them, on rank 0.
         name: name of its group; empty before it is offered.
         sender: connected sender; None until all receivers have joined, and on ranks that do not send.
-        transport: transport in use; empty before it is offered.
-        nbytes, buckets: amounts sent to each receiver or, of a sharded update, received by the largest one and sent in all.
-        payload: bytes that the workers of all engines receive, together.
-        content: bytes of complete messages in their place.
-        base: version from which differences are sent; None: complete weights.
-        seconds: duration of each phase.
-        parts: seconds of the phases' parts, by ``PHASE.PART``; of engines, those of the slowest one.
+        transport, nbytes, buckets, payload, base, seconds, parts: those of its :class:`PushResult`, so far.
+        content: bytes of complete messages in the place of ``payload``.
     """
 
     engines: Sequence[InferenceEngine]
