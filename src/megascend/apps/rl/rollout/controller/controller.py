@@ -333,13 +333,12 @@ class Controller(ClosedOnce):
             operation.cancel()
         await asyncio.gather(*self._operations, return_exceptions=True)
         self._wake()  # waiting claims then fail: the controller is closed
-        for claim in list(self._claims.values()):
-            if not claim.ended:
-                self._end(claim, f"{reason}: the claim of {claim.owner!r} has ended")
-        problems = await asyncio.gather(*self._cleanups, return_exceptions=True)
+        active = [claim for claim in self._claims.values() if not claim.ended]
+        ends = [self._end(claim, f"{reason}: the claim of {claim.owner!r} has ended") for claim in active]
+        await asyncio.gather(*self._cleanups, return_exceptions=True)
         self.tasks.close(reason)
-        for problem in problems:
-            if isinstance(problem, EngineError):
+        for end in ends:
+            if (problem := end.result()) is not None:
                 raise problem
 
     def _end(self, claim: Claim, reason: str) -> asyncio.Task[EngineError | None]:
