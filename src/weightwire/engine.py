@@ -81,11 +81,7 @@ class RoutedExperts:
 
     @classmethod
     def of(cls, indices: Any) -> RoutedExperts:
-        """Encode an array of unsigned integers [tokens, layers, k].
-
-        Raises:
-            WireError: the array has another shape or dtype.
-        """
+        """Encode an array of unsigned integers [tokens, layers, k]."""
         dtype = str(indices.dtype)
         if indices.ndim != 3 or dtype not in EXPERT_WIDTHS:
             raise WireError(

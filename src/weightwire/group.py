@@ -119,11 +119,7 @@ class Group(Peers):
         return len(self.members)
 
     def store(self, purpose: str, timeout_s: float) -> Store:
-        """Open a store private to this group and ``purpose``, over a new connection, with ``timeout_s`` as its deadline.
-
-        Raises:
-            TransportError: the listener does not answer.
-        """
+        """Open a store private to this group and ``purpose``, over a new connection, with ``timeout_s`` as its deadline."""
         return PrefixStore(f"{self.name}/{purpose}", connect(self.host, self.port, timeout_s))
 
     def check(self) -> None:
@@ -320,11 +316,7 @@ def _take_idle(host: str, port: int) -> TCPStore | None:
 
 
 def connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Connect to a listener's store; its requests have ``timeout_s`` seconds as their deadline.
-
-    Raises:
-        TransportError: nobody answers there.
-    """
+    """Connect to a listener's store; its requests have ``timeout_s`` seconds as their deadline."""
     # Several attempts: one that fails may only have waited for DNS (see ATTEMPT_S).
     deadline, limit = time.monotonic() + max(timeout_s, 5 * ATTEMPT_S), timedelta(seconds=ATTEMPT_S)
     failure: RuntimeError | None = None

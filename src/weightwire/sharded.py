@@ -158,11 +158,7 @@ class ShardSender(MemberSender[PairTransport]):
         base: int | None = None,
         buffers: Buffers | None = None,
     ) -> Self:
-        """Join the group ``name`` at a listener's ``address`` as trainer rank ``rank``, and connect the transport.
-
-        Raises:
-            DeadlineError, PeerLostError, GroupError, TransportError: as :meth:`weightwire.sender.Sender.connect`.
-        """
+        """Join the group ``name`` at a listener's ``address`` as trainer rank ``rank``, and connect the transport."""
         group = join(*address, name, rank, timeout_s)
         make = partial(make_pairs, largest=largest_messages(share))
         medium = connect_transport(make, transport, Setup(group, manifest, device, timeout_s, options or {}))
@@ -258,11 +254,7 @@ class ShardSender(MemberSender[PairTransport]):
 
 
 def match(share: Share, slices: Sequence[HeldSlice], tensors: Sequence[TensorSpec]) -> list[list[Tensor]]:
-    """Return, for each chunk, views of the held slices that are its pieces.
-
-    Raises:
-        PlanError: a piece is not within one of ``slices``.
-    """
+    """Return, for each chunk, views of the held slices that are its pieces."""
     by_tensor: dict[int, list[HeldSlice]] = defaultdict(list)
     for piece in slices:
         by_tensor[piece.piece.tensor].append(piece)

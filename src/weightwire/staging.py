@@ -202,10 +202,6 @@ class ShardLayout:
 
         Args:
             staging: with ``differences``, the content of the base version, which is changed in place.
-
-        Raises:
-            TransportError: a message did not arrive, or its head is malformed.
-            DigestError: a difference is malformed.
         """
         forwarded = {step.chunk for step in self.share.operations if step.sends}
         messages: dict[int, list[Tensor]] = {}

@@ -68,11 +68,7 @@ class Header:
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Header:
-        """Parse the output of :meth:`to_bytes`.
-
-        Raises:
-            ManifestError: it is malformed.
-        """
+        """Parse the output of :meth:`to_bytes`."""
         try:
             data = json.loads(text)
         except ValueError as error:
@@ -137,11 +133,7 @@ class StreamSender:
         synchronise_stream(data.device)
 
     def finish(self) -> None:
-        """Send the last bucket, and wait until all buffers may be reused.
-
-        Raises:
-            TransportError: a bucket could not be sent.
-        """
+        """Send the last bucket, and wait until all buffers may be reused."""
         self._send(last=True)
         self._wait()
 

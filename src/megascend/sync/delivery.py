@@ -99,11 +99,7 @@ class Delivery:
         return Answers(*self._run(call_all(engines, call, timeout_s or self.timeout_s)))
 
     def quantised(self, engines: Sequence[InferenceEngine]) -> Mapping[str, BlockFormat]:
-        """Return the weights that the engines store in fp8 blocks, by name.
-
-        Raises:
-            WeightSyncError: an engine cannot be updated, or the engines differ.
-        """
+        """Return the weights that the engines store in fp8 blocks, by name."""
         if not engines:
             return {}
         # Every time: an engine that was restarted with another checkpoint may take scales that are wrong for it.
@@ -120,11 +116,7 @@ class Delivery:
         return host == "localhost" or host.startswith("127.") or host == "::1"
 
     def members(self, engines: Sequence[InferenceEngine]) -> tuple[dict[str, int], dict[str, Location | None]]:
-        """Return the number of workers by engine, and every worker's memory by its name for messages.
-
-        Raises:
-            ConfigError: there are no engines, or two with one name.
-        """
+        """Return the number of workers by engine, and every worker's memory by its name for messages."""
         if not engines:
             raise ConfigError("push: no engines are configured")
         names = [engine.name for engine in engines]

@@ -329,11 +329,7 @@ class ShardedSync:
     # --- a push ---
 
     def offer(self, push: Push) -> None:
-        """Offer the update to the engines, and join its group on every rank.
-
-        Raises:
-            OutdatedPlanError: an engine no longer has the plan.
-        """
+        """Offer the update to the engines, and join its group on every rank."""
         offer, device = self._ranks.on_rank_0(
             lambda: push.offer(self._specs, plan=self._planned, base=self._base()), "the offer to the engines"
         )

@@ -103,9 +103,6 @@ def choose_pairs(transport: str | None, trainers: Mapping[str, Location], receiv
 
     Args:
         transport: the only one that may be used; None: any.
-
-    Raises:
-        TransportError: none connects every trainer rank with all other members.
     """
     if transport is not None and not transport_kind(transport).pairs:
         raise TransportError(f"transport {transport!r} only broadcasts")

@@ -26,9 +26,6 @@ def make_pairs(name: str, setup: Setup, largest: Mapping[int, int] | None = None
 
     Args:
         largest: largest message that this member sends to each peer, in bytes; default: a bucket.
-
-    Raises:
-        TransportError: it is unknown, broadcasts only, does not support the device, or cannot be set up.
     """
     kind = transport_kind(name)
     if not kind.pairs:

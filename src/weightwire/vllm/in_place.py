@@ -96,9 +96,6 @@ class Recording:
 
         Args:
             keep: the update's memory will be the base of later differences.
-
-        Raises:
-            NotInPlaceError: the layout does not have what the loaders copy, or has no place for the old weights.
         """
         key = layout.share, keep
         if self._last is None or self._last[0] != key:

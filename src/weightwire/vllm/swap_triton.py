@@ -64,11 +64,7 @@ def swap_rows(table: Tensor, width: int) -> None:
 
 
 def check_kernels(device: torch.device) -> None:
-    """Compile the kernels for a device, so that the first exchange does not wait for it, and exchange a row with each.
-
-    Raises:
-        RuntimeError: a kernel has not exchanged it.
-    """
+    """Compile the kernels for a device, so that the first exchange does not wait for it, and exchange a row with each."""
     rows = torch.arange(2 * ROW_BYTES // 4, dtype=torch.int32, device=device).view(2, -1).view(torch.uint8)
     for width in (16, *WORDS):
         size = ROW_BYTES if width == 16 else ROW_BYTES - 4  # nothing after the row may change
