@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -279,6 +280,7 @@ def test_end_of_a_session_removes_its_rows_and_ignores_later_ones(tmp_path) -> N
 def test_database_in_use_is_not_called_damaged(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "state.sqlite"
     StateDatabase(path).close()
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, timeout=0.1))
     program = (
         "import sqlite3, sys; connection = sqlite3.connect(sys.argv[1], isolation_level=None); "
         "connection.execute('BEGIN'); connection.execute('SELECT * FROM rows').fetchone(); print(); input()"
