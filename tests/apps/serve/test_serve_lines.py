@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,20 +17,18 @@ from megascend.apps.serve.scheduler import inbox as inbox_module
 from megascend.apps.serve.scheduler.commands import (
     Cancel,
     Command,
-    Create,
     ForwardBackward,
     OptimizerStep,
     Outcome,
     Remove,
     Respond,
-    Save,
 )
 from megascend.apps.serve.scheduler.inbox import Inbox
 from megascend.apps.serve.scheduler.runner import CANCELLED, SLICE_TOKENS, Cancelled, CommandRunner
 from megascend.config import Adam, Lora
-from megascend.errors import ConfigError, OutOfDeviceMemoryError
+from megascend.errors import OutOfDeviceMemoryError
 from megascend.training.batch.sample import Sample
-from megascend.training.lora.queue import CALLS_AT_ONCE, AdapterQueue
+from megascend.training.lora.queue import AdapterQueue
 
 
 class SlowSampler:
@@ -93,22 +90,6 @@ def test_steps_run_between_the_slices_of_long_responses(backend) -> None:
     assert waited == {1: None, 2: None, 3: 1, 4: 1, 5: 1, 6: 0}
 
 
-def test_a_flood_of_saves_lets_steps_through(backend, tmp_path: Path) -> None:
-    for number in range(2 * CALLS_AT_ONCE):
-        backend.adapters[f"m{number}"] = Lora(rank=1)
-    saves = [
-        Save(100 * model + turn, f"m{model}", str(tmp_path / f"{model}-{turn}"), False)
-        for model in range(2 * CALLS_AT_ONCE)
-        for turn in range(3)
-    ]
-    lines = lines_of(backend)
-    outcomes = run(lines, [*saves, *step(9001, "a"), *step(9003, "b")])
-    assert next(outcome for outcome in outcomes if outcome.number == 9001).wait_units == CALLS_AT_ONCE
-    assert next(outcome for outcome in outcomes if outcome.number == 9001).batch_adapters == 2
-    saved = [call[1] for call in backend.calls if call[0] == "save"]
-    assert saved == [f"m{number}" for number in range(2 * CALLS_AT_ONCE)] * 3  # in turns
-
-
 def test_an_adapter_is_removed_once_it_is_not_sampled_from(backend) -> None:
     lines = lines_of(backend)
     assert lines.add([respond(1, "p", 2 * SLICE_TOKENS)]) == []
@@ -156,25 +137,6 @@ def test_request_that_raises_in_sampling_fails_alone(backend, caplog) -> None:
     backend.recover_memory = lambda: False
     with pytest.raises(TypeError, match="a fault of ours"):
         run(lines(), requests)
-
-
-def test_model_out_of_memory_fails_alone(backend, monkeypatch) -> None:
-    def add_adapter(name: str, lora: Lora) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(backend, "add_adapter", add_adapter)
-    outcomes = run(lines_of(backend), [Create(1, "new", Lora(rank=4)), *step(2, "a")])
-    assert [(outcome.number, type(outcome.error)) for outcome in outcomes] == [
-        (1, OutOfDeviceMemoryError), (2, type(None)), (3, type(None)),
-    ]  # fmt: skip
-    backend.recover_memory = lambda: False
-    with pytest.raises(OutOfDeviceMemoryError):
-        run(lines_of(backend), [Create(4, "new", Lora(rank=4))])
-
-
-def test_a_refused_creation_does_not_run_the_steps_behind_it_on_nothing(backend) -> None:
-    outcomes = run(lines_of(backend), [Create(1, "new", Lora(rank=65)), *step(2, "new")])
-    assert [(outcome.number, type(outcome.error)) for outcome in outcomes] == [(n, ConfigError) for n in (1, 2, 3)]
 
 
 def test_batch_waits_for_models_that_return_at_once() -> None:
