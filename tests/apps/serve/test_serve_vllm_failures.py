@@ -27,7 +27,7 @@ from megascend.apps.serve.scheduler.inbox import Inbox
 from megascend.apps.serve.served_model import ServedModel
 from megascend.apps.serve.server import http_server
 from megascend.config.serve import ServeConfig
-from megascend.errors import EngineError, EngineLostError, EngineTimeoutError
+from megascend.errors import EngineLostError, EngineTimeoutError
 from weightwire.engine_calls import LoopThread
 
 REQUEST = SampleRequest([1, 2, 3], SamplingParams(1))
@@ -203,19 +203,6 @@ def test_one_that_is_still_ill_when_its_time_is_over_is_found_out_by_its_health(
     assert bad.samples() == 1
 
 
-def test_one_request_at_a_time_goes_to_a_server_on_trial() -> None:
-    bad, good = Double(1, "500"), Double(2)
-
-    async def work(pool: Pool, clock: Clock) -> None:
-        assert await token(pool) == 2
-        bad.fails = ""
-        clock.now += FIRST_S
-        assert sorted(await asyncio.gather(*(token(pool) for _ in range(4)))) == [1, 2, 2, 2]
-        assert sorted(await asyncio.gather(*(token(pool) for _ in range(4)))) == [1, 1, 2, 2]
-
-    run([bad, good], work)
-
-
 def test_a_request_that_fails_is_sent_once_more_and_one_that_cannot_be_sent_to_all() -> None:
     doubles = [Double(1, "500"), Double(2, "500"), Double(3, "500")]
 
@@ -231,19 +218,6 @@ def test_a_request_that_fails_is_sent_once_more_and_one_that_cannot_be_sent_to_a
         assert await token(pool) == 4
 
     run(servers, further)
-
-
-def test_if_all_have_failed_they_are_asked_nevertheless() -> None:
-    doubles = [Double(1, "refuses"), Double(2, "refuses")]
-
-    async def work(pool: Pool, clock: Clock) -> None:
-        with pytest.raises(EngineError, match=r"Connect call failed|refused"):
-            await token(pool)
-        await doubles[1].start()
-        doubles[1].fails = ""
-        assert await token(pool) == 2
-
-    run(doubles, work)
 
 
 @pytest.mark.parametrize("status", ["400", "422"])
