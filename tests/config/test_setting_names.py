@@ -18,7 +18,15 @@ from transformers import TrainingArguments
 from megascend.apps.data.files import Format
 from megascend.apps.rl.set_up import check_objective
 from megascend.config import Adam, RunConfig, load_config
-from megascend.config.registry import DATA_FORMATS, ENGINES, PROVIDERS, TRACKERS, losses_of_responses
+from megascend.config.registry import (
+    DATA_FORMATS,
+    ENGINES,
+    INFERENCE_ENGINES,
+    PROVIDERS,
+    TRACKERS,
+    inference_engine,
+    losses_of_responses,
+)
 from megascend.config.registry import load as load_entry
 from megascend.config.rl import Objective, RlConfig, load_rl_config
 from megascend.config.section import Also, section_of

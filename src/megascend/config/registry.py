@@ -265,6 +265,53 @@ def check_loss_of_responses(name: str, *, reference: bool) -> None:
     )
 
 
+# --- inference engines ---
+
+
+@dataclass(frozen=True)
+class InferenceEngineEntry:
+    """An inference engine of ``megascend rl``.
+
+    Attributes:
+        make: import path of the function that makes its client (:data:`megascend.apps.rl.engines.MakeEngine`).
+        content: what it is, for documentation.
+        is_server: it runs before the run, at the address that is the entry, and takes signed requests.
+        copies: copies of the model's weights that it holds in the memory of rank 0's host.
+        returns_experts: it can return the experts that it chose for each token.
+    """
+
+    make: str
+    content: str
+    is_server: bool = False
+    copies: int = 0
+    returns_experts: bool = True
+
+
+_CLIENTS = "megascend.apps.rl.engines"
+INFERENCE_ENGINES = {
+    # Copies: the weights in use, and those of an update until it takes effect.
+    "local": InferenceEngineEntry(
+        f"{_CLIENTS}:local_engine", "transformers in a process beside rank 0", copies=2, returns_experts=False
+    ),
+    "vllm": InferenceEngineEntry(
+        f"{_CLIENTS}:started_vllm_engine", "a vLLM server that the run starts on rank 0's host"
+    ),
+    "http://HOST:PORT": InferenceEngineEntry(f"{_CLIENTS}:vllm_engine", "a vLLM server", is_server=True),
+}
+"""By their entries in ``engines``, of servers by the form of the address."""
+
+
+def inference_engine(name: str) -> InferenceEngineEntry:
+    """Return the row of an entry of ``engines``; raise ConfigError if there is none."""
+    scheme, separator, host = name.partition("://")
+    form = f"{scheme}://HOST:PORT" if separator and host.strip("/") else name
+    if form not in INFERENCE_ENGINES:
+        raise ConfigError(
+            f"engines: {name!r} is none of {', '.join(INFERENCE_ENGINES)}; an SGLang server may only be teacher.engine"
+        )
+    return INFERENCE_ENGINES[form]
+
+
 # --- formats of data ---
 
 _FILES = "megascend.apps.data.files"

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_settings
 from megascend.config.data import PREFERENCE_LOSSES
+from megascend.config.registry import INFERENCE_ENGINES, inference_engine
 from megascend.config.rl_presets import LOSS_OPTIONS, PRESETS
 from megascend.config.rules import Rule
 from megascend.config.section import Also, has_duplicates
@@ -444,8 +445,7 @@ class RlConfig(TrainerConfig):
     engines: tuple[str, ...] = Field(
         ("local",),
         min_length=1,
-        description="addresses of vLLM servers (http://HOST:PORT); vllm: a server that the run starts on rank 0's host; local: "
-        "transformers in a process beside rank 0",
+        description="; ".join(f"{form}: {entry.content}" for form, entry in INFERENCE_ENGINES.items()),
     )
     placement: PlacementSettings = PlacementSettings()
     vllm: Vllm = Vllm()
@@ -526,16 +526,20 @@ class RlConfig(TrainerConfig):
         Rule(
             "rollout.router_replay with engines=local: they do not return the experts of each token; name vLLM "
             "servers started with --enable-return-routed-experts",
-            lambda s: s.rollout.router_replay and s.rollout.controller is None and "local" in s.engines,
+            lambda s: (
+                s.rollout.router_replay
+                and s.rollout.controller is None
+                and not all(inference_engine(name).returns_experts for name in s.engines)
+            ),
         ),
         Rule(
             "engines with rollout.controller: the controller brings the engines; leave it out",
-            lambda s: s.rollout.controller is not None and s.engines != ("local",),
+            lambda s: s.rollout.controller is not None and s.engines != type(s).model_fields["engines"].default,
         ),
-        # "local" and "vllm" may be repeated: each is an engine of its own.
+        # Only an address is one engine: each "local" is an engine of its own.
         Rule(
             "engines: an address is listed twice; list it once",
-            lambda s: has_duplicates([name for name in s.engines if name not in ("local", VLLM)]),
+            lambda s: has_duplicates([name for name in s.engines if inference_engine(name).is_server]),
         ),
         Rule(
             "placement with no vllm among engines: it is of engines that the run starts; leave it out",

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, cast
 
 from megascend.apps.rl.servers import owner_name
 from megascend.apps.train.generation import stop_tokens
-from megascend.config.rl import LOCAL, SGLANG, VLLM, RlConfig
+from megascend.config.registry import inference_engine, load
+from megascend.config.rl import SGLANG, RlConfig
 from megascend.errors import (
     ConfigError,
     ControllerError,
@@ -216,8 +217,7 @@ def controller_engines(config: RlConfig, controller: str) -> list[str]:
 
 def check_engines(engines: Sequence[str], controller: str | None = None, teacher: str = "local") -> None:
     """Check the settings ``engines``, ``rollout.controller`` and ``teacher.engine`` without a request."""
-    check_addresses(engines)
-    servers = [f"engines: {address}" for address in engines if address not in ("local", VLLM)]
+    servers = [f"engines: {address}" for address in engines if inference_engine(address).is_server]
     if controller is not None:
         servers = [f"rollout.controller: {controller}"]
     if teacher != "local" and not teacher.startswith(SGLANG):
@@ -229,29 +229,13 @@ def check_engines(engines: Sequence[str], controller: str | None = None, teacher
             raise ConfigError(f"{servers[0]} takes signed requests, and there is {error}") from error
 
 
-def check_addresses(engines: Sequence[str]) -> None:
-    """Find out that an entry of ``engines`` names none."""
-    for address in engines:
-        _maker(address)
-
-
 def make_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None = None) -> InferenceEngine:
     """Build the client of engine ``address``, the ``index``-th of the run."""
-    return _maker(address)(config, index, address, servers)
+    make: MakeEngine = load(inference_engine(address).make)
+    return make(config, index, address, servers)
 
 
-def _maker(address: str) -> MakeEngine:
-    scheme, separator, host = address.partition("://")
-    kind = address if not separator else scheme + separator if host.strip("/") else ""
-    if kind not in MAKERS:
-        raise ConfigError(
-            f"engines: {address!r} is neither local nor {VLLM} nor the address of a vLLM server (http://HOST:PORT); an SGLang "
-            "server may only be teacher.engine"
-        )
-    return MAKERS[kind]
-
-
-def _local_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
+def local_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
     from megascend.apps.rl.rollout.engines.local import LocalEngine
 
     return LocalEngine(
@@ -264,19 +248,18 @@ def _local_engine(config: RlConfig, index: int, address: str, servers: EngineSer
     )
 
 
-def _vllm_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
+def started_vllm_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
+    return cast("EngineServers", servers).client(index)
+
+
+def vllm_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None) -> InferenceEngine:
     from megascend.apps.rl.rollout.engines.vllm import VllmEngine
 
     return VllmEngine(address, owner=owner_name(config), generate_timeout_s=config.rollout.timeout_s)
 
 
 MakeEngine = Callable[["RlConfig", int, str, "EngineServers | None"], "InferenceEngine"]
-MAKERS: dict[str, MakeEngine] = {
-    LOCAL: _local_engine,
-    VLLM: lambda config, index, address, servers: cast("EngineServers", servers).client(index),
-    "http://": _vllm_engine,
-}
-"""Engines of a run, by an entry of ``engines`` or by the scheme of its address."""
+"""Makes the client of the engine ``index`` of a run from its entry of ``engines`` and the servers that the run has started."""
 
 
 def response_ends(tokenizer: PreTrainedTokenizerBase, config: RlConfig) -> tuple[int, ...]:

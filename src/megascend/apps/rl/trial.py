@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megascend.apps.rl.engines import make_engine, response_ends
-from megascend.config.rl import TRAINER, VLLM, RlConfig
+from megascend.config.registry import inference_engine
+from megascend.config.rl import TRAINER, RlConfig
 from megascend.errors import DataError, MegascendError
 from megascend.models.checkpoint_files.tokenizer import following_tokens
 from weightwire.engine import Completion, Sampling
@@ -84,7 +85,7 @@ def ask_engines(config: RlConfig) -> list[str]:
     """Return a line for each engine of the run file: its version, or the reason why it is unknown."""
 
     async def ask(index: int, address: str) -> str:
-        if address in ("local", VLLM):
+        if not inference_engine(address).is_server:
             return f"{address}: starts with the run"
         try:
             # Not closed: that would release it, and a run of the same name may own it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -25,6 +26,7 @@ from megascend.apps.train.teacher_model import teacher_sizes
 from megascend.apps.train.token_budget import AUTO, largest_fitting, largest_useful
 from megascend.apps.train.train import SupervisedRun
 from megascend.config import RunConfig
+from megascend.config.registry import inference_engine
 from megascend.config.rl import LOCAL, RlConfig
 from megascend.models.checkpoint_files.files import read_config
 from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
@@ -209,11 +211,12 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
 
 
 def local_processes(config: RlConfig, info: ModelInfo) -> dict[str, int]:
-    """Return the bytes of weights in other processes than rank 0: local engines, and a teacher in one of them."""
+    """Return the bytes of weights in other processes on rank 0's host: of engines, and of a teacher."""
     width, processes = ELEMENT_BYTES[config.precision], {}
-    if config.rollout.controller is None and (count := config.engines.count(LOCAL)):
-        # Those in use, and those of an update until it takes effect.
-        processes["local engine" if count == 1 else f"{count} local engines"] = 2 * count * width * info.parameter_count
+    for name, count in Counter(config.engines).items() if config.rollout.controller is None else ():
+        if copies := inference_engine(name).copies:
+            engines = f"{name} engine" if count == 1 else f"{count} {name} engines"
+            processes[engines] = copies * count * width * info.parameter_count
     if config.teacher is not None and config.teacher.engine == LOCAL and config.teacher.model is not None:
         processes["the teacher"] = width * inspect_checkpoint(config.teacher.model).parameter_count
     return processes
