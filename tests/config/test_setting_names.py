@@ -231,6 +231,12 @@ def test_format_of_data_is_read_where_its_row_says(ending: str) -> None:
     assert isinstance(load_entry(DATA_FORMATS[ending]), Format)
 
 
+@pytest.mark.parametrize("name", INFERENCE_ENGINES)
+def test_inference_engine_is_made_where_its_row_says(name: str) -> None:
+    assert inference_engine(name) is INFERENCE_ENGINES[name]
+    assert callable(load_entry(INFERENCE_ENGINES[name].make))
+
+
 @pytest.mark.parametrize("path", [row.factory for row in PROVIDERS.values()] + [row.open for row in TRACKERS.values()])
 def test_providers_and_trackers_are_where_their_rows_say(path: str) -> None:
     assert isinstance(load_entry(path), type)
