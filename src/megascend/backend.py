@@ -180,10 +180,9 @@ class Backend:
         Args:
             samples: this data parallel rank's samples; may be empty on some ranks, not on all. Samples of any adapters may
                 be mixed.
-            loss: ``cross_entropy``, ``importance_sampling``, ``ppo``, ``cispo``, ``gspo``, ``dro``, ``stable_reinforce``,
-                ``dpo``, a :class:`megascend.Loss`, or a callable ``(logprobs [n], LossInputs) -> losses [n]``. For a scalar head:
-                ``value``, ``clipped_value``, ``bradley_terry``, ``single_label_classification`` and others of classifiers, or
-                a :class:`megascend.Loss` with ``of="values"``.
+            loss: the name of a built-in loss (``docs/data.md`` has a table) or of a registered one, a :class:`megascend.Loss`, or
+                a callable ``(logprobs [n], LossInputs) -> losses [n]``. A scalar head needs a loss of values: one with
+                ``of="values"``.
             adapter: the adapter of samples that do not name one (``Sample.adapter``).
             logprobs: also return the log-probabilities of all targets. The call then waits for the device.
             values: also return a scalar head's values of all tokens; waits for the device too.

@@ -80,7 +80,7 @@ def token_objectives(now: torch.Tensor, old: torch.Tensor, advantage: torch.Tens
     if formula.loss == "dro":
         return advantage * now - 0.05 / 2 * (now - old).square()
     if formula.loss == "stable_reinforce":
-        return ratio.clamp(max=2.0).detach() * (advantage - 0.01 * (now - old)).detach() * now
+        return ratio.clamp(max=formula.high).detach() * (advantage - 0.01 * (now - old)).detach() * now
     assert formula.loss == "importance_sampling"
     return ratio * advantage
 

@@ -101,8 +101,7 @@ class Data(Section):
         description="handling of a conversation, completion or pair longer than batching.max_length; texts are split instead",
     )
     chat_template: Path | None = Field(
-        None,
-        description="template file to use instead of the model's; it is exported with the model",
+        None, description="template file to use instead of the model's; it is exported with the model"
     )
     chat_template_options: dict[str, Any] = Field(
         {}, description="additional variables for the chat template: {enable_thinking: false}"
@@ -112,8 +111,7 @@ class Data(Section):
     ] = Field(8, description="samples per optimizer step, over all data parallel ranks")
     shuffle: bool = Field(True, description="draw a new random order of the samples for each epoch")
     streaming: bool = Field(
-        False,
-        description="read and tokenise records as steps need them, at constant memory; needs steps, not epochs",
+        False, description="read and tokenise records as steps need them, at constant memory; needs steps, not epochs"
     )
     shuffle_buffer: Size = Field(
         1000, description="records that a stream reads ahead and draws in a random order, of each source; with shuffle"

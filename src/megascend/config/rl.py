@@ -9,8 +9,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_settings
 from megascend.config.data import PREFERENCE_LOSSES
-from megascend.config.registry import INFERENCE_ENGINES, inference_engine
-from megascend.config.rl_presets import LOSS_OPTIONS, PRESETS
+from megascend.config.registry import INFERENCE_ENGINES, inference_engine, losses_of_responses
+from megascend.config.rl_presets import CLIP_OPTIONS, PRESETS
 from megascend.config.rules import Rule
 from megascend.config.section import Also, has_duplicates
 from megascend.config.training import MEASURED_BUDGET
@@ -32,7 +32,7 @@ COUNTERPARTS = {
     **dict.fromkeys(PREFERENCE_LOSSES, "objective says what is learned from rewards"),
     "classification": "rewards may be those of a classifier that it has trained",
     "loss": "set objective.loss, or objective.preset",
-    "loss_settings": "the settings of a loss are those of objective",
+    "loss_settings": "set objective.loss_settings",
 }
 """Sections of ``megascend train`` that ``megascend rl`` lacks, and what to set in their place."""
 
@@ -127,8 +127,7 @@ class Rollout(Section):
         "default: ten batches of them, at least 100; 0: never",
     )
     in_order: bool = Field(
-        False,
-        description="learn from prompts in their order: reproducible, but a slow response delays the trainer",
+        False, description="learn from prompts in their order: reproducible, but a slow response delays the trainer"
     )
     shuffle: bool = Field(True, description="draw a new random order of the prompts for each epoch")
     stop: tuple[str, ...] = Field(
@@ -173,10 +172,8 @@ class Objective(Section):
     preset: Annotated[
         Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce++", "rloo"] | None, Also("loss_type")
     ] = Field(None, description="published objective, whose settings are those that are not set here")
-    loss: str = Field(
-        "ppo",
-        description="loss function: ppo, cispo, gspo, dro, stable_reinforce, importance_sampling, or a registered one",
-    )
+    loss: str = Field("ppo", description=f"loss function: {', '.join(losses_of_responses())}, or a registered one")
+    loss_settings: dict[str, float] = Field({}, description="keyword arguments of the loss function, such as max_ratio")
     clip_low: Annotated[float | None, Also("epsilon", "clip_ratio")] = Field(
         None, ge=0, description="the ratio is clipped to at least 1 - clip_low; default: that of the loss"
     )
@@ -241,21 +238,22 @@ class Objective(Section):
         settings = dict(PRESETS[values["preset"]].settings)
         # Clip ranges are those of the preset's own loss, and clip nothing at a ratio of 1.
         if values.get("loss", settings["loss"]) != settings["loss"] or values.get("correction") == "truncated":
-            settings = {name: value for name, value in settings.items() if name not in LOSS_OPTIONS}
+            settings = {name: value for name, value in settings.items() if name not in CLIP_OPTIONS}
         return settings | values
 
     rules = (
         Rule(
             "correction with clip_low, clip_high or dual_clip: the ratio to the old policy is 1, and nothing is "
             "clipped; set none",
-            lambda s: s.correction == "truncated" and bool(s.loss_options),
+            lambda s: s.correction == "truncated" and any(name in s.loss_options for name in CLIP_OPTIONS),
         ),
     )
 
     @property
     def loss_options(self) -> dict[str, float]:
         """Return the arguments of the loss function that are set."""
-        return {name: value for name in LOSS_OPTIONS if (value := getattr(self, name)) is not None}
+        options = {name: value for name in CLIP_OPTIONS if (value := getattr(self, name)) is not None}
+        return options | self.loss_settings
 
     @property
     def compares_groups(self) -> bool:

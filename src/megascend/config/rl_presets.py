@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LOSS_OPTIONS = ("clip_low", "clip_high", "dual_clip")
-"""Settings of ``objective`` that are arguments of the loss function."""
+CLIP_OPTIONS = ("clip_low", "clip_high", "dual_clip")
+"""Settings of ``objective`` that are arguments of the loss function, and bound its ratio to the old policy."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from megascend.config.data import (
     Simpo,
     Validation,
 )
+from megascend.config.registry import losses_of_data
 from megascend.config.rules import Rule
 from megascend.config.run_file import read_settings
 from megascend.config.section import Also, Count, Seconds, Section, Size, explain, has_duplicates
@@ -164,8 +165,7 @@ class TrainerConfig(EngineSettings):
     tf32: bool = Field(False, description="CUDA only: multiply fp32 matrices in TensorFloat-32 (10 bits of mantissa)")
     checkpoint: Checkpoint = Checkpoint()
     lora: Annotated[Lora | None, Also("use_peft", "peft_config")] = Field(
-        None,
-        description="freeze the model and train one LoRA adapter; default: train all parameters",
+        None, description="freeze the model and train one LoRA adapter; default: train all parameters"
     )
     base_weights: Annotated[BaseWeights, Also("load_in_4bit", "load_in_8bit")] = Field(
         "unquantised", description=f"with lora, the {Adapters.model_fields['base_weights'].description}"
@@ -295,12 +295,11 @@ class RunConfig(TrainerConfig):
     )
     loss: str | None = Field(
         None,
-        description="loss by name: cross_entropy, dpo, orpo, simpo, kto, bradley_terry, classification, one that a "
-        "plug-in registers, or a function of yours as path/to/file.py:function or package.module:function; default: that of the "
-        "section below that is set, else cross_entropy",
+        description=f"loss by name: {', '.join(losses_of_data())}, one that a plug-in registers, or a function of yours as "
+        "path/to/file.py:function or package.module:function; default: that of the section below that is set, else cross_entropy",
     )
     loss_settings: dict[str, float] = Field(
-        {}, description="keyword arguments of a loss that is a function of yours or of a plug-in"
+        {}, description="keyword arguments of the function of a loss that has no section below"
     )
     dpo: Dpo | None = Field(None, description="train on preference pairs with DPO")
     orpo: Orpo | None = Field(None, description="train on preference pairs with ORPO")
@@ -383,8 +382,8 @@ class RunConfig(TrainerConfig):
             lambda s: len(s.objectives) > 1 or (s.loss is not None and s.objectives not in ([], [s.loss])),
         ),
         Rule(
-            "loss_settings with a loss of this package: they are of a loss that is a function of yours or of a "
-            "plug-in; set those of the loss's section",
+            "loss_settings with a loss that has a section, or cross_entropy: they are of the other losses; set those of the "
+            "section",
             lambda s: bool(s.loss_settings and (s.objectives or s.loss in (None, "cross_entropy"))),
         ),
         Rule(

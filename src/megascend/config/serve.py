@@ -50,8 +50,7 @@ class Limits(Section):
         description="saved adapters of max_samplers that are loaded for one tenant at a time; one more replaces another or waits",
     )
     requests: Size = Field(
-        1024,
-        description="requests of one tenant being read or waiting for an answer; one more is answered with 429",
+        1024, description="requests of one tenant being read or waiting for an answer; one more is answered with 429"
     )
     storage_bytes: Size = Field(
         2**40, description="bytes of one tenant's checkpoints; a save beyond them is removed, and fails"

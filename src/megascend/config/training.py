@@ -305,8 +305,7 @@ class Recompute(Section):
     ] = Field("none", description="recompute nothing, whole layers (full) or the modules listed in modules (selective)")
     layers: Size = Field(1, description="with full: layers per recomputed block")
     modules: tuple[RecomputeModule, ...] = Field(
-        ("core_attn",),
-        description="with selective: modules to recompute; mlp means dense MLPs",
+        ("core_attn",), description="with selective: modules to recompute; mlp means dense MLPs"
     )
 
 
@@ -349,8 +348,7 @@ class Fsdp(Section):
     """Sharding of a model by engine fsdp."""
 
     replicate: Size = Field(
-        1,
-        description="model replicas, each sharded over an equal number of ranks (HSDP); 1: shard over all ranks",
+        1, description="model replicas, each sharded over an equal number of ranks (HSDP); 1: shard over all ranks"
     )
     reshard_after_forward: bool = Field(
         True,

@@ -96,7 +96,11 @@ CASES: dict[str, tuple[dict[str, Any], Formula]] = {
     "dro": (NONE | {"loss": "dro"}, Formula("dro")),
     "stable_reinforce": (
         NONE | {"loss": "stable_reinforce", "average": "sums"},
-        Formula("stable_reinforce", average="sums"),
+        Formula("stable_reinforce", high=2.0, average="sums"),
+    ),
+    "stable_reinforce, truncated earlier": (
+        NONE | {"loss": "stable_reinforce", "loss_settings": {"max_ratio": 1.1}},
+        Formula("stable_reinforce", high=1.1),
     ),
 }
 """Settings of an objective, and what they must compute."""

@@ -161,7 +161,8 @@ def objective_loss(objective: Objective) -> Loss:
         try:
             loss = loss.with_settings(**{name: value})
         except ConfigError as error:
-            raise ConfigError(f"objective.{name}: {value:g}, but {error}") from None
+            setting = f"loss_settings.{name}" if name in objective.loss_settings else name
+            raise ConfigError(f"objective.{setting}: {value:g}, but {error}") from None
     return loss
 
 
@@ -173,8 +174,8 @@ def describe_objective(objective: Objective) -> str:
     }
     correction = "no correction"
     if objective.correction == "truncated":
-        # At a ratio of 1 the options have no effect.
-        options, correction = {}, f"weights truncated at {objective.cap:g}"
+        # At a ratio of 1 the defaults of built-in losses have no effect.
+        options, correction = objective.loss_settings, f"weights truncated at {objective.cap:g}"
     values = ", ".join(f"{name} {value}" for name, value in options.items())
     divided = {None: "", True: " divided by std", False: " not divided by std"}[objective.divide_by_std]
     length = f" {objective.length}" if objective.average == "fixed" else ""
