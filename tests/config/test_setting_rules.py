@@ -89,8 +89,8 @@ TRAIN: list[Case] = [
     # losses
     ("loss: null with ['dpo', 'kto']", "dpo.beta=1; kto.beta=1", "dpo.beta=1"),
     ("loss: cross_entropy with ['dpo']", "loss=cross_entropy; dpo.beta=1", "loss=cross_entropy"),
-    ("loss_settings with a loss of this package", "loss_settings.a=1", "loss_settings.a=1; loss=json:loads"),
-    ("loss_settings with a loss of this package", "loss_settings.a=1; dpo.beta=1", "dpo.beta=1"),
+    ("loss_settings with a loss that has a section", "loss_settings.a=1", "loss_settings.a=1; loss=json:loads"),
+    ("loss_settings with a loss that has a section", "loss_settings.a=1; dpo.beta=1", "dpo.beta=1"),
     ("generation with bradley_terry or classification", "generation.prompts=[one]; classification={}", "classification={}"),
     ("generation with bradley_terry", "generation.prompts=[one]; bradley_terry={}", "generation.prompts=[one]; dpo={}"),
     ("validation.tasks with bradley_terry", "validation.tasks.names=[t]; bradley_terry={}", "validation.tasks.names=[t]"),
