@@ -14,28 +14,7 @@ from megascend.training.batch.loss_call import LossCall
 from megascend.training.batch.losses import BUILT_IN, CLASSIFICATION
 
 LARGEST = torch.finfo(torch.float32).max
-DIFFERENCES = [
-    0.0,
-    0.1,
-    0.5,
-    3.0,
-    40.0,
-    60.0,
-    80.0,
-    87.0,
-    88.0,
-    88.7,
-    88.8,
-    89.0,
-    91.0,
-    95.0,
-    100.0,
-    104.0,
-    110.0,
-    200.0,
-    800.0,
-]
-DIFFERENCES += [2000.0]
+DIFFERENCES = [0.0, 0.1, 0.5, 3.0, 40.0, 80.0, 88.0, 88.7, 88.8, 91.0, 104.0, 110.0, 800.0, 2000.0]
 ADVANTAGES = [0.0, 1.5, -1.5, 0.25, -2.5, 1e-10, -1e-10, 1e-30, -1e-30, 1e20, -1e20, 1e30, -1e30, 3e38, -3e38]
 LOGPROBS = [-0.01, -0.5, -2100.0]
 GRID = [

@@ -58,25 +58,6 @@ def test_every_step_is_a_candidate_exactly_once(steps, latest):
         assert candidates[len(candidates) - len(later) :] == later  # steps after `latest` were abandoned and come last
 
 
-@pytest.mark.parametrize(
-    ("steps", "current", "keep_last", "keep_every", "expected"),
-    [
-        ([1, 2, 3], 3, 2, 0, [1]),
-        ([1, 2, 3], 3, 1, 0, [1, 2]),
-        ([1, 2, 3], 3, 5, 0, []),
-        ([3, 1, 2], 3, 1, 0, [1, 2]),
-        ([10, 20, 30, 40], 40, 1, 20, [10, 30]),
-        ([10, 20, 30, 40], 40, 1, 10, []),
-        ([10, 20, 30, 40], 20, 1, 0, [10]),  # the run resumed from an earlier step: later ones stay
-        ([10, 20, 30, 40], 30, 2, 0, [10]),
-        ([0, 10, 20], 20, 1, 15, [10]),
-        ([], 10, 1, 0, []),
-    ],
-)
-def test_superseded(steps, current, keep_last, keep_every, expected):
-    assert superseded(steps, current, keep_last, keep_every) == expected
-
-
 @given(st.sets(st.integers(0, 60), min_size=1), st.integers(1, 4), st.integers(0, 7), st.data())
 def test_superseded_steps_keep_the_last_and_every_nth(steps, keep_last, keep_every, data):
     current = data.draw(st.sampled_from(sorted(steps)))

@@ -40,21 +40,6 @@ def test_slices_of_run_cover_exactly_the_run(run):
         assert (part.start, part.stop) == (inside(part, shape)[0], inside(part, shape)[-1] + 1)
 
 
-def test_every_run_of_a_small_tensor():
-    shape = (2, 3, 2)
-    for start in range(13):
-        for stop in range(start, 13):
-            assert [i for part in slices_of_run(shape, start, stop) for i in inside(part, shape)] == list(
-                range(start, stop)
-            )
-
-
-@pytest.mark.parametrize("shape", [(5,), (4, 6), (2, 3, 4, 5), (1, 1, 7)])
-def test_whole_tensor_is_one_slice(shape):
-    (part,) = slices_of_run(shape, 0, math.prod(shape))
-    assert (part.offsets, part.sizes) == ((0,) * len(shape), shape)
-
-
 def test_run_between_row_interiors_needs_the_most_slices():
     assert [part.sizes for part in slices_of_run((3, 3, 3), 1, 26)] == [
         (1, 1, 2),

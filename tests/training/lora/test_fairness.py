@@ -137,18 +137,6 @@ def test_tenants_that_always_have_work_differ_by_one_batch_and_one_request(tenan
             assert all(served[leader] - served[follower] <= BUDGET + largest[leader] for follower in largest)
 
 
-def test_equal_tenants_share_every_batch():
-    sizes = dict.fromkeys("abcd", lambda: 25)
-    *_, served = served_while_backlogged(sizes, dict.fromkeys("abcd", "ce"), 10)
-    assert served == {"a": 250, "b": 250, "c": 250, "d": 250}
-
-
-def test_small_requests_get_as_many_tokens_as_large_ones():
-    sizes = {"small": lambda: 10, "large": lambda: 90}
-    *_, served = served_while_backlogged(sizes, {"small": "ce", "large": "ppo"}, 100)
-    assert served == {"small": 900, "large": 900}  # 90 batches of the one, 10 of the other
-
-
 def test_tiny_requests_that_share_no_batch_do_not_take_a_unit_for_every_token():
     """Count ``least`` tokens per request: else nine units of "large" follow 810 of "tiny", each of which takes about as long."""
     lines = line_up(

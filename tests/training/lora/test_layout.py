@@ -1,6 +1,5 @@
 """Factors in one flat vector: no gaps, no overlaps, shardings together, and each reduced over the ranks that share it."""
 
-import math
 from itertools import product
 from types import SimpleNamespace
 
@@ -104,8 +103,3 @@ def test_gradients_are_summed_over_the_ranks_that_have_parts_of_the_sum(sizes, e
     values = defaults | sizes
     topology = SimpleNamespace(sequence_parallel=values.pop("sequence"), **values)
     assert tuple(reductions(sharding, topology) for sharding in SHARDINGS) == expected
-
-
-def test_a_span_is_as_long_as_its_shape():
-    for span in flat_layout(shape_groups(model()), 5).spans:
-        assert span.stop - span.start == math.prod(span.shape)

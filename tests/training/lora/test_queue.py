@@ -50,7 +50,6 @@ class Backend:
         self.adapters = {name: Adapter() for name in names}
         self.calls = []
         self.fault = None  # raised in the middle of the next verb
-        self.refuse_step = None
         self.room = 10**6  # tokens
         self._world, self._rank = world or World(), rank
 
@@ -89,7 +88,7 @@ class Backend:
 
     def optimizer_step(self, adapters):
         for name in adapters:
-            if name == self.refuse_step or not self.adapters[name].grads_seen:
+            if not self.adapters[name].grads_seen:
                 raise ConfigError(f"adapter {name!r} cannot step: {self.adapters[name].grads_seen} gradients")
         self.calls.append(("optimizer_step", tuple(adapters)))
         self._break()
@@ -290,15 +289,6 @@ def test_bad_request_fails_only_for_its_tenant(queue, backend, samples, loss, ex
     assert {name: a.value for name, a in backend.adapters.items()} == {"a": 0.0, "b": 1.0, "c": 1.0}
 
 
-def test_a_refused_mixed_batch_is_run_one_by_one(queue, backend):
-    futures = {name: queue.forward_backward(name, HIDDEN if name == "b" else [sample(1)]) for name in "abc"}
-    queue.run_once()
-    assert [call[1] for call in backend.calls] == [("a",), ("c",)]
-    assert {name: a.grads_seen for name, a in backend.adapters.items()} == {"a": 1, "b": 0, "c": 1}
-    with pytest.raises(DataError, match="weight 0"):
-        futures["b"].result()
-
-
 def test_batch_out_of_memory_is_retried_one_request_at_a_time(queue, backend):
     backend.room = 4
     batches = {"a": [sample(1, 2)], "b": [sample(*range(5))], "c": [sample(3, 4)]}
@@ -386,20 +376,6 @@ def test_a_bad_forward_spoils_nothing(queue, backend):
     assert step.result().grad_norm == 2.0
     with pytest.raises(DataError, match="vocabulary"):
         bad.result()
-
-
-def test_refused_step_fails_only_its_adapter_and_leaves_no_gradients(queue, backend):
-    for name in "ab":
-        queue.forward_backward(name, [sample(1)])
-    backend.refuse_step = "a"
-    refused, other = queue.optimizer_step("a"), queue.optimizer_step("b")
-    queue.drain()
-    assert other.result().grad_norm == 1.0
-    with pytest.raises(ConfigError, match="cannot step"):
-        refused.result()
-    backend.refuse_step = None
-    queue.forward_backward("a", [sample(1, weight=5.0)])
-    assert queue.optimizer_step("a").result().grad_norm == 5.0
 
 
 def test_a_step_without_gradients_fails_and_does_not_hold_up_the_others(queue):
