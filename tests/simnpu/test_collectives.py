@@ -17,44 +17,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hccl_ranks import on_ranks
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megascend.errors import DistributedTestError
-from megascend.testing.distributed import run_distributed
-from simnpu import collectives, device
-from simnpu import npu as torch_npu_module
 
 pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("SIMNPU") != "1",
-        reason="registers a device for the whole process: set SIMNPU=1",
-    ),
+    pytest.mark.usefixtures("registered"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
 from torch.distributed import all_gather_object as copied_before_registration  # noqa: E402
 
 EXACT = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
-
-
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    if os.environ.get("SIMNPU") == "1":
-        device.register(torch_npu_module)
-        collectives.register()
-
-
-def on_ranks(body: Callable[[int, int], Any], world: int = 3, timeout_s: float = 20) -> list[Any]:
-    """``body(rank, world)`` on ranks whose default group is hccl."""
-
-    def start() -> Any:
-        rank = int(os.environ["RANK"])
-        store = dist.FileStore(os.environ["MEGASCEND_STORE"], world)
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group("hccl", store=store, rank=rank, world_size=world, timeout=timeout)
-        return body(rank, world)
-
-    return run_distributed(start, world, init=False, timeout_s=60)
 
 
 def npu(values: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:

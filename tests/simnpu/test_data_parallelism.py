@@ -20,25 +20,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from megascend.testing.distributed import run_distributed
-from simnpu import collectives, device
-from simnpu import npu as torch_npu_module
 
 pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("SIMNPU") != "1",
-        reason="registers a device for the whole process: set SIMNPU=1",
-    ),
+    pytest.mark.usefixtures("registered"),
     pytest.mark.filterwarnings("ignore"),
 ]
 
 WORLD, STEPS = 2, 3
-
-
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    if os.environ.get("SIMNPU") == "1":
-        device.register(torch_npu_module)
-        collectives.register()
 
 
 class Net(nn.Module):

@@ -8,32 +8,17 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hccl_ranks import forked
 from torch import Tensor, nn
 
-from megascend.testing.distributed import run_distributed
 from simnpu import device
-from simnpu import npu as torch_npu_module
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("SIMNPU") != "1",
-    reason="registers a device for the whole process: set SIMNPU=1",
-)
-
-
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    if os.environ.get("SIMNPU") == "1":
-        device.register(torch_npu_module)
-
-
-def forked(function: Callable[..., Any], *args: Any) -> Any:
-    return run_distributed(function, 1, *args, init=False, timeout_s=60)[0]
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 def same(on_npu: Tensor, on_cpu: Tensor) -> None:

@@ -5,36 +5,24 @@ What a test runs is forked, since the current device and what was allocated belo
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hccl_ranks import forked
 from torch import Tensor, nn
 
-from megascend.testing.distributed import run_distributed
-from simnpu import device
-from simnpu import npu as torch_npu_module
 from simnpu.errors import ConfigError
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("SIMNPU") != "1",
-    reason="registers a device for the whole process: set SIMNPU=1",
-)
+pytestmark = pytest.mark.usefixtures("three_devices", "registered")
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def three_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMNPU_DEVICES", "3")
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
-    if os.environ.get("SIMNPU") == "1":
-        device.register(torch_npu_module)
-
-
-def forked(function: Callable[..., Any], *args: Any) -> Any:
-    return run_distributed(function, 1, *args, init=False, timeout_s=60)[0]
 
 
 def npu() -> Any:

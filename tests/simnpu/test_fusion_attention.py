@@ -117,8 +117,10 @@ def test_compressed_modes(
     close(output, reference(*tensors, hidden))
 
 
-@pytest.mark.parametrize("shape", [(), (1, 1), (BATCH, 1), (BATCH, HEADS)])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((), torch.bool), ((1, 1), torch.bool), ((BATCH, 1), torch.bool), ((BATCH, HEADS), torch.uint8)],
+)
 def test_dense_masks(attention: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensors = qkv()
     mask = make(*shape, SEQUENCE, SEQUENCE, seed=5) > 0.5

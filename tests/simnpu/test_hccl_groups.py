@@ -4,45 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-
-from megascend.testing.distributed import run_distributed
-from simnpu import collectives, device
-from simnpu import npu as torch_npu_module
+from hccl_ranks import on_ranks
 
 pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("SIMNPU") != "1",
-        reason="registers a device for the whole process: set SIMNPU=1",
-    ),
+    pytest.mark.usefixtures("registered"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    if os.environ.get("SIMNPU") == "1":
-        device.register(torch_npu_module)
-        collectives.register()
-
-
-def on_ranks(body: Callable[[int, int], Any], world: int = 4, timeout_s: float = 20, **options: Any) -> list[Any]:
-    """``body(rank, world)`` on ranks whose default group is hccl."""
-
-    def start() -> Any:
-        rank = int(os.environ["RANK"])
-        store = dist.FileStore(os.environ["MEGASCEND_STORE"], world)
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group("hccl", store=store, rank=rank, world_size=world, timeout=timeout, **options)
-        return body(rank, world)
-
-    return run_distributed(start, world, init=False, timeout_s=60)
 
 
 def total(rank: int, group: Any = None) -> float:
@@ -60,7 +33,7 @@ def test_each_rank_makes_only_its_own_group() -> None:
         return pair_total, total(rank, second_pair), dist.get_process_group_ranks(second_pair), total(rank)
 
     even, odd = (101, 101, [0, 2], 1111), (1010, 1010, [1, 3], 1111)
-    assert on_ranks(body) == [even, odd, even, odd]
+    assert on_ranks(body, 4) == [even, odd, even, odd]
 
 
 def test_making_a_group_waits_for_nobody() -> None:
@@ -87,7 +60,7 @@ def test_groups_of_groups_in_different_orders() -> None:
         order = sorted(groups, key=len, reverse=True)
         return [total(rank, groups[ranks]) for ranks in order]
 
-    assert on_ranks(body) == [[111, 11], [111, 11, 110], [111, 110], []]
+    assert on_ranks(body, 4) == [[111, 11], [111, 11, 110], [111, 110], []]
 
 
 def test_local_synchronization_and_named_subgroups() -> None:
@@ -104,7 +77,7 @@ def test_local_synchronization_and_named_subgroups() -> None:
         )
 
     low, high = (11, 11), (1100, 1100)
-    assert on_ranks(body) == [(*low, 101, 11), (*low, 1010, 11), (*high, 101, 1100), (*high, 1010, 1100)]
+    assert on_ranks(body, 4) == [(*low, 101, 11), (*low, 1010, 11), (*high, 101, 1100), (*high, 1010, 1100)]
 
 
 def test_send_between_two_of_four_needs_no_other() -> None:
@@ -116,7 +89,7 @@ def test_send_between_two_of_four_needs_no_other() -> None:
             dist.recv(tensor, 0)
         return tensor.item()
 
-    assert on_ranks(body) == [0, 0, 2, 3]
+    assert on_ranks(body, 4) == [0, 0, 2, 3]
 
 
 def test_destroyed_and_made_again() -> None:

@@ -12,13 +12,6 @@ from torch import Tensor
 pytestmark = pytest.mark.usefixtures("sim_npu")
 
 
-@pytest.fixture
-def npu() -> Any:
-    import torch_npu
-
-    return torch_npu
-
-
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(*shape, dtype=dtype, device="npu")
 

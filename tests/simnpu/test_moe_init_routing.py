@@ -14,13 +14,6 @@ pytestmark = pytest.mark.usefixtures("sim_npu")
 ROWS, K, HIDDEN, EXPERTS = 7, 3, 5, 6
 
 
-@pytest.fixture
-def npu() -> Any:
-    import torch_npu
-
-    return torch_npu
-
-
 def inputs() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, HIDDEN, generator=generator)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,28 +175,3 @@ def test_an_extension_is_answered_although_transfer_to_npu_was_not_imported(torc
         *tensors[:2], None, None, None, None, 0.25, 1e-5, True, True, True, True
     )
     torch.testing.assert_close(before.cpu(), x * mask.cpu() / 0.75)
-
-
-def test_the_table_of_names_says_what_is_there(torch_npu: Any) -> None:
-    """docs/simnpu.md, which scripts/npu/simnpu_names.py writes from a checkout of torch_npu."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "simnpu.md").read_text()
-    table = page.partition("<!-- names -->")[2].partition("<!-- end of names -->")[0]
-    sections = re.findall(
-        r"^### (?:operators in )?([\w.]+): (\d+) of (\d+)$(.*?)(?=^###|\Z)", table, re.MULTILINE | re.DOTALL
-    )
-    assert len(sections) == 7
-    for module, available, total, body in sections:
-        namespace = import_module(module)
-        rows = {
-            kind: re.findall(r"`(\w+)`", names)
-            for kind, names in re.findall(r"^\| ([\w ]+) \| \d+ \| (.*) \|$", body, re.MULTILINE)
-        }
-        assert len(rows["there"]) == int(available)
-        assert sum(map(len, rows.values())) == int(total)
-        assert [name for name in rows["there"] if not hasattr(namespace, name)] == []
-        for name in rows["raises when looked up"]:
-            with pytest.raises(NotSimulatedError, match=rf"\.{name}: this \w+ is not simulated"):
-                getattr(namespace, name)
-        for name in rows.get("raises when called", []):
-            with pytest.raises(RuntimeError, match=f"{name} is not simulated"):
-                getattr(namespace, name)()

@@ -19,13 +19,6 @@ from simnpu.errors import NotSimulatedError
 pytestmark = pytest.mark.usefixtures("sim_npu")
 
 
-@pytest.fixture
-def npu() -> Any:
-    import torch_npu
-
-    return torch_npu
-
-
 def make(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -295,18 +288,6 @@ def test_gradient_operators_of_the_routing_map(npu: Any, drop_and_pad: bool, wit
     torch.testing.assert_close(result, copies.grad)
     if probs is not None:
         torch.testing.assert_close(found_probs, probs.grad)
-
-
-def test_init_routing(npu: Any) -> None:
-    x, experts = make(4, 3), torch.tensor([[1, 0], [2, 1], [0, 2], [1, 0]], dtype=torch.int32)
-    row_idx = torch.arange(8, dtype=torch.int32).view(2, 4).t().contiguous()
-    expanded, places, sorted_experts = npu.npu_moe_init_routing(x.npu(), row_idx.npu(), experts.npu(), 4)
-    assert sorted_experts.tolist() == sorted(experts.flatten().tolist())
-    for row in range(4):
-        for k in range(2):
-            slot = int(places[k * 4 + row])
-            torch.testing.assert_close(expanded[slot].cpu(), x[row])
-            assert sorted_experts[slot] == experts[row, k]
 
 
 def test_adamw_steps_equal_torchs(npu: Any) -> None:

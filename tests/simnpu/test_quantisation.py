@@ -14,13 +14,6 @@ from simnpu.errors import NotSimulatedError
 pytestmark = pytest.mark.usefixtures("sim_npu")
 
 
-@pytest.fixture
-def npu() -> Any:
-    import torch_npu
-
-    return torch_npu
-
-
 def make(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

@@ -99,7 +99,7 @@ from transformers.integrations.npu_flash_attention import npu_fusion_attention
     assert completed.stderr.count("SIMULATED") == 1
 
 
-@pytest.mark.parametrize("early", ["megatron", "mindspeed", "mcore_bridge", "torch_npu"])
+@pytest.mark.parametrize("early", ["megatron", "torch_npu"])
 def test_activation_after_what_it_must_precede_is_refused(early: str) -> None:
     code = f"import sys, types; sys.modules['{early}'] = types.ModuleType('{early}')\nimport simnpu; simnpu.activate()"
     completed = run_python(code, plain_environment(), check=False)
@@ -183,7 +183,7 @@ dist.destroy_process_group()
     run_python(code)
 
 
-def test_devices_streams_events_and_random_states() -> None:
+def test_devices_memory_and_options() -> None:
     code = """
 import pickle, torch
 npu = torch.npu
@@ -209,22 +209,6 @@ held = torch.zeros(256, device="npu")
 assert npu.memory_allocated() == 1024 <= npu.max_memory_allocated()
 npu.reset_peak_memory_stats(); npu.empty_cache(); assert npu.memory_stats()["allocated_bytes.all.current"] == 1024
 
-stream = npu.Stream()
-assert npu.current_stream() == npu.default_stream() != stream
-with npu.stream(stream):
-    assert npu.current_stream() == stream
-    start = torch.npu.Event(enable_timing=True); start.record()
-assert npu.current_stream() == npu.default_stream()
-end = npu.Event(enable_timing=True); end.record(stream); stream.wait_event(end); stream.wait_stream(npu.current_stream())
-assert start.elapsed_time(end) >= 0 and end.query() and stream.query()
-stream.synchronize(); end.synchronize(); npu.synchronize()
-
-npu.manual_seed(7); first = torch.rand(3, device="npu"); second = torch.rand(3, device="npu")
-npu.manual_seed_all(7); assert torch.equal(torch.rand(3, device="npu"), first)
-state = npu.get_rng_state(); assert state.device.type == "cpu" and state.dtype == torch.uint8
-assert torch.equal(torch.rand(3, device="npu"), second)
-npu.set_rng_state(state); assert torch.equal(torch.rand(3, device="npu"), second)
-torch.manual_seed(7); assert torch.equal(torch.rand(3, device="npu"), first)
 assert len(npu.default_generators) == 4
 
 number = npu.mstx.range_start("step"); npu.mstx.range_end(number)
