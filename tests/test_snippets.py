@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +206,18 @@ def check_two_adapters(namespace: dict[str, Any]) -> None:
     assert Path("runs/lora/merged/model.safetensors").stat().st_size > 0
 
 
+def check_callback(namespace: dict[str, Any]) -> None:
+    from megascend.apps.train.callbacks import TrainerControl
+
+    control, watch = TrainerControl(SimpleNamespace(), 0), namespace["Watch"]()  # type: ignore[reportArgumentType]
+    requests = []
+    for loss in (2.0, 3.0, 7.0, None):
+        control.should_save = False
+        watch.on_step(control, {"loss": loss})
+        requests.append((control.should_save, control.should_training_stop))
+    assert requests == [(False, False), (False, False), (True, False), (False, True)]
+
+
 def check_reward(namespace: dict[str, Any]) -> None:
     assert namespace["sorted_digits"]("13", {"answer": "134."}) == 0.5
 
@@ -215,6 +228,7 @@ def check_nothing(namespace: dict[str, Any]) -> None:
 
 FOLDER: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]] = {
     ("README.md", "megascend.bootstrap()"): (1, with_a_small_model, check_readme),
+    ("docs/cli.md", "class Watch"): (1, nothing, check_callback),
     ("docs/api.md", "megascend.bootstrap()"): (1, nothing, check_nothing),
     ("docs/data.md", "sample = megascend.Sample.causal"): (
         1,

@@ -63,6 +63,7 @@ _PUBLIC = {
     "SampleResult": "megascend.apps.sampling.request",
     "SamplingParams": "megascend.apps.sampling.request",
     "RunConfig": "megascend.config",
+    "Callback": "megascend.apps.train.callbacks",
     "register_tracker": "megascend.apps.tracking",
     "TrackedRun": "megascend.apps.tracking",
     "Tracker": "megascend.apps.tracking",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from megascend.apps.sampling.request import SampleRequest, SampleResult, SamplingParams
     from megascend.apps.sampling.sampler import Sampler
     from megascend.apps.tracking import TrackedRun, Tracker, register_tracker
+    from megascend.apps.train.callbacks import Callback
     from megascend.backend import Backend
     from megascend.backends import FsdpBackend, MegatronBackend, SingleBackend, make_backend, register_engine
     from megascend.config import (

@@ -13,6 +13,7 @@ import pytest
 from megascend.apps.rl.learner import Totals
 from megascend.apps.rl.rollout.engines.local import LocalEngine
 from megascend.apps.rl.train import train_rl
+from megascend.apps.train.callbacks import Callback
 from megascend.apps.train.learner import RunResult
 from megascend.config.rl import RlConfig
 from megascend.testing import run_distributed
@@ -102,11 +103,16 @@ def settings(folder: Path, output: str, **changes: Any) -> RlConfig:
 
 
 def run(
-    config: RlConfig, kind: Callable[..., LocalEngine] = LocalEngine, engines: int = 1, resume: str | None = None
+    config: RlConfig,
+    kind: Callable[..., LocalEngine] = LocalEngine,
+    engines: int = 1,
+    resume: str | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult[Totals]:
     return train_rl(
         config,
         resume=resume,
+        callbacks=callbacks,
         engines=lambda config: [
             kind(config.model, name=f"engine {index}", own_process=False, seed=index) for index in range(engines)
         ],

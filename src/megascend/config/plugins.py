@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import symtable
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -119,6 +120,20 @@ def check_name(name: str, setting: str) -> tuple[str, str]:
     if module.endswith(".py") and not Path(module).is_file():
         raise ConfigError(f"{setting}: file {Path(module).absolute()} does not exist")
     return module, attribute
+
+
+def check_class(name: str, setting: str) -> None:
+    """Raise ConfigError if a file does not define the class that ``name`` gives, or a package is missing. Imports nothing."""
+    module, attribute = check_name(name, setting)
+    if not module.endswith(".py"):
+        check_module(setting, module)
+        return
+    try:
+        symbols = symtable.symtable(Path(module).read_text(encoding="utf-8-sig"), module, "exec").get_symbols()
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"{setting}: {module} cannot be read: {type(error).__name__}: {error}") from error
+    if not any(symbol.get_name() == attribute and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
+        raise ConfigError(f"{setting}: {module} defines no class {attribute!r}")
 
 
 def load_object(name: str, setting: str, usable: Callable[[Any], bool] = callable) -> Any:

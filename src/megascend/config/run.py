@@ -157,6 +157,11 @@ class TrainerConfig(EngineSettings):
         description="modules, or files as ./mine.py, that every rank imports first, to register engines, losses, architectures, "
         "providers or trackers",
     )
+    callbacks: tuple[str, ...] = Field(
+        (),
+        description="subclasses of megascend.Callback, as path/to/file.py:Class or package.module:Class, that rank 0 calls "
+        "between steps; they may ask to save or to stop",
+    )
     engine: Annotated[str, Also("deepspeed", "zero_stage", "fsdp_config")] = Field(
         "megatron",
         description="megatron (Megatron-Core), fsdp (transformers' models under FSDP2), single (transformers in one process), "

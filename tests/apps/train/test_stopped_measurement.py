@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
+from megascend.apps.train.callbacks import Callback, TrainerControl
 from megascend.apps.train.learner import RunResult
 from megascend.apps.train.objectives import TokenObjective
 from megascend.apps.train.records import TrainCounts
@@ -61,11 +63,27 @@ def settings(folder: Path, output: Path) -> RunConfig:
     return RunConfig(**values)
 
 
-def train_on_two_ranks(config: RunConfig, resume: str | None = None, signal_at: int = 0) -> RunResult[TrainCounts]:
-    """Train; at the ``signal_at``-th batch that is measured, SIGTERM reaches rank 1 only."""
+class Evaluations(Callback):
+    """Keeps the lines of metrics.jsonl that a run has measured."""
+
+    def __init__(self) -> None:
+        self.rows: list[Mapping[str, Any]] = []
+
+    def on_evaluate(self, control: TrainerControl, record: Mapping[str, Any]) -> None:
+        self.rows.append(without_timings(record))
+
+
+def train_on_two_ranks(
+    config: RunConfig, resume: str | None = None, signal_at: int = 0, evaluated: list[Mapping[str, Any]] | None = None
+) -> RunResult[TrainCounts]:
+    """Train; at the ``signal_at``-th batch that is measured, SIGTERM reaches rank 1 only.
+
+    Args:
+        evaluated: gets the lines that rank 0's callbacks are called with.
+    """
     scored = []
 
-    def on_rank() -> tuple[RunResult[TrainCounts], int]:
+    def on_rank() -> tuple[RunResult[TrainCounts], int, list[Mapping[str, Any]]]:
         losses = TokenObjective.losses
 
         def counting(objective: TokenObjective, *arguments: Any) -> Any:
@@ -76,18 +94,25 @@ def train_on_two_ranks(config: RunConfig, resume: str | None = None, signal_at: 
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TokenObjective, "losses", counting)
-            return train(config, resume=resume), len(scored)
+            evaluations = Evaluations()
+            return train(config, resume=resume, callbacks=[evaluations]), len(scored), evaluations.rows
 
-    (result, count), (other, _) = run_distributed(on_rank, 2, init=False, timeout_s=DEADLINE_S)
+    (result, count, measured), (other, _, _) = run_distributed(on_rank, 2, init=False, timeout_s=DEADLINE_S)
     assert (result.steps, result.stopped is None) == (other.steps, other.stopped is None)
     if signal_at:
         assert count == signal_at  # no batch after the one in progress
+    if evaluated is not None:
+        evaluated += measured
     return result
+
+
+def without_timings(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in TIMINGS}
 
 
 def lines(config: RunConfig) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key not in TIMINGS} for row in rows]
+    return [without_timings(row) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +136,11 @@ def test_signal_stops_a_measurement_which_the_resumed_run_repeats(
         last = lines(config)[-1]
         assert (last["step"], last["validation_loss"]) == (steps, None)
     reference, complete = uninterrupted
-    resumed = train_on_two_ranks(config, resume="auto")
+    evaluated: list[Mapping[str, Any]] = []
+    resumed = train_on_two_ranks(config, resume="auto", evaluated=evaluated)
     assert (resumed.steps, resumed.stopped) == (4, None)
     assert lines(config) == lines(reference)
+    assert evaluated == [row for row in lines(config) if row["step"] in (2, 4) and row["step"] >= steps]
     assert [row["validation_loss"] is not None for row in lines(config)] == [False, True, False, True]
     assert all("tasks/small/perplexity" in row for row in lines(config)[1::2])
     assert resumed.totals.validation_loss == complete.totals.validation_loss

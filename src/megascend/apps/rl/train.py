@@ -16,6 +16,7 @@ from megascend.runtime.distributed.launch import Launch
 if TYPE_CHECKING:
     from megascend.apps.rl.learner import RlData, Totals
     from megascend.apps.rl.servers import EngineServers
+    from megascend.apps.train.callbacks import Callback
     from weightwire.engine import InferenceEngine
 
 EngineFactory = Callable[[RlConfig], "Sequence[InferenceEngine]"]
@@ -68,6 +69,7 @@ def train_rl(
     resume: str | Path | None = None,
     engines: EngineFactory | None = None,
     plan: RunPlan[RlConfig] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult[Totals]:
     """Train as ``config`` says, on one process or as one rank of many (torchrun's environment variables).
 
@@ -78,12 +80,13 @@ def train_rl(
     Args:
         engines: makes the engines on rank 0 in place of those that ``config.engines`` names; the run closes them.
         plan: result of :func:`megascend.apps.train.preflight.preflight` for ``config``; None: it was not called on this host.
+        callbacks: as many on every rank; called on rank 0, after those that ``config.callbacks`` names.
 
     Raises:
-        ConfigError: the output directory holds a run, the reward function cannot be used, or a setting cannot work.
+        ConfigError: the output directory holds a run, the reward function or a callback cannot be used, or a setting cannot work.
         DataError: prompts cannot be read, or the reward function failed on a response.
         EngineError: an engine refused, is lost, or did not answer in time; on every rank.
         NonFiniteError: more than ``max_skipped_steps`` steps in a row had non-finite gradients.
         CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
     """
-    return run(ReinforcementLearning(engines), config, overwrite, resume, plan)
+    return run(ReinforcementLearning(engines), config, overwrite, resume, plan, callbacks)

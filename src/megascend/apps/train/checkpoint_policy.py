@@ -38,6 +38,7 @@ class CheckpointPolicy:
         before_save: Callable[[], object] = lambda: None,
         may_save: Callable[[], bool] = lambda: True,
         best_step: Callable[[], int | None] = lambda: None,
+        on_save: Callable[[Path], object] = lambda path: None,
     ) -> None:
         """
         Args:
@@ -45,10 +46,12 @@ class CheckpointPolicy:
             before_save: called on every rank before a save.
             may_save: returns False, on every rank, while files of an earlier run are in the output directory.
             best_step: returns the best step so far, whose checkpoint is saved at once and kept; None: there is none.
+            on_save: called on every rank with the directory of a checkpoint that is complete.
         """
         self._backend, self._config, self._settings = backend, config, config.checkpoint
         self._event_log, self._progress = event_log, progress
         self._before_save, self._may_save, self._best_step = before_save, may_save, best_step
+        self._on_save = on_save
         self._series = Retention(
             config.output / CHECKPOINTS, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every
         )
@@ -62,19 +65,20 @@ class CheckpointPolicy:
         if self._settings.every and self._settings.asynchronous:
             backend.prepare_saves()
 
-    def after_step(self, step: int, stop: bool) -> bool:
-        """Save if a checkpoint is due; return True if any rank received a stop signal. Once a step.
+    def after_step(self, step: int, stop: bool, save: bool = False) -> bool:
+        """Save if a checkpoint is due; return True if any rank is to stop. Once a step.
 
         Args:
-            stop: this rank received a stop signal.
+            stop: this rank received a stop signal, or a callback of its asks to stop.
+            save: a callback of this rank asks for a checkpoint.
         """
         running = self._pending is not None and not self._pending.done
-        # One exchange for both: all ranks must agree on a stop, and on whether the last save has ended, before any of them acts.
-        stopping, running = self._backend.any_rank(stop, running)
+        # One exchange for all: ranks must agree on a stop, and on whether the last save has ended, before any of them acts.
+        stopping, running, requested = self._backend.any_rank(stop, running, save)
         if not running:
             self._finish_pending()
         # A run that is stopped while it waits for a batch may have saved this step already.
-        due = self._settings.every and step % self._settings.every == 0
+        due = requested or (self._settings.every and step % self._settings.every == 0)
         if (stopping or due or self._best_step() == step) and self._may_save() and self._last_step != step:
             self._save(step)
         return stopping
@@ -162,7 +166,9 @@ class CheckpointPolicy:
         # Ranks time out by their own clocks: one may have timed out just before the save completed on another.
         (failed,) = self._backend.any_rank(problem is not None)
         self._saved = not failed
-        if failed:
+        if not failed:
+            self._on_save(pending.path)
+        else:
             self._failed(problem or f"save: {pending.path} was not complete in time on another rank")
 
     def _failed(self, problem: str) -> None:

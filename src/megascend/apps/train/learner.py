@@ -38,7 +38,7 @@ class RunResult(Generic[TotalsT]):
     Attributes:
         steps: optimizer steps done, skipped ones included.
         export: directory of the exported model, or of the adapter if one was trained, or None.
-        stopped: the signal that stopped the run before its last step (``"SIGTERM"``), or None. A checkpoint was saved.
+        stopped: the signal (``"SIGTERM"``) or callback that stopped the run before its last step, or None. It was saved.
         totals: figures over all steps, those before a resume included.
     """
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.apps.tracking.trackers import Trackers
+from megascend.apps.train.callbacks import Callback, Callbacks
 from megascend.apps.train.checkpoint_policy import CheckpointPolicy
 from megascend.apps.train.event_log import EventLog
 from megascend.apps.train.learner import Learner, Run, RunContext, RunData, RunKind, RunResult, too_many_skips
@@ -46,14 +48,16 @@ def run(
     overwrite: bool,
     resume: str | Path | None,
     plan: RunPlan[AnyConfig] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult[Any]:
     """Run as ``config`` says, on one process or as one rank of many (torchrun's environment variables).
 
     Args:
         plan: result of :func:`megascend.apps.train.preflight.preflight` for ``config``; None: it was not called on this host.
+        callbacks: as many on every rank; called on rank 0, after those that ``config`` names.
 
     Raises:
-        MegascendError: a setting, data, a step, an export or a checkpoint that failed.
+        MegascendError: a setting, data, a step, a callback, an export or a checkpoint that failed.
     """
     phases = StartPhases()
     launch = Launch.from_environment()
@@ -85,6 +89,7 @@ def run(
         from transformers import AutoConfig, AutoTokenizer  # noqa: F401  for data and the self-check: a phase of its own
 
         phases.end("transformers")
+        run_callbacks = Callbacks(config, callbacks)
 
         # Data: before the model is built, which may take minutes
         announce("reading the data")
@@ -118,23 +123,34 @@ def run(
         # Steps
         with run_log(this_run, directory) as log:
             learner = data.learner(this_run, initial, progress, log)
+            run_callbacks.start(this_run)
+            earlier = log.rows[-1:]
             learner.start()
+            if log.rows[-1:] != earlier:  # what a signal had stopped was measured, and completes that step's row
+                run_callbacks.call("on_evaluate", dict(log.rows[-1]))
             phases.end("preparing")
             if this_run.main_rank:
                 print(f"ready after {phases}", flush=True)
-            saves, step = train_steps(this_run, learner, directory, inputs, log, phases, kernel_compilation)
+            saves, step = train_steps(
+                this_run, learner, directory, inputs, log, run_callbacks, phases, kernel_compilation
+            )
+            stopping_callback = run_callbacks.check()
 
         # Results
         if learner.stopped or (step < config.steps and not learner.finished):
             signal = this_run.signals.received
-            stopped = signal.name if signal is not None else "a signal on another rank"
+            stopped = signal.name if signal is not None else stopping_callback or "a signal on another rank"
             report_stop(directory, step, stopped, saves.problem)
-            return RunResult(step, None, stopped, learner.totals)
-        exported = write_results(this_run, learner, saves, log.rows, step)
+            result = RunResult(step, None, stopped, learner.totals)
+        else:
+            exported = write_results(this_run, learner, saves, log.rows, step)
+            result = RunResult(step, exported, None, learner.totals)
+        run_callbacks.call("on_end", result)
+        run_callbacks.check()
     # After the process groups are destroyed: the other ranks must not wait for rank 0's upload within a collective's deadline.
-    if config.push is not None and exported is not None and launch.rank == 0:
-        upload(exported, config.push, event_log, step)
-    return RunResult(step, exported, None, learner.totals)
+    if config.push is not None and result.export is not None and launch.rank == 0:
+        upload(result.export, config.push, event_log, step)
+    return result
 
 
 def plan_with_plugins(
@@ -189,10 +205,11 @@ def train_steps(
     directory: OutputDirectory,
     inputs: RunInputs,
     log: RunLog,
+    callbacks: Callbacks,
     phases: StartPhases,
     kernel_compilation: ExitStack,
 ) -> tuple[CheckpointPolicy, int]:
-    """Train up to the last step, or to a signal; return the checkpoints' policy and the last step.
+    """Train up to the last step, to a signal or to a callback's stop; return the checkpoints' policy and the last step.
 
     Args:
         inputs: saved with each checkpoint.
@@ -209,6 +226,7 @@ def train_steps(
         before_save=directory.take_over,
         may_save=lambda: not directory.holds_earlier_run,
         best_step=lambda: learner.best_step,
+        on_save=lambda path: callbacks.call("on_save", path),
     )
     # The peak while loading is not the peak of training.
     backend.platform.reset_peak_memory()
@@ -236,6 +254,7 @@ def train_steps(
                 if not record.skipped:
                     directory.take_over()
                 log.write(record)
+                callbacks.step(record)
                 # After the row is written: metrics.jsonl ends with the skipped steps, and an evaluation that fails does not
                 # cost the step's figures.
                 if learner.skipped_in_a_row > config.max_skipped_steps:
@@ -245,7 +264,8 @@ def train_steps(
                 phases.end("first step")
                 kernel_compilation.close()
                 run.event_log.event("first_step", **phases.record())
-            if saves.after_step(number, run.stop or learner.stopped) or learner.finished:
+            stop, save = callbacks.requests()
+            if saves.after_step(number, run.stop or learner.stopped or stop, save) or learner.finished:
                 break
     except Exception as error:
         # Save neither an incomplete step nor one that other ranks may still be in.

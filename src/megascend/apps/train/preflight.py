@@ -17,7 +17,7 @@ from megascend.apps.train.plot import require_extra
 from megascend.apps.train.resume import check_start
 from megascend.apps.train.run_directory import CHECKPOINTS, RUN_FILES
 from megascend.config import RunConfig, TrainerConfig
-from megascend.config.plugins import check_name, check_names, check_plugins
+from megascend.config.plugins import check_class, check_name, check_names, check_plugins
 from megascend.config.registry import ENGINES, EngineEntry
 from megascend.config.rl import RlConfig
 from megascend.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
@@ -151,6 +151,8 @@ def check_run(
         CheckpointError: the model is missing, incomplete or damaged, as far as file headers show.
     """
     check_plugins(config.plugins)
+    for name in config.callbacks:
+        check_class(name, "callbacks")
     if not (plugins_pending and config.plugins):
         check_names(config)
     check_packages(config, plugins_pending=plugins_pending)

@@ -129,7 +129,7 @@ def export(run: Run, saves: CheckpointPolicy, step: int, best: Path | None = Non
 
 
 def report_stop(directory: OutputDirectory, step: int, signal: str, problem: str | None) -> None:
-    """Report that a signal has stopped the run after ``step``.
+    """Report that a signal, or a callback, has stopped the run after ``step``.
 
     Args:
         problem: why there is no checkpoint of that step.

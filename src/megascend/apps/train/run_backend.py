@@ -17,9 +17,9 @@ ADAPTER = "default"
 
 def bootstrap(config: TrainerConfig) -> Runtime:
     """Prepare this process for a run's engine; see :func:`megascend.bootstrap`."""
-    import megascend
+    from megascend.runtime.bootstrap import bootstrap as prepare
 
-    return megascend.bootstrap(
+    return prepare(
         platform=config.platform,
         parallel=config.parallel,
         tf32=config.tf32,

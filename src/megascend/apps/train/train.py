@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from megascend.apps.train.records import TrainCounts
 from megascend.config import RunConfig
 
 if TYPE_CHECKING:
+    from megascend.apps.train.callbacks import Callback
     from megascend.apps.train.supervised import SupervisedData
 
 
@@ -30,6 +32,7 @@ def train(
     overwrite: bool = False,
     resume: str | Path | None = None,
     plan: RunPlan[RunConfig] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult[TrainCounts]:
     """Train as ``config`` says, on one process or as one rank of many (torchrun's environment variables).
 
@@ -43,12 +46,13 @@ def train(
         resume: ``"auto"``: resume from the newest checkpoint in ``config.output`` that is complete, if there is any. A path: from
             that checkpoint, or the newest of that run.
         plan: result of :func:`megascend.apps.train.preflight.preflight` for ``config``; None: it was not called on this host.
+        callbacks: as many on every rank; called on rank 0, after those that ``config.callbacks`` names.
 
     Raises:
-        ConfigError: the output directory holds a run, or a setting cannot work, ``lora.targets`` or ``trackers`` for example.
+        ConfigError: the output directory holds a run, a callback failed, or a setting cannot work, for example ``lora.targets``.
         MissingDependencyError: ``plot`` is set, or a tracker is named, and its package is not installed.
         DataError: the data cannot be trained on; the message names file and line.
         NonFiniteError: more than ``max_skipped_steps`` steps in a row had non-finite gradients.
         CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
     """
-    return run(SupervisedRun(), config, overwrite, resume, plan)
+    return run(SupervisedRun(), config, overwrite, resume, plan, callbacks)

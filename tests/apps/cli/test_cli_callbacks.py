@@ -1,0 +1,66 @@
+"""Callbacks of a run file: exit codes and messages of the commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+CALLBACKS = """
+import megascend
+
+class Stop(megascend.Callback):
+    def on_step(self, control, record):
+        control.should_training_stop = True
+
+class Broken(megascend.Callback):
+    def on_step(self, control, record):
+        record["no such figure"]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("callbacks")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"number {n}"}) + "\n" for n in range(4)))
+    (folder / "mine.py").write_text(CALLBACKS)
+    settings = {
+        "model": str(small_model),
+        "data": {"path": "texts.jsonl", "global_batch_size": 2},
+        "platform": "cpu",
+        "precision": "fp32",
+        "steps": 4,
+        "plot": False,
+        "self_check": False,
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+def arguments(output: Path, callback: str, engine: str) -> list[str]:
+    values = (f"output={output}", f"callbacks=[mine.py:{callback}]", f"engine={engine}")
+    return ["train", "run.yaml", *(part for value in values for part in ("--set", value))]
+
+
+def test_stop_ends_with_75_and_says_how_to_resume(megascend, folder: Path, tmp_path: Path) -> None:
+    completed = megascend(*arguments(tmp_path / "run", "Stop", "single"), cwd=folder)
+    assert completed.returncode == 75, completed.stderr
+    assert "stopped by callback mine.py:Stop after step 1; resume with --resume auto" in completed.stdout
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
+    report = megascend("doctor", "--run", tmp_path / "run")
+    assert report.returncode == 0, report.stdout
+    assert "stopped by callback mine.py:Stop after step 1 of 4" in report.stdout
+
+
+@pytest.mark.slow
+def test_exception_is_one_message_of_several_ranks(megascend, folder: Path, tmp_path: Path) -> None:
+    completed = megascend(*arguments(tmp_path / "run", "Broken", "fsdp"), "--nproc", "2", cwd=folder)
+    assert completed.returncode == 2
+    message = "callback mine.py:Broken: on_step raised KeyError: 'no such figure'"
+    assert completed.stderr.count(message) == 1, completed.stderr
+    assert "Traceback" not in completed.stderr
+    errors = sorted((tmp_path / "run" / "errors").iterdir())
+    assert [json.loads(path.read_text())["message"] for path in errors] == [message, message]
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
