@@ -1,4 +1,4 @@
-"""Are adapters right? Train one with megascend and with Hugging Face + peft; train many mixed and each alone; compare.
+"""Are adapters right? Train them with megascend and with Hugging Face + peft, and compare.
 
 The reference of the first is :mod:`support.peft_reference`, in a process of its own as in
 :mod:`megascend.testing.parity`.
@@ -11,9 +11,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
-from megascend.config import Adam, Adapters, Lora, Parallel
+from megascend.config import Adapters, Lora
 from megascend.errors import DistributedTestError
 from megascend.testing.artifact_cache import make_once
 from megascend.testing.parity import (
@@ -50,12 +50,6 @@ WITH_EMBEDDING_AND_HEAD = (
 )
 """Layouts in which an adapter of :data:`ALL` is compared as well. Not in 16 bits: with B of the embedding starting at 1, fp16's
 first loss scale is too large, and a skipped step is no rounding."""
-TENANT_RANKS = (4, 16, 8, 2, 12, 4, 1, 8)
-ISOLATION_LR, ISOLATION_EPS = 5e-5, 1e-6
-"""Learning rate of the first tenant (the others' are up to 1.9 times higher), and Adam's eps. How tokens fall into micro batches
-decides how gradients are rounded. With the usual eps of 1e-8, below that rounding, Adam makes up to a tenth of a learning rate of
-it where a gradient is near 0, by chance and differently on each processor. 1e-6 is above it, and far below a usual gradient: the
-distance that adapters move is the same within a tenth."""
 
 
 @dataclass(frozen=True)
@@ -358,106 +352,6 @@ def largest_difference(values: dict[str, Factors], expected: dict[str, Factors])
         for name, factors in expected.items()
         for value, reference in ((values[name].a, factors.a), (values[name].b, factors.b))
     )
-
-
-# --- many adapters against each alone ---
-
-
-def isolation_cases() -> list[Case]:
-    """Return the layouts in which mixed training must equal separate training."""
-    return [
-        Case("single"),
-        Case("TP2", 2, Parallel(tensor=2)),
-        Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True)),
-        Case("PP2", 2, Parallel(pipeline=2)),
-        Case("DP2", 2),
-        Case("CP2", 2, Parallel(context=2)),
-        Case("MoE EP2", 2, Parallel(expert=2), arch="qwen3_moe"),
-    ]
-
-
-ISOLATED_EMBEDDING_AND_HEAD = Case("embedding and head, TP2 + SP", 2, Parallel(tensor=2, sequence=True), targets=ALL)
-"""Every other tenant acts on the embedding and the head."""
-
-
-def tenant_samples(tenant: int, step: int) -> list[Sample]:
-    """Build three samples of one tenant for one step, of lengths that differ between tenants and steps."""
-    import torch
-
-    from megascend.training.batch.sample import Sample
-
-    generator = torch.Generator().manual_seed(1000 * tenant + step)
-    lengths = [int(torch.randint(8, 32, (1,), generator=generator)) for _ in range(3)]
-    token_ids = [torch.randint(0, 300, (length,), generator=generator) for length in lengths]
-    return [Sample.causal(ids, prompt_length=2) for ids in token_ids]
-
-
-class IsolationDifferences(NamedTuple):
-    """Adapters trained mixed against each trained alone, the largest of all adapters.
-
-    Attributes:
-        value: largest absolute difference of any value. Proportional to the learning rate.
-        movement: Euclidean norm of the difference over that of what training alone has changed. Does not grow with it.
-    """
-
-    value: float
-    movement: float
-
-
-def differences_from_alone(case: Case, checkpoint: Path, tenants: int, steps: int) -> IsolationDifferences:
-    """Run as one rank: train tenants mixed, then each alone, and compare their adapters.
-
-    Raises:
-        DistributedTestError: an adapter has not changed at all.
-    """
-    backend = adapter_backend(case, checkpoint)
-    loras = {
-        f"tenant-{n}": Lora(
-            rank=TENANT_RANKS[n],
-            alpha=2.0 * TENANT_RANKS[n],
-            seed=n,
-            targets=case.targets if n % 2 == 0 else "all-linear",
-            optimizer=Adam(lr=ISOLATION_LR * (1 + n / 8), eps=ISOLATION_EPS),
-        )
-        for n in range(tenants)
-    }
-
-    def train(names: list[str]) -> dict[str, Tensor]:
-        for name in names:
-            backend.add_adapter(name, loras[name])
-        for step in range(steps):
-            batch = []
-            for name in names:
-                for sample in tenant_samples(int(name.rsplit("-", 1)[1]), step):
-                    sample.adapter = name
-                    batch.append(sample)
-            backend.forward_backward(backend.shard(batch))
-            backend.optimizer_step()
-        values = {name: backend.adapters[name].values.detach().clone() for name in names}
-        for name in names:
-            backend.remove_adapter(name)
-        return values
-
-    mixed = train(list(loras))
-    values, movements = [], []
-    for name in loras:
-        separate = train([name])[name]
-        moved = (separate - backend_start(backend, name, loras[name])).norm()
-        if moved == 0:
-            raise DistributedTestError(f"{name} has not been trained")
-        difference = mixed[name] - separate
-        values.append(float(difference.abs().max()))
-        movements.append(float(difference.norm() / moved))
-    backend.close()
-    return IsolationDifferences(max(values), max(movements))
-
-
-def backend_start(backend: MegatronBackend, name: str, lora: Lora) -> Tensor:
-    """Return the initial values of a new adapter."""
-    backend.add_adapter(name, lora)
-    values = backend.adapters[name].values.detach().clone()
-    backend.remove_adapter(name)
-    return values
 
 
 def adapter_backend(case: Case, checkpoint: Path) -> MegatronBackend:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from adapter_cases import DROPPING, samples_of, steps
-from ranks import do_jobs, equal, make, on_ranks
+from ranks import do_jobs, equal, make, on_ranks, refused  # noqa: F401 - a job
 
 from megascend import Adam, AdapterQueue, Adapters, Lora
 from megascend.errors import MegascendError
@@ -239,27 +239,6 @@ def in_bf16(checkpoint: str) -> list[dict[str, int]]:
             return memory(backend.engine.model)  # type: ignore[attr-defined]
 
     return on_ranks(on_rank, 2)
-
-
-def refused(tied: str, experts: str) -> dict[str, str]:
-    """Return the error message for each setting that adapters do not support here."""
-    settings: dict[str, tuple[str, dict[str, Any], Lora]] = {
-        "tie_word_embeddings": (tied, {"adapters": Adapters(targets=("lm_head",))}, Lora()),
-        "dropout 0.1 on experts": (experts, {"adapters": Adapters()}, Lora(dropout=0.1)),
-        "not a layer that can be adapted": (experts, {"adapters": Adapters(targets=("router",))}, Lora()),
-        "has gradients": (tied, {"adapters": Adapters()}, Lora()),
-    }
-
-    def on_rank(checkpoint: str, options: dict[str, Any], lora: Lora) -> str:
-        try:
-            with make(checkpoint, **options) as backend:
-                backend.add_adapter("a", lora)
-                backend.optimizer_step()
-        except MegascendError as error:
-            return str(error)
-        return "it was not refused"
-
-    return {words: on_ranks(on_rank, 1, *arguments)[0] for words, arguments in settings.items()}
 
 
 if __name__ == "__main__":

@@ -14,29 +14,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from ranks import do_jobs, make, on_ranks
 
 import megascend
 import megascend.engines.fsdp.engine  # ranks find it imported
-from megascend.apps.sampling.request import SampleRequest, SampleResult
 from megascend.engines.fsdp import compilation
 from megascend.models.selfcheck import in_process
 from megascend.reference import fla as reference_fla
-from megascend.testing import run_distributed
-from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_samples, token_lists
+from megascend.testing.parity import causal_samples, token_lists
 from support.lora_parity import PeftTrajectory, train_one, write_adapter
-
-
-def make(engine: str, checkpoint: str, **options: Any) -> megascend.Backend:
-    adam = megascend.Adam(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM)
-    settings: dict[str, Any] = {"precision": "fp32", "optimizer": adam, "platform": "cpu", "timeout_s": 60}
-    return megascend.make_backend(engine, model=checkpoint, **settings | options)
-
-
-def on_ranks(function: Any, ranks: int, engine: str) -> list[Any]:
-    if ranks == 1:
-        return [function()]
-    megascend.bootstrap("cpu", engine=engine)
-    return run_distributed(function, ranks, init=False, timeout_s=120)
 
 
 def trained(
@@ -46,7 +32,7 @@ def trained(
     compilation.BACKEND = "aot_eager"  # without code generation
 
     def on_rank() -> Any:
-        with make(engine, checkpoint, **options) as backend:
+        with make(checkpoint, engine, **options) as backend:
             samples, losses, norms = backend.shard(causal_samples(token_lists())), [], []
             for _ in range(steps):
                 losses.append(backend.forward_backward(samples).loss)
@@ -55,7 +41,7 @@ def trained(
             assert backend.self_check is not None
             return losses, norms, backend.self_check.status
 
-    results = on_ranks(on_rank, ranks, engine)
+    results = on_ranks(on_rank, ranks)
     assert results == [results[0]] * ranks
     return results[0]
 
@@ -73,7 +59,7 @@ def isolated(engine: str, checkpoint: str, *, packing: bool, borders: bool = Tru
     if not borders:
         megascend.engines.fsdp.engine.pass_borders = lambda model: None
     batching = megascend.Batching(packing=packing, micro_batch_tokens=256)
-    with make(engine, checkpoint, batching=batching, self_check=False) as backend:
+    with make(checkpoint, engine, batching=batching, self_check=False) as backend:
         optimizer = backend.engine.optimizer  # type: ignore[attr-defined]
         loud = 299
         with torch.no_grad():
@@ -119,7 +105,7 @@ def refusal(checkpoint: str, *, packing: bool) -> str:
     reference_fla.install = no_functions
     batching = megascend.Batching(packing=packing, micro_batch_tokens=256)
     try:
-        with make("fsdp", checkpoint, batching=batching) as backend:
+        with make(checkpoint, batching=batching) as backend:
             assert backend.self_check is not None
             return backend.self_check.status
     except megascend.ConfigError as error:
@@ -170,7 +156,7 @@ def checked_beside_kernels(
 
     in_process.compare = recorded
     try:
-        with make(engine, checkpoint, **options) as backend:
+        with make(checkpoint, engine, **options) as backend:
             backend.forward(causal_samples(token_lists()))
     except AssertionError as error:
         return verdicts, str(error)
@@ -179,38 +165,16 @@ def checked_beside_kernels(
 
 def write_adapters(checkpoint: str, adapters: dict[str, megascend.Lora]) -> None:
     """Write adapters that have no zero factor, each to its folder."""
-    with make("fsdp", checkpoint, adapters=megascend.Adapters(), self_check=False) as backend:
+    with make(checkpoint, adapters=megascend.Adapters(), self_check=False) as backend:
         for path, lora in adapters.items():
             write_adapter(backend, Path(path), lora)
 
 
 def trained_adapter(engine: str, checkpoint: str, adapter: str, steps: int, out: str) -> PeftTrajectory:
     """Train an adapter; see :func:`support.lora_parity.train_one`."""
-    with make(engine, checkpoint, adapters=megascend.Adapters(), self_check=False) as backend:
+    with make(checkpoint, engine, adapters=megascend.Adapters(), self_check=False) as backend:
         return train_one(backend, Path(adapter), steps, Path(out))
 
 
-def sampled(
-    engine: str,
-    ranks: int,
-    checkpoint: str,
-    requests: list[SampleRequest],
-    paths: dict[str, str],
-    **options: Any,
-) -> list[tuple[list[SampleResult], list[SampleResult], str | None]]:
-    """Return on every rank the results with the cache and without it, and why no cache was used."""
-
-    def on_rank() -> Any:
-        with make(engine, checkpoint, **options) as backend:
-            for name, path in paths.items():
-                backend.load_adapter(name, path)
-            sampler = megascend.Sampler(backend)
-            results = sampler.generate(requests)
-            return results, megascend.Sampler(backend, cache=False).generate(requests), sampler.cache_unsupported_reason
-
-    return on_ranks(on_rank, ranks, engine)
-
-
 if __name__ == "__main__":
-    jobs = torch.load(sys.argv[1], weights_only=False)
-    torch.save([globals()[name](*arguments, **options) for name, arguments, options in jobs], Path(sys.argv[2]))
+    do_jobs(globals())

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -179,8 +180,8 @@ def drifting(checkpoint: str) -> dict[str, float]:
     return {"plain": norm("none", True), "saved": norm("full", True), "torch": norm("full", False)}
 
 
-def resumed(checkpoint: str, folder: str, **options: Any) -> dict[str, Any]:
-    """Train four steps on two ranks, and two steps, a checkpoint and two more; return whether both agree to the bit."""
+def resumed(checkpoint: str, folder: str, world_size: int = 2, **options: Any) -> dict[str, Any]:
+    """Train four steps, and two steps, a checkpoint and two more; return whether both agree to the bit."""
 
     def steps(backend: Any, samples: Any, count: int) -> list[tuple[float, float]]:
         return [(backend.forward_backward(samples).loss, backend.optimizer_step().grad_norm) for _ in range(count)]
@@ -207,7 +208,7 @@ def resumed(checkpoint: str, folder: str, **options: Any) -> dict[str, Any]:
             "count": len(weights),
         }
 
-    return on_ranks(on_rank, 2)[0]
+    return on_ranks(on_rank, world_size)[0]
 
 
 def moved(checkpoint: str, folder: str, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -254,22 +255,6 @@ def leg(
     return on_ranks(run_leg, world_size, lambda: make(checkpoint, engine, **options), steps, load, save, adapter)[0]
 
 
-def refuses(checkpoint: str, folder: str) -> list[tuple[str, bool]]:
-    """Load a checkpoint on two ranks; return each rank's error, and whether its model is unchanged."""
-
-    def on_rank() -> tuple[str, bool]:
-        with make(checkpoint) as backend:
-            before = [part.clone() for c in engine_state(backend.engine, loading=True).values() for _, part in c.slices]
-            try:
-                backend.load(folder)
-            except MegascendError as error:
-                after = [part for c in engine_state(backend.engine, loading=True).values() for _, part in c.slices]
-                return str(error), equal(before, after)
-            return "it was loaded", False
-
-    return on_ranks(on_rank, 2)
-
-
 def exported(checkpoint: str, folder: str, world_size: int, **options: Any) -> tuple[list[str], float]:
     """Return the names in which an export of the untrained model differs from its source, and transformers' largest difference
     from the engine on a trained export.
@@ -306,25 +291,51 @@ def exported(checkpoint: str, folder: str, world_size: int, **options: Any) -> t
     return different, furthest
 
 
-def not_finite(checkpoint: str, **options: Any) -> list[tuple[Any, bool, float]]:
-    """Make a step on two ranks, with a NaN on rank 1 only; return it, whether nothing changed, and the loss of a next step."""
+def state_of(backend: megascend.Backend) -> list[torch.Tensor]:
+    """Return copies of this rank's parameters and optimizer state."""
+    return [part.clone() for c in engine_state(backend.engine, loading=True).values() for _, part in c.slices]
+
+
+def not_finite(checkpoint: str, world_size: int = 2, **options: Any) -> list[tuple[Any, bool, float]]:
+    """Make a step with a NaN on the last rank only; return it, whether nothing changed, and the loss of a next step."""
 
     def on_rank() -> Any:
         with make(checkpoint, **options) as backend:
             samples = backend.shard(causal_samples(token_lists()))
             backend.forward_backward(samples)
             backend.optimizer_step()
-            before = [part.clone() for c in engine_state(backend.engine, loading=True).values() for _, part in c.slices]
-            poison = backend.rank == 1
+            before = state_of(backend)
+            poison = backend.rank == world_size - 1
             for sample in samples:
                 sample.advantages = torch.full((len(sample),), torch.nan if poison else 1.0)
                 sample.old_logprobs = torch.full((len(sample),), -6.0)
             backend.forward_backward(samples, "importance_sampling")
             step = backend.optimizer_step()
-            after = [part for c in engine_state(backend.engine, loading=True).values() for _, part in c.slices]
-            return step, equal(before, after), backend.forward_backward(samples).loss
+            return step, equal(before, state_of(backend)), backend.forward_backward(samples).loss
 
-    return on_ranks(on_rank, 2)
+    return on_ranks(on_rank, world_size)
+
+
+def without_gradients(checkpoint: str, world_size: int, **options: Any) -> list[tuple[list[str], bool]]:
+    """Call optimizer_step after a step and after discarded gradients; return the errors, and whether nothing has changed."""
+
+    def on_rank() -> tuple[list[str], bool]:
+        with make(checkpoint, **options) as backend:
+            samples, messages = backend.shard(causal_samples(token_lists())), []
+            backend.forward_backward(samples)
+            assert backend.optimizer_step(lr=0.25).lr == 0.25  # in place of the schedule's
+            before = state_of(backend)
+            for discarded in (False, True):
+                if discarded:
+                    backend.forward_backward(samples)
+                    backend.discard_gradients()
+                try:
+                    backend.optimizer_step()
+                except MegascendError as error:
+                    messages.append(str(error))
+            return messages, equal(before, state_of(backend)) and backend.step_count == 1
+
+    return on_ranks(on_rank, world_size)
 
 
 def left_early(checkpoint: str) -> list[str]:
@@ -345,31 +356,47 @@ def left_early(checkpoint: str) -> list[str]:
     return on_ranks(on_rank, 2)
 
 
-def refused(checkpoint: str, folder: str) -> dict[str, str]:
-    """Return the error message for each setting that this engine does not support."""
-    from transformers import AutoModelForCausalLM, GraniteConfig
+def refused(checkpoint: str, world_size: int, **options: Any) -> list[str]:
+    """Return each rank's error for settings that the engine does not support."""
 
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 320}
-    config = GraniteConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, logits_scaling=4.0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    settings: dict[str, dict[str, Any]] = {
-        "parallel.tensor=2": {"parallel": megascend.Parallel(tensor=2)},
-        "parallel.context=2": {"parallel": megascend.Parallel(context=2)},
-        "fsdp.replicate=3": {"fsdp": megascend.Fsdp(replicate=3)},
-        "recompute.modules": {"recompute": megascend.Recompute(granularity="selective", modules=("mlp",))},
-        "moe.aux_loss=": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},
-        "changes its logits": {"model": folder},
-    }
-
-    def on_rank(options: dict[str, Any]) -> str:
+    def on_rank() -> str:
         try:
-            with make(options.pop("model", checkpoint), **options) as backend:
-                backend.forward([megascend.Sample.causal([1, 2, 3])])
+            make(checkpoint, **options).close()
         except MegascendError as error:
             return str(error)
         return "it was not refused"
 
-    return {words: on_ranks(on_rank, 2, options)[0] for words, options in settings.items()}
+    return on_ranks(on_rank, world_size)
+
+
+def balanced(
+    checkpoint: str, world_size: int, lengths: tuple[int, ...], steps: int, **options: Any
+) -> tuple[list[float], list[float], list[list[int]]]:
+    """Return losses and norms under an auxiliary loss, and the samples of each micro batch of all ranks."""
+
+    def on_rank() -> Any:
+        with make(checkpoint, **options) as backend:
+            global_batch = causal_samples(token_lists(lengths=lengths))
+            number = {id(sample): index for index, sample in enumerate(global_batch)}
+            shard = backend.shard(global_batch)
+            members: list[list[int]] = []
+            run = backend.engine.run
+
+            def watched(batches: Any, *args: Any, **kwargs: Any) -> Any:
+                members[:] = [
+                    [number[id(shard[member])] for member in batch.members] for batch in batches if not batch.dummy
+                ]
+                return run(batches, *args, **kwargs)
+
+            figures = []
+            with patch.object(backend.engine, "run", watched):
+                for _ in range(steps):
+                    figures.append((backend.forward_backward(shard).loss, backend.optimizer_step().grad_norm))
+            return figures, members if backend.groups.coordinates.context == 0 else []
+
+    ranks = on_ranks(on_rank, world_size)
+    losses, norms = (list(values) for values in zip(*ranks[0][0], strict=True))
+    return losses, norms, [group for _, members in ranks for group in members]
 
 
 def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:

@@ -61,13 +61,10 @@ MORE: list[Layout] = [
     ("Qwen3-MoE, three tenants, EP2, SP2", "qwen3_moe", EXPERT_TENANTS, 2, {"parallel": EP2_SP2}),
     ("Qwen3-MoE, one adapter, EP4", "qwen3_moe", {"one": Lora(rank=8, alpha=12.0, seed=8)}, 4, {"parallel": EP4}),
     ("Qwen3, one adapter, DP2", "qwen3", ONE, 2, {}),
-    ("Qwen3, one adapter, SP2", "qwen3", ONE, 2, {"parallel": SP2}),
-    ("Qwen3, three tenants, one rank", "qwen3", TENANTS, 1, {}),
     ("Qwen3, three tenants, DP2", "qwen3", TENANTS, 2, {}),
     ("Qwen3, three tenants, DP2, padded", "qwen3", TENANTS, 2, {"batching": PADDED}),
     ("Qwen3, three tenants, HSDP 2x2, offload", "qwen3", TENANTS, 4, {"fsdp": Fsdp(replicate=2, offload=True)}),
     ("Qwen3, three tenants, SP2 x DP2", "qwen3", TENANTS, 4, {"parallel": SP2}),
-    ("Qwen3-MoE, one adapter, DP2", "qwen3_moe", {"one": Lora(rank=8, alpha=12.0, seed=8)}, 2, {}),
     ("Qwen3-MoE, three tenants, SP2", "qwen3_moe", EXPERT_TENANTS, 2, {"parallel": SP2}),
     ("Qwen3-MoE, three tenants, 3 ranks", "qwen3_moe", EXPERT_TENANTS, 3, {"fsdp": Fsdp(reshard_after_forward=False)}),
     ("Qwen2-MoE (shared expert), three tenants, DP2", "qwen2_moe", EXPERT_TENANTS, 2, {}),
@@ -200,7 +197,7 @@ def test_tenants_are_isolated_saved_exported_and_refused(parity_folder, tmp_path
             {"parallel": EP2, "fsdp": Fsdp(offload=True)},
         ),
         ("in_bf16", (dense,), {}),
-        ("refused", (tied, experts), {}),
+        ("refused", (tied, 2), {"adapters": Adapters(targets=("lm_head",))}),
     )
     assert all(isolated.values()), isolated
     assert queued["apart"] < 1e-5  # a step of Adam is about 5e-3
@@ -214,4 +211,4 @@ def test_tenants_are_isolated_saved_exported_and_refused(parity_folder, tmp_path
         assert min(export["counts"]) > 20
     numbers = 115_072  # of the model of two layers: two bytes each, over two ranks
     assert memory == [{"bytes": numbers, "gradients": 0}] * 2
-    assert all(words in message for words, message in refused.items()), refused
+    assert all("tie_word_embeddings" in message for message in refused), refused

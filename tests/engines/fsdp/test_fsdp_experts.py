@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from by_step import STEP_WEIGHTS, apart_by_step
-from jobs import Job, run_jobs
+from test_fsdp import in_process
 
 from megascend import Batching, Moe, Parallel, Recompute
 from megascend.testing.parity import TrainingCurve, case_checkpoint, differences, hf_reference, token_lists
 
-RANKS = Path(__file__).with_name("expert_ranks.py")
 RECOMPUTED: dict[str, Any] = {"recompute": Recompute(granularity="full")}
 SELECTIVE: dict[str, Any] = {"recompute": Recompute(granularity="selective")}
 EP2, EP4 = ({"parallel": Parallel(expert=size)} for size in (2, 4))
@@ -38,11 +37,6 @@ MORE: list[Layout] = [
     ("Qwen2-MoE, EP2 x FSDP2, recomputed by operators", "qwen2_moe", 4, EP2 | SELECTIVE, 1e-5, 1e-4),
     ("dots1, EP2", "dots1", 2, EP2, 1e-5, 1e-4),
 ]
-
-
-def in_process(folder: Path, *jobs: Job) -> list[Any]:
-    """Run functions of expert_ranks.py, one after the other, in a process of their own, and return their results."""
-    return run_jobs(RANKS, folder, *jobs)
 
 
 def figures(trajectory: TrainingCurve) -> TrainingCurve:
@@ -95,27 +89,6 @@ def test_divided_experts_equal_hugging_faces(parity_folder, tmp_path):
 @pytest.mark.nightly
 def test_experts_in_more_layouts_equal_hugging_faces(parity_folder, tmp_path):
     compare_with_hugging_face(MORE, parity_folder, tmp_path)
-
-
-@pytest.mark.nightly  # covered: divided experts equal Hugging Face's, norms too; NaN: test_fsdp.py
-def test_gradients_of_divided_experts_count_once(parity_folder, tmp_path):
-    """Detect wrong ways to compute the norm of experts on another mesh, a NaN of one rank, and unsupported settings."""
-    experts, dense = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3_moe", "qwen3"))
-    ranks, norms, refused = in_process(
-        tmp_path,
-        ("not_finite", (experts,), EP2),
-        ("wrong_norms", (experts,), {}),
-        ("refused", (experts, dense), {}),
-    )
-    for step, unchanged, _ in ranks:
-        assert (step.skipped, step.skipped_in_a_row, unchanged) == (True, 1, True)
-    assert ranks[0][2] == ranks[1][2]
-    right = hf_reference(parity_folder, Path(experts), token_lists(), steps=1).grad_norms[0]
-    assert norms["right"] == pytest.approx(right, rel=1e-5)
-    assert "same mesh" in norms["torch"]
-    assert norms["without experts"] < 0.99 * right
-    assert norms["unscaled"] > 1.01 * right
-    assert all(words in message for words, message in refused.items()), refused
 
 
 @pytest.mark.nightly  # covered: engines/fsdp/test_single.py: the router loss
