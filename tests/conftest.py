@@ -142,7 +142,6 @@ FIRST = (
     "tests/models/selfcheck/test_findings.py",
     "tests/apps/cli/test_cli_resume.py",
     "tests/test_bad_input.py",
-    "tests/npu/test_contract.py",
     "tests/npu/test_cookbook_ascend.py",
 )
 """Files that take longest; started first, so that no worker starts one when the others are idle."""

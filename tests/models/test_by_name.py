@@ -10,25 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from megascend.models import expert_count
 from megascend.models.registry import BUILT_IN
 from support.forked_programs import run_command, run_forked
 from support.stacks import stack_marks
 
-ROOT = Path(__file__).parents[2]
-CHATS = ROOT / "examples" / "quickstart" / "chat.jsonl"
-STEPS = 2
 IN_CI = ("deepseek_v3", "gpt_oss")
 """A whole family and one that Megatron-Core does not divide by tensor parallelism alone."""
-WHOLE_SEQUENCES = (
-    r"TopologyError: \w+: parallel.context=2: Megatron-Core divides its linear attention from \S+ on, and .+ set 1, .+"
-)
-ALL_GATHER = r"TopologyError: \w+: parallel\.context_algorithm=\w+ with parallel\.context=2: .+ all_gather only; set .+"
-NO_EXPERTS = r"TopologyError: parallel\.expert=2, but the model has no experts; .+"
-BIASES = (
-    r"TopologyError: parallel\.expert_tensor=2 .+ does not divide experts that have biases; set expert_tensor to 1, .+"
-)
-WITH_IMAGES = r"ConfigError: parallel\.context: 2 with \w+: its images are not divided over context parallel ranks; .+"
 OLDER_STACK = r"VersionError: \w+: Megatron-Core has its layers from \S+ on, and \S+ is installed; install stack .+"
 NOT_BUILT = r"CheckpointError: \S+ mcore-bridge \S+ has no model for model_type '\w+'; .+"
 
@@ -104,65 +91,8 @@ def test_model_by_name_trains_from_the_loss_of_transformers(arch: str, tmp_path:
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def recipes(model: Path, output: Path) -> dict[str, list[str]]:
-    """Return the arguments of each recipe that takes a model, for two ranks."""
-    steps, chats = ("--steps", str(STEPS)), ("--max-length", "128")
-    data = ("--data", f"ada={CHATS}", "--data", f"bob={CHATS}")
-    options = {
-        "dense_tp_pp_dp": ("--tensor", "2", "--pipeline", "1", "--batch", "4", *chats),
-        "moe_ep": ("--batch", "4", *chats),
-        "long_context_cp": ("--length", "64", "--batch", "4"),
-        "multi_lora": ("--batch", "2", *data, *chats),
-    }
-    return {
-        name: [
-            str(ROOT / "cookbook" / f"{name}.py"),
-            *("--model", str(model), "--output", str(output / name)),
-            *steps,
-            *arguments,
-        ]
-        for name, arguments in options.items()
-    }
-
-
 def engine_refusal(arch: str) -> str | None:
     """Return the sentence with which the Megatron engine of this stack refuses a family; None where it trains it."""
     if stack_marks(arch):
         return OLDER_STACK
     return None if BUILT_IN[arch].proven or BUILT_IN[arch].proven_with_images else NOT_BUILT
-
-
-def refusal(arch: str, recipe: str) -> str | None:
-    """Return the sentence with which a recipe refuses a family on two ranks; None where it trains it."""
-    architecture = BUILT_IN[arch]
-    if stack_marks(arch):
-        return OLDER_STACK
-    if recipe == "moe_ep" and not expert_count(architecture.tiny):
-        return NO_EXPERTS
-    if recipe == "long_context_cp" and stack_marks(arch, context=2) and architecture.context_core is not None:
-        return WHOLE_SEQUENCES
-    if recipe == "long_context_cp" and architecture.context_algorithms == ("all_gather",):
-        return ALL_GATHER
-    if recipe == "long_context_cp" and architecture.images is not None:
-        return WITH_IMAGES
-    if refused := engine_refusal(arch):
-        return refused
-    tensor = recipe in ("dense_tp_pp_dp", "multi_lora")
-    return BIASES if tensor and architecture.biases == "all" and expert_count(architecture.tiny) else None
-
-
-@pytest.mark.nightly_cases("gpt_oss")  # covered: deepseek_v3
-@pytest.mark.parametrize("arch", ALL)
-def test_recipes_train_a_model_by_name_or_refuse_it(arch: str, tmp_path: Path) -> None:
-    jobs, model = tmp_path / "jobs.json", make_model(arch, tmp_path)
-    jobs.write_text(json.dumps(recipes(model, tmp_path)), encoding="utf-8")
-    completed = run_forked(Path(__file__).with_name("recipe_runs.py"), "megatron", jobs, directory=ROOT)
-    assert completed.returncode == 0, completed.stderr[-3000:]
-    for recipe, (trained, output) in json.loads(completed.stdout.splitlines()[-1]).items():
-        refused = refusal(arch, recipe)
-        assert trained == (refused is None), (recipe, output[-3000:])
-        if refused is None:
-            steps = re.findall(rf"^step (\d)/{STEPS}  ", output, re.MULTILINE)
-            assert steps == [str(step) for step in range(1, STEPS + 1)], output
-        else:
-            assert re.search(rf"^megascend\.errors\.{refused}$", output, re.MULTILINE), output[-3000:]

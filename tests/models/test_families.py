@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megascend.apps.sampling.request import SampleRequest, SamplingParams
 from megascend.models import architecture_named
@@ -27,10 +26,12 @@ from megascend.testing.parity import (
     token_lists,
     train_case,
 )
+from support.exported import exported_tensors
 from support.forked_programs import run_forked
-from support.lora_parity import adapter_backend, adapter_differences, case_adapter, peft_reference, train_adapter
+from support.lora_parity import adapter_backend, case_adapter
+from support.model_checks import assert_within
 from support.parity_matrix import family_matrix
-from support.stacks import stack_marks
+from support.stacks import family_params, stack_marks
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -57,15 +58,11 @@ IN_CI = (
     "seed_oss: TP2 + SP",
 )
 """Each particular of a family once, and each way in which a layout divides it; the others are nightly."""
-ADAPTERS_IN_CI = ("deepseek_v3", "gpt_oss", "hy_v3")
-"""Latent attention, interleaved experts, renamed modules."""
 ALL = [architecture.model_type for architecture in proven()]
 NEW = [name for name in ALL if name not in ("llama", "qwen2", "qwen3", "qwen3_moe")]
 CACHED = [name for name in NEW if name not in ("deepseek_v32", "glm_moe_dsa", "nemotron_h")]
 """Families for which the sampler keeps keys and values."""
 CASES = family_matrix()
-ADAPTER_SEED = {"ernie4_5_moe": 8, "nemotron_h": 8}
-"""With the usual adapter, two experts of a token are closer than rounding, and peft chooses the other one."""
 
 
 def nightly_but(names: list[str], in_ci: tuple[str, ...] = (), *, megatron: bool = True) -> list[Any]:
@@ -76,33 +73,13 @@ def nightly_but(names: list[str], in_ci: tuple[str, ...] = (), *, megatron: bool
     return [pytest.param(name, marks=marks(name)) for name in names]
 
 
-def params(selected: tuple[str, ...]) -> list[Any]:
-    return [
-        pytest.param(
-            case,
-            marks=([] if case.name in selected else [pytest.mark.nightly])
-            + stack_marks(case.arch, case.parallel.context),
-        )
-        for case in CASES
-    ]
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
-def test_selection_for_ci_names_cases() -> None:
-    assert set(IN_CI) <= {case.name for case in CASES}
-    assert {case.arch for case in CASES} == set(ALL)
-
-
 @pytest.mark.difference_cases(
     "nemotron_h: CP2",  # differs: HybridModel: packed samples joined over context ranks
     "nemotron_h: TP2 x EP2 + SP",  # differs: HybridModel: state spaces, latent experts
     "deepseek_v32: TP2 x EP2 + SP",  # differs: sparse attention
     "glm_moe_dsa: CP2",  # differs: sparse attention: gathered keys, layers that share a choice
 )
-@pytest.mark.parametrize("case", params(IN_CI), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", family_params(CASES, IN_CI))
 def test_training_equals_hugging_face(case: Case, parity_folder: Path) -> None:
     checkpoint, tokens = case_checkpoint(parity_folder, case.arch), token_lists()
     reference = hf_reference(parity_folder, checkpoint, tokens, steps=STEPS)
@@ -110,8 +87,7 @@ def test_training_equals_hugging_face(case: Case, parity_folder: Path) -> None:
     loss_bound, norm_bound = case.loss_bound, case.norm_bound
     if difference.loss > loss_bound or difference.grad_norm > norm_bound:
         loss_bound, norm_bound = bounds(case, parity_folder, checkpoint, tokens, STEPS)
-    assert difference.loss <= loss_bound, difference
-    assert difference.grad_norm <= norm_bound, difference
+    assert_within(difference, loss=loss_bound, grad_norm=norm_bound)
     if case.precision == "fp32" and difference.logits is not None:
         assert difference.logits <= case.logits_bound, difference
 
@@ -132,7 +108,9 @@ def test_export_is_the_source_and_after_training_transformers_weights(
             backend.export_hf(tmp_path / "after")
 
     run_distributed(on_rank, 1, init=False, timeout_s=120)
-    source, before, after = (tensors(folder) for folder in (checkpoint, tmp_path / "before", tmp_path / "after"))
+    source, before, after = (
+        exported_tensors(folder) for folder in (checkpoint, tmp_path / "before", tmp_path / "after")
+    )
     assert before.keys() == source.keys()
     assert [name for name, tensor in source.items() if not torch.equal(before[name], tensor)] == []
     expected = hf_reference(parity_folder, checkpoint, tokens, steps=STEPS, weights=True).weights
@@ -144,36 +122,6 @@ def test_export_is_the_source_and_after_training_transformers_weights(
     trained = [name for name in expected if not any(part in name for part in without_gradient)]
     assert [name for name in trained if torch.equal(after[name], source[name])] == []
     assert all(torch.equal(after[name], source[name]) for name in expected if name not in trained)
-
-
-@pytest.mark.parametrize("arch", nightly_but(NEW, ADAPTERS_IN_CI))
-def test_adapter_on_all_linear_layers_equals_peft(arch: str, parity_folder: Path, tmp_path: Path) -> None:
-    case, checkpoint = Case("single", arch=arch), case_checkpoint(parity_folder, arch)
-    adapter = case_adapter(checkpoint, case, ADAPTER_SEED.get(arch, 7))
-    run = train_adapter(case, checkpoint, adapter, tmp_path / "trained", steps=STEPS)
-    difference = adapter_differences(
-        run, peft_reference(parity_folder, checkpoint, adapter, token_lists(), steps=STEPS)
-    )
-    assert difference.loss <= case.loss_bound, difference
-    assert difference.grad_norm <= case.norm_bound, difference
-    assert difference.logits is not None
-    assert difference.logits <= 3e-5, difference
-    assert difference.factors <= 5e-3, difference
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("arch", ["deepseek_v3", "glm4_moe_lite", "minimax_m2", "hy_v3", "mistral"])
-@pytest.mark.parametrize("layout", ["TP2 + SP", "PP2", "CP2"])
-def test_adapter_of_a_layout_equals_peft(layout: str, arch: str, parity_folder: Path, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == f"{arch}: {layout}")
-    checkpoint = case_checkpoint(parity_folder, arch)
-    adapter = case_adapter(checkpoint, Case("single", arch=arch))
-    run = train_adapter(case, checkpoint, adapter, tmp_path / "trained", steps=STEPS)
-    difference = adapter_differences(
-        run, peft_reference(parity_folder, checkpoint, adapter, token_lists(), steps=STEPS)
-    )
-    assert difference.loss <= case.loss_bound, difference
-    assert difference.grad_norm <= case.norm_bound, difference
 
 
 @pytest.mark.parametrize("arch", nightly_but(NEW, ("gpt_oss", "minimax_m2")))
@@ -202,7 +150,7 @@ def test_merged_export_computes_in_transformers_what_the_adapter_does_here(
     (logits,) = run_distributed(on_rank, 1, init=False, timeout_s=120)
     (expected,) = run_distributed(in_transformers, 1, init=False, timeout_s=120)
     assert max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True)) < 5e-5
-    source, merged = tensors(checkpoint), tensors(tmp_path / "merged")
+    source, merged = exported_tensors(checkpoint), exported_tensors(tmp_path / "merged")
     fixed = architecture_named(arch).without_adapters
     adapted = [name for name in source if not name.removesuffix(".weight").endswith(fixed)] if fixed else source
     attention = [name for name in adapted if ".self_attn." in name and name.endswith("proj.weight")]
@@ -261,8 +209,7 @@ def test_engines_without_megatron_train_it_too(arch: str, engine: str, parity_fo
     run = TrainingCurve(**json.loads(result.read_text(encoding="utf-8")), logits=[])
     difference = differences(run, hf_reference(parity_folder, checkpoint, token_lists(), steps=STEPS))
     loss_bound, norm_bound = bounds(Case(engine, arch=arch), parity_folder, checkpoint, token_lists(), STEPS)
-    assert difference.loss <= loss_bound, difference
-    assert difference.grad_norm <= norm_bound, difference
+    assert_within(difference, loss=loss_bound, grad_norm=norm_bound)
 
 
 @pytest.mark.parametrize("arch", ALL)
@@ -271,5 +218,5 @@ def test_checkpoint_is_counted_by_its_headers(arch: str, parity_folder: Path) ->
 
     checkpoint = case_checkpoint(parity_folder, arch)
     info = inspect_checkpoint(checkpoint)
-    assert info.parameter_count == sum(tensor.numel() for tensor in tensors(checkpoint).values())
+    assert info.parameter_count == sum(tensor.numel() for tensor in exported_tensors(checkpoint).values())
     assert not [name for name in linear_layers(info) if "norm" in name or name.endswith(("gate", "router", "bias"))]

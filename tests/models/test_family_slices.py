@@ -16,7 +16,7 @@ from megascend.testing.parity import Case, case_backend, case_checkpoint
 from megascend.training.checkpoint.hf_slices import held_weights
 from megascend.training.checkpoint.slices import index_of
 from support.parity_matrix import family_matrix
-from support.stacks import stack_marks
+from support.stacks import family_params
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -32,17 +32,7 @@ CASES = [case for case in family_matrix() if case.name.split(": ")[1] in LAYOUTS
 IN_CI = ("qwen3_vl_moe: EP2", "deepseek_v3: TP2 x EP2 + SP")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case,
-            id=case.name,
-            marks=([] if case.name in IN_CI else [pytest.mark.nightly]) + stack_marks(case.arch, case.parallel.context),
-        )
-        for case in (*CASES, *IMAGES)
-    ],
-)
+@pytest.mark.parametrize("case", family_params([*CASES, *IMAGES], IN_CI))
 def test_slices_equal_the_weights_of_the_checkpoint(case: Case, parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, case.arch)
 

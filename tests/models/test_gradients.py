@@ -21,7 +21,7 @@ from megascend.testing.parity import Case
 from megascend.testing.tiny_models import tiny_config
 from support.gradients import compare, compare_adapter, errors_in_bf16
 from support.lora_parity import ALL
-from support.stacks import stack_marks
+from support.stacks import family_params, stack_marks
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -98,16 +98,6 @@ def cases() -> list[Case]:
 CASES = cases()
 
 
-def params(selected: list[Case], few: tuple[str, ...]) -> list[Any]:
-    return [
-        pytest.param(
-            case,
-            marks=([] if case.name in few else [pytest.mark.nightly]) + stack_marks(case.arch, case.parallel.context),
-        )
-        for case in selected
-    ]
-
-
 def with_adapters() -> list[Case]:
     return [case for case in CASES if case.name.partition(": ")[2] in ADAPTER_LAYOUTS] + [
         replace(case, name=f"{case.arch}: embedding and head, {case.name}", arch="qwen3", targets=ALL)
@@ -116,7 +106,7 @@ def with_adapters() -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("case", params(CASES, IN_CI), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", family_params(CASES, IN_CI))
 def test_gradients_equal_transformers(case: Case, parity_folder: Path) -> None:
     assert compare(case, parity_folder) == {}
 
@@ -138,11 +128,6 @@ def test_gradients_in_bf16_are_as_near_as_transformers(arch: str, parity_folder:
     assert error <= (3 if expert_count(tiny_config(arch)) else 1.05) * transformers_error
 
 
-@pytest.mark.parametrize("case", params(with_adapters(), ADAPTERS_IN_CI), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", family_params(with_adapters(), ADAPTERS_IN_CI))
 def test_gradients_of_adapters_equal_peft(case: Case, parity_folder: Path, tmp_path: Path) -> None:
     assert compare_adapter(case, parity_folder, tmp_path / "gradients", ADAPTER_SEED.get(case.arch, 7)) == {}
-
-
-def test_selection_for_ci_names_cases() -> None:
-    assert {*IN_CI, *ADAPTERS_IN_CI} <= {case.name for case in CASES}
-    assert {case.arch for case in CASES} == {architecture.model_type for architecture in proven()}

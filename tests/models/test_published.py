@@ -86,10 +86,6 @@ WITH_IMAGES = {
 """Blocks of the tower, its width, and the inner layers whose features the language model adds."""
 
 
-def test_every_published_tower_is_listed() -> None:
-    assert WITH_IMAGES.keys() == {name for name in INDEX if "vision_config" in configuration(name)}
-
-
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_towers_are_read_and_planned(name: str, describe: Any) -> None:
     info, (blocks, width, inner) = describe(name).info, WITH_IMAGES[name]

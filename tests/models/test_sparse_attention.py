@@ -32,7 +32,12 @@ from megascend.testing.parity import (
 )
 from megascend.testing.tiny_models import tiny_config
 from support.forked_programs import run_forked
-from support.model_checks import assert_packed_samples_are_apart, assert_sampled_without_cache, saved_bytes
+from support.model_checks import (
+    assert_packed_samples_are_apart,
+    assert_sampled_without_cache,
+    assert_within,
+    saved_bytes,
+)
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -153,8 +158,7 @@ def test_recomputation_of_shared_choices_equals_transformers(case: Case, parity_
     difference = differences(
         train_case(case, checkpoint, tokens, steps=3), hf_reference(parity_folder, checkpoint, tokens, steps=3)
     )
-    assert difference.loss <= 1e-5, difference
-    assert difference.grad_norm <= 1e-4, difference
+    assert_within(difference, loss=1e-5, grad_norm=1e-4)
 
 
 @needs_stack
@@ -164,10 +168,7 @@ def test_yarn_equals_transformers(arch: str, parity_folder: Path) -> None:
     checkpoint, tokens = case_checkpoint(parity_folder, arch, rope_parameters=YARN), token_lists()
     reference = hf_reference(parity_folder, checkpoint, tokens, steps=2)
     difference = differences(train_case(Case(arch), checkpoint, tokens, steps=2), reference)
-    assert difference.loss <= 1e-5, difference
-    assert difference.grad_norm <= 1e-4, difference
-    assert difference.logits is not None
-    assert difference.logits <= 2e-5, difference
+    assert_within(difference, loss=1e-5, grad_norm=1e-4, logits=2e-5)
 
 
 @needs_stack
@@ -176,9 +177,9 @@ def test_packed_samples_do_not_see_each_other(arch: str, parity_folder: Path) ->
     assert_packed_samples_are_apart(case_checkpoint(parity_folder, arch))
 
 
-@pytest.mark.nightly_cases("deepseek_v32-fsdp", "glm_moe_dsa-fsdp")  # covered: single
-@pytest.mark.parametrize("engine", ["fsdp", "single"])
-@pytest.mark.parametrize("arch", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    ("arch", "engine"), [("deepseek_v32", "single"), pytest.param("glm_moe_dsa", "fsdp", marks=pytest.mark.nightly)]
+)
 def test_samples_of_a_batch_do_not_see_each_other_without_megatron(
     arch: str, engine: str, parity_folder: Path, tmp_path: Path
 ) -> None:

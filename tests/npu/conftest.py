@@ -30,7 +30,6 @@ MINDSPEED_FILES = (
     "test_bootstrap.py",
     "test_configurations.py",
     "test_contract.py",
-    "test_double_model.py",
     "test_dropout.py",
     "test_options.py",
     "test_traps.py",

@@ -43,10 +43,7 @@ def calls_of(parity_folder, world_size, parallel, packing=True, lengths=(12, 20,
 
 CAUSAL = [
     pytest.param(1, Parallel(), id="single"),
-    pytest.param(2, Parallel(tensor=2), id="TP2"),
     pytest.param(2, Parallel(tensor=2, sequence=True), id="TP2 + SP"),
-    pytest.param(2, Parallel(pipeline=2), id="PP2"),
-    pytest.param(2, Parallel(), id="DP2"),
 ]
 
 

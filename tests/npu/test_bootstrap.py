@@ -9,17 +9,9 @@ import pytest
 
 FIRST = {
     "megatron.core": ("import megatron.core", "megatron.core"),
-    "megatron.core, through one of its modules": (
-        "import megatron.core.transformer.transformer_config",
-        "megatron.core",
-    ),
     "mcore_bridge without Transformer Engine": (
         "try:\n    import mcore_bridge\nexcept ModuleNotFoundError:\n    pass",
         "megatron.core",
-    ),
-    "mcore_bridge with an importable Transformer Engine": (
-        "from megascend.reference import te; te.install(force=True); import mcore_bridge",
-        "megatron.core, transformer_engine, mcore_bridge",
     ),
     "transformer_engine": (
         "from megascend.reference import te; te.install(force=True)",
@@ -44,10 +36,6 @@ except megascend.ImportOrderError as error:
 """
 
 
-@pytest.mark.nightly_cases(
-    "megatron.core, through*",  # covered: megatron.core
-    "mcore_bridge with an*",  # covered: without Transformer Engine
-)
 @pytest.mark.parametrize(("first", "named"), [pytest.param(*values, id=name) for name, values in FIRST.items()])
 def test_wrong_import_order_is_refused_before_patching(first, named, run_python):
     completed = run_python(REFUSED.format(first=first), huggingface="mcore_bridge" in first)
@@ -143,32 +131,3 @@ def test_all_reduce_of_float64_works_on_cpu_and_is_refused_on_npu(run_python):
     lines = run_python(FLOAT64).stdout.strip().splitlines()
     assert lines[-2] == "[(3.0, 4.0), (3.0, 4.0)]"
     assert "HCCL has no float64" in lines[-1]
-
-
-COST = """
-import json, sys, time
-if sys.argv[1] == "mindspeed":
-    import torch, torch_npu
-    start = time.process_time()
-    from mindspeed import args_utils
-    args_utils._MINDSPEED_ARGS = args_utils.get_mindspeed_args(get_defaults=True)
-    import mindspeed.megatron_adaptor
-else:
-    import torch, torch_npu, megascend
-    start = time.process_time()
-    megascend.bootstrap("npu", engine="megatron")
-print(json.dumps(time.process_time() - start))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_bootstrap_takes_little_longer_than_mindspeeds_import(run_python, record_property):
-    seconds = {"megascend": [], "mindspeed": []}  # processor time, alternating: other processes share it
-    for _ in range(2):
-        for side, times in seconds.items():
-            times.append(json.loads(run_python(COST, side).stdout.splitlines()[-1]))
-    ratio = min(seconds["megascend"]) / min(seconds["mindspeed"])
-    record_property("bootstrap_to_adaptor_import", ratio)
-    print(f"bootstrap / MindSpeed's own import: {ratio:.2f}")
-    assert ratio < 1.5  # 1.0 to 1.1 measured; the margin is for a busy machine

@@ -181,13 +181,11 @@ def test_recipe_imports_only_megascend_before_the_bootstrap(recipe: str) -> None
 @pytest.mark.torchrun
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_recipe_learns_from_its_shell_script(recipe: str, ranks: int, tmp_path: Path) -> None:
-    arguments, layout = ((), RECIPES[recipe]) if ranks == 8 else ON_TWO[recipe]
-    with started(recipe, tmp_path, *arguments, NPROC=str(ranks)) as process:
+def test_recipe_learns_from_its_shell_script(recipe: str, tmp_path: Path) -> None:
+    with started(recipe, tmp_path, NPROC="8") as process:
         output, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, output[:8000]
-    assert_it_learns(recipe, layout, output)
+    assert_it_learns(recipe, RECIPES[recipe], output)
 
 
 @pytest.mark.nightly
@@ -257,15 +255,6 @@ def test_run_fails_if_a_rank_dies(tmp_path: Path) -> None:
     assert "step 2/" in output
     assert "SMOKE OK" not in output
     assert "SIGKILL" in output
-
-
-@pytest.mark.nightly  # covered: what is wrong by losses and norms
-def test_run_that_does_not_learn_fails_with_a_reason(tmp_path: Path, npu: Runtime) -> None:
-    arguments = ("--tensor", "1", "--pipeline", "1", "--steps", "2", "--lr", "0", "--precision", "fp32")
-    code, output = run_on_forked_ranks("tp_npu", tmp_path, *arguments, ranks=1)
-    assert code == 1
-    assert "SMOKE FAILED: the loss of one and the same batch did not fall: 5." in output
-    assert "SMOKE OK" not in output
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -16,6 +16,7 @@ from support.lora_parity import (
     share_of,
     train_adapter,
 )
+from support.model_checks import assert_within
 
 LOGITS_BOUND, FACTORS_BOUND = 2e-5, 1e-3
 pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow]
@@ -75,9 +76,7 @@ def test_bf16_products_use_the_grouped_kernel():
 
 def check(case, trajectory, reference):
     deviation = adapter_differences(trajectory, reference)
-    assert deviation.loss <= case.loss_bound, deviation
-    assert deviation.grad_norm <= case.norm_bound, deviation
-    assert deviation.factors <= FACTORS_BOUND, deviation
+    assert_within(deviation, loss=case.loss_bound, grad_norm=case.norm_bound, factors=FACTORS_BOUND)
     assert deviation.logits is None or deviation.logits <= LOGITS_BOUND, deviation
 
 

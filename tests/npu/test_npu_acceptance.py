@@ -136,18 +136,6 @@ def assert_all_is_measured(report: dict[str, Any]) -> None:
     assert {"all_gather_object", "broadcast_object_list"} <= set(names)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_short_run_passes_on_two_cards(accept) -> None:
-    completed, report = accept("--quick", "--only", "operators,collectives,recipes", "--cards", "2")
-    assert completed.returncode == 0, completed.stdout
-    assert "PASSED: operators, collectives on the simulated device, which says nothing about cards" in completed.stdout
-    assert "left out: recipes" in completed.stdout
-    verdicts = {section["name"]: section["verdict"] for section in report["sections"]}
-    assert verdicts == {"operators": "ok", "collectives": "ok", "recipes": "left out"}
-    assert_all_is_measured(report)
-
-
 @pytest.mark.slow
 def test_wrong_operator_and_collective_fail_by_name_and_others_run(accept) -> None:
     """Sabotage an operator and a collective: only their measurements fail."""

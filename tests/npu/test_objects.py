@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from megascend.config import Parallel
-from megascend.errors import CollectiveTimeoutError, ProcessGroupError
-from megascend.runtime.bootstrap import current_runtime
+from megascend.errors import ProcessGroupError
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.runtime.distributed.process_groups import initialize
 from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
-
-COLLECTIVES = {
-    "all_gather_object": lambda group: dist.all_gather_object([None] * 2, "x", group=group),
-    "broadcast_object_list": lambda group: dist.broadcast_object_list(["x"], src=0, group=group),
-    "gather_object": lambda group: dist.gather_object(
-        "x", [None] * 2 if dist.get_rank() == 0 else None, dst=0, group=group
-    ),
-    "scatter_object_list": lambda group: dist.scatter_object_list(
-        [None], ["a", "b"] if dist.get_rank() == 0 else None, src=0, group=group
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_simulated_hccl_refuses_objects(name, npu):
-    def work():
-        with pytest.raises(RuntimeError, match=f"{name} on an hccl group"):
-            COLLECTIVES[name](None)
-
-    run_distributed(work, 2, backend="hccl")
+from support.exported import exported_tensors
 
 
 def test_default_group_uses_hccl_and_objects_use_gloo(npu):
@@ -119,18 +94,13 @@ def save_load_and_export(checkpoint, folder):
     return after, resumed
 
 
-def exported(folder):
-    """Return all tensors of a Hugging Face directory by name."""
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-
-
 def test_training_metrics_checkpoints_and_export_need_no_objects_on_hccl(npu, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     results = run_distributed(save_load_and_export, 4, checkpoint, tmp_path, init=False, timeout_s=120)
     for after, resumed in results:
         assert after == resumed
     original, untrained, trained, loaded = (
-        exported(folder)
+        exported_tensors(folder)
         for folder in (checkpoint, tmp_path / "untrained", tmp_path / "trained", tmp_path / "trained, loaded")
     )
     assert original.keys() == untrained.keys() == trained.keys() == loaded.keys()
@@ -138,41 +108,3 @@ def test_training_metrics_checkpoints_and_export_need_no_objects_on_hccl(npu, pa
         assert torch.equal(untrained[name], tensor), name
         assert torch.equal(loaded[name], trained[name]), name
     assert any(not torch.equal(trained[name], tensor) for name, tensor in original.items())
-
-
-TIMEOUT = 6.0
-VICTIM = 2
-
-
-def gather_without(failure, folder):
-    """Return each rank's error message and the seconds until it; ranks leave their names in ``folder``."""
-    if int(os.environ["RANK"]) == VICTIM and (participant := os.fork()):
-        # The harness ends all ranks if one of its processes dies, so a child takes part, and dies, in its place.
-        until = time.monotonic() + 150
-        while len(os.listdir(folder)) < 3 and time.monotonic() < until:
-            time.sleep(0.05)
-        os.kill(participant, signal.SIGKILL)
-        os.waitpid(participant, 0)
-        return None
-    groups = initialize(plan(Parallel(), 4), current_runtime("a test").platform, TIMEOUT)
-    gather_objects("first", "dp_cp", groups)
-    if groups.rank == VICTIM:
-        if failure == "missing":  # alive, but not in the collective
-            time.sleep(600)
-        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}.get(failure, signal.SIGKILL))
-    start = time.monotonic()
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        gather_objects("second", "dp_cp", groups)
-    (folder / os.environ["RANK"]).touch()
-    return str(caught.value), time.monotonic() - start
-
-
-@pytest.mark.nightly_cases("stopped")  # covered: killed, missing; reliability/test_hang_and_death.py
-@pytest.mark.parametrize("failure", ["killed", "stopped", "missing"])
-def test_other_ranks_raise_in_time_and_name_the_missing_one(failure, npu, tmp_path):
-    npu.configure_topology(plan(Parallel(), 1))
-    results = run_distributed(gather_without, 4, failure, tmp_path, init=False, timeout_s=180)
-    for rank in (0, 1, 3):
-        message, seconds = results[rank]
-        assert seconds < TIMEOUT + 45
-        assert f"did not arrive at gather_objects on group 'dp_cp' within {TIMEOUT:g} s: rank {VICTIM}." in message

@@ -77,14 +77,6 @@ def test_second_ctrl_c_interrupts() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_second_ctrl_c_after_sigterm_interrupts() -> None:
-    with StopSignals():
-        send(signal.SIGTERM)
-        send(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            send(signal.SIGINT)
-
-
 def test_duplicate_ctrl_c_under_a_launcher_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with StopSignals(launched=True) as signals:
         send(signal.SIGINT)

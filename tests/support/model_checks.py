@@ -12,6 +12,12 @@ from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend, causal_samples, token_lists
 
 
+def assert_within(difference: Any, **bounds: float) -> None:
+    """Assert that differences from a reference, attributes of ``difference``, were computed and are within their bounds."""
+    measured = {name: getattr(difference, name) for name in bounds}
+    assert all(measured[name] is not None and measured[name] <= bounds[name] for name in bounds), (measured, bounds)
+
+
 def saved_bytes(
     backend: Any, module_of: Callable[[Any], Any], lengths: Sequence[int], adapter: str | None = None
 ) -> int:

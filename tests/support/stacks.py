@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import metadata
+from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -28,4 +30,18 @@ def stack_marks(model_type: str, context: int = 1) -> list[pytest.MarkDecorator]
         return []
     return [
         pytest.mark.skip(reason=f"{model_type} needs megatron-core {oldest} (stack {oldest}), here is {MEGATRON_CORE}")
+    ]
+
+
+def family_params(cases: Sequence[Any], in_ci: Sequence[str]) -> list[Any]:
+    """Return cases, with a name, an architecture and a layout, as parameters; those that ``in_ci`` does not name are nightly."""
+    unknown = set(in_ci) - {case.name for case in cases}
+    assert not unknown, f"no such cases: {', '.join(unknown)}"
+    return [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=([] if case.name in in_ci else [pytest.mark.nightly]) + stack_marks(case.arch, case.parallel.context),
+        )
+        for case in cases
     ]

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,38 +16,20 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
     pytest.skip("no megatron-bridge: bash scripts/test_integrations.sh megatron_bridge", allow_module_level=True)
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
+from support.exported import exported_tensors
+from support.integration_programs import page_blocks, run
+
 FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[2]
 REFERENCE_LOOP = FOLDER.parent / "bridges" / "reference_loop.py"
 CHECKOUT = os.environ.get("MEGASCEND_MEGATRON_BRIDGE", "")
-DEADLINE_S = 900
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 
 
-def run(command: list[str], folder: Path) -> str:
-    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PYTHONPATH": path, "PATH": programs, "OMP_NUM_THREADS": "1"}
-    completed = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
-    return completed.stdout
-
-
 def new_model(folder: Path, name: str, arch: str) -> None:
     run(["megascend", "new-model", name, "--arch", arch, "--hidden", "64", "--layers", "2"], folder)
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
 
 
 def assert_equal(exported: dict[str, Tensor], imported: dict[str, Tensor]) -> None:
@@ -59,20 +40,17 @@ def assert_equal(exported: dict[str, Tensor], imported: dict[str, Tensor]) -> No
 
 
 def test_the_start_of_the_page(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "integrations" / "megatron.md").read_text(encoding="utf-8")
-    page = text.partition("## megatron-bridge and mcore-bridge\n")[2]
-    blocks = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    section = page[page.index("## megatron-bridge") : page.index("## What to know")]
-    script = "set -e\n" + "\n".join(block for block in blocks if block is blocks[0] or block in section)
-    output = run(["bash", "-c", script], tmp_path)
-    assert_equal(weights(tmp_path / "as_it_came"), weights(tmp_path / "model"))
+    new_model, *_ = page_blocks("megatron", "### Five-minute start with a bridge", "### megatron-bridge")
+    blocks = page_blocks("megatron", "### megatron-bridge", "### What to know")
+    output = run(["bash", "-c", "\n".join(["set -e", new_model, *blocks])], tmp_path)
+    assert_equal(exported_tensors(tmp_path / "as_it_came"), exported_tensors(tmp_path / "model"))
     expected = json.loads(run([sys.executable, str(REFERENCE_LOOP), "model", "reference"], tmp_path))
     pairs = [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+) norm ([\d.]+)", output)]
     assert len(pairs) == 2 * len(expected)  # two ranks
     for (loss, norm), (reference, reference_norm) in zip(sorted(pairs), sorted([*expected, *expected]), strict=True):
         assert loss == pytest.approx(reference, rel=1e-5)
         assert norm == pytest.approx(reference_norm, rel=1e-4)
-    exported, trained = weights(tmp_path / "by_megatron_bridge"), weights(tmp_path / "reference")
+    exported, trained = exported_tensors(tmp_path / "by_megatron_bridge"), exported_tensors(tmp_path / "reference")
     assert exported.keys() == trained.keys()
     for name, tensor in trained.items():
         assert (exported[name].float() - tensor).abs().max() < 1e-5, name
@@ -101,4 +79,4 @@ def test_bridge_round_trip_example_preserves_weights(tmp_path: Path) -> None:
     example = str(Path(CHECKOUT) / "examples" / "conversion" / "hf_megatron_roundtrip.py")
     program = [sys.executable, example, "--hf-model-id", "model", "--output-dir", "out"]
     run(["megascend", "run", "--platform", "cpu", "--", *program], tmp_path)
-    assert_equal(weights(tmp_path / "out" / "model"), weights(tmp_path / "model"))
+    assert_equal(exported_tensors(tmp_path / "out" / "model"), exported_tensors(tmp_path / "model"))

@@ -16,30 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+from support.integration_programs import environment
+
 DEADLINE_S = 600
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Return a program's environment: our source, and this interpreter's scripts first in PATH."""
-    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PYTHONPATH": path, "PATH": programs, "OMP_NUM_THREADS": "1", **more}
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def run(command: list[str], folder: Path) -> str:
-    """Run a program that must succeed; return its output."""
-    completed = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
-    return completed.stdout
 
 
 @contextmanager

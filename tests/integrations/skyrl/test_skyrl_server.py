@@ -14,7 +14,9 @@ pytest.importorskip(
     "skyrl.tinker.engine", reason="no SkyRL here: bash scripts/test_integrations.sh skyrl", exc_type=ImportError
 )
 
-from skyrl_server import run, served
+from skyrl_server import served
+
+from support.integration_programs import run
 
 FOLDER = Path(__file__).parent
 TENANTS = ("ann", "bob")

@@ -11,15 +11,15 @@ pytest.importorskip(
     "skyrl.tinker.engine", reason="no SkyRL here: bash scripts/test_integrations.sh skyrl", exc_type=ImportError
 )
 
-from skyrl_server import ROOT, free_port, run
+from skyrl_server import free_port
+
+from support.integration_programs import page_blocks, run
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 
 
 def test_the_five_minute_start(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "integrations" / "skyrl.md").read_text(encoding="utf-8")
-    section = page[page.index("## Five-minute start") : page.index("| `--backend-config` |")]
-    blocks = "\n".join(re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE))
+    blocks = "\n".join(page_blocks("skyrl", "## Five-minute start", "| `--backend-config` |"))
     # the page's own kill ends the server; this one, if a step before it fails
     script = "set -e\ntrap 'kill $SERVER 2> /dev/null || true' EXIT\n" + blocks.replace("8000", str(free_port()))
     output = run(["bash", "-c", script], tmp_path)

@@ -9,16 +9,16 @@ import pytest
 
 pytest.importorskip("twinkle.model", reason="no twinkle here: bash scripts/test_integrations.sh twinkle")
 
-from twinkle_runs import ROOT, run
+from twinkle_runs import run
+
+from support.integration_programs import page_blocks
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 
 
 def test_the_five_minute_start(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "integrations" / "twinkle.md").read_text(encoding="utf-8")
-    section = page[page.index("## Five-minute start") : page.index("## What the launcher does")]
-    script = "set -e\n" + "\n".join(re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE))
-    output = run(["bash", "-c", script], tmp_path)
+    blocks = page_blocks("twinkle", "## Five-minute start", "## What the launcher does")
+    output = run(["bash", "-c", "set -e\n" + "\n".join(blocks)], tmp_path)
     assert "megascend mends" in output
     losses = [float(value) for value in re.findall(r"step \d loss ([\d.]+)", output)]
     assert len(losses) == 2 * 8

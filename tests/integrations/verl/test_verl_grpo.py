@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,9 +16,7 @@ import pytest
 
 pytest.importorskip("verl.workers", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
 
-from verl_runs import RAY, RL_DEADLINE_S, environment, grpo_command, logged_steps, python, write_prompts
-
-from support import families
+from verl_runs import RAY, RL_DEADLINE_S, grpo_command, logged_steps, python, write_prompts
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 
@@ -100,27 +96,3 @@ def test_the_reward_rises(folder: Path, layout: str) -> None:
     print(f"{layout}: rewards {[round(reward, 3) for reward in rewards]}")
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25
     assert max(steps[step][DIFFERENCE] for step in steps) < 1e-5
-
-
-def test_a_killed_run_resumes(folder: Path) -> None:
-    """Resume with the saved weights: the reward starts at its former level, and the engine has the weights, too."""
-    name, log = "killed", folder / "killed.jsonl"
-    command = grpo_command(folder, name, 1, STEPS, "trainer.save_freq=10")
-    tracker, end = folder / name / "latest_checkpointed_iteration.txt", time.monotonic() + RL_DEADLINE_S
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    env = environment(VERL_FILE_LOGGER_PATH=str(log), **RAY)
-    with families.started([sys.executable, *command], cwd=folder, env=env, **quiet) as process:  # and killed at its end
-        while not (tracker.exists() and tracker.read_text() == "10"):
-            assert process.poll() is None, "the run ended before its checkpoint"
-            assert time.monotonic() < end
-            time.sleep(0.05)
-    before = logged_steps(log)
-    log.unlink()
-    command = grpo_command(folder, name, 1, 13, "trainer.save_freq=10")
-    completed = python(command, folder, RL_DEADLINE_S, VERL_FILE_LOGGER_PATH=str(log), **RAY)
-    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
-    after = logged_steps(log)
-    assert sorted(after) == [11, 12, 13]
-    start = sum(before[step][REWARD] for step in (1, 2, 3)) / 3
-    assert min(steps[REWARD] for steps in after.values()) > start + 0.1
-    assert max(steps[DIFFERENCE] for steps in after.values()) < 1e-5

@@ -11,18 +11,12 @@ import pytest
 
 pytest.importorskip("verl.workers", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
 
-from verl_runs import DEADLINE_S, RAY, RL_DEADLINE_S, ROOT, environment
+from verl_runs import DEADLINE_S, RAY, RL_DEADLINE_S, environment
 
 from support import families
+from support.integration_programs import page_blocks
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
-
-
-def scripts(start: str, end: str) -> list[str]:
-    """Return the docs' shell blocks between two headings."""
-    page = (ROOT / "docs" / "integrations" / "verl.md").read_text(encoding="utf-8")
-    section = page[page.index(start) : page.index(end)]
-    return re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
 
 
 def run(script: str, folder: Path, deadline_s: float, **more: str) -> str:
@@ -36,7 +30,7 @@ def run(script: str, folder: Path, deadline_s: float, **more: str) -> str:
 
 
 def test_the_five_minute_start(tmp_path: Path) -> None:
-    blocks = scripts("## Five-minute start", "## Reinforcement learning on a CPU")
+    blocks = page_blocks("verl", "## Five-minute start", "## Reinforcement learning on a CPU")
     printed = run("\n".join(blocks), tmp_path, DEADLINE_S)
     losses = [float(value) for value in re.findall(r"train/loss:([\d.]+)", printed)]
     assert len(losses) == 12
@@ -46,9 +40,9 @@ def test_the_five_minute_start(tmp_path: Path) -> None:
 
 def test_reinforcement_learning_on_a_cpu(tmp_path: Path) -> None:
     """Check that the reward rises, and actor and transformers, which samples, give equal probabilities to 1e-5."""
-    model = scripts("## Five-minute start", "## Reinforcement learning on a CPU")[0].splitlines()[0]
+    model = page_blocks("verl", "## Five-minute start", "## Reinforcement learning on a CPU")[0].splitlines()[0]
     assert model.startswith("megascend new-model")
-    blocks = scripts("## Reinforcement learning on a CPU", "## How verl loads it")
+    blocks = page_blocks("verl", "## Reinforcement learning on a CPU", "## How verl loads it")
     printed = run("\n".join([model, *blocks]), tmp_path, RL_DEADLINE_S, **RAY)
     rewards = [float(value) for value in re.findall(r"critic/score/mean:([\d.]+)", printed)]
     differences = [float(value) for value in re.findall(r"rollout_probs_diff_max:([\d.e-]+)", printed)]

@@ -71,12 +71,6 @@ def test_vanished_files_raise_no_error(tmp_path):
     _wait_until(lambda: not _threads())
 
 
-def test_exception_in_the_block_propagates(files):
-    with pytest.raises(ValueError, match="caller"), read_ahead(files):
-        raise ValueError("caller")
-    _wait_until(lambda: not _threads())
-
-
 def _threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("megascend-read-ahead")]
 

@@ -19,6 +19,7 @@ from megascend.apps.plan.search import joined_experts
 from megascend.models.base import LinearAttention
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.memory.activations import CHUNK, LayerKind, linear_attention_bytes, norm_bytes
+from megascend.models.memory.estimate import Estimate
 from megascend.models.memory.parameters import stages
 from megascend.reference.fla import delta_rule
 from megascend.runtime.topology.topology import plan
@@ -38,6 +39,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in ("dense", "moe")}
 
 
+def assert_close_to_the_peak(name: str, model: Path) -> Estimate:
+    """Compare the estimate of a case with the highest peak of its ranks; return the estimate."""
+    case = memory_cases.CASES[name]
+    expected = memory_cases.estimate_of(case, "cpu", model)
+    ranks = run_distributed(memory_cases.measure, case.ranks, case, "cpu", model, init=False)
+    peak = max(rank.peak for rank in ranks)
+    assert memory_cases.LOWEST <= expected.tensors / peak - 1 <= memory_cases.HIGHEST, (expected.items, peak)
+    return expected
+
+
 SCRIPT = Path(__file__).parents[3] / "scripts" / "bench.py"
 NIGHTLY = ("dp2", "muon dp2", "8bit dp2", "offload dp2", "lora nf4", "moe lora fp8")
 
@@ -48,12 +59,7 @@ NIGHTLY = ("dp2", "muon dp2", "8bit dp2", "offload dp2", "lora nf4", "moe lora f
     ["moe", "lora", "tp2 sequence", *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)],
 )
 def test_the_estimate_is_close_to_the_peak(megatron_imported, models: dict[str, Path], name: str):
-    case = memory_cases.CASES[name]
-    model = models[case.model]
-    expected = memory_cases.estimate_of(case, "cpu", model)
-    ranks = run_distributed(memory_cases.measure, case.ranks, case, "cpu", model, init=False)
-    peak = max(rank.peak for rank in ranks)
-    assert memory_cases.LOWEST <= expected.tensors / peak - 1 <= memory_cases.HIGHEST, (expected.items, peak)
+    assert_close_to_the_peak(name, models[memory_cases.CASES[name].model])
 
 
 @pytest.mark.parametrize(
@@ -114,11 +120,7 @@ def test_estimate_of_linear_attention_is_close_to_the_peak(
     # Built in a process of its own: transformers' classes are mcore-bridge's here.
     sizes = memory_cases.SMALL_HYBRID | HYBRIDS[heads] | {"torch_dtype": "bfloat16", "max_position_embeddings": 4096}
     write_tiny_checkpoint(model, "qwen3_5_text", **sizes)
-    case = memory_cases.CASES[name]
-    expected = memory_cases.estimate_of(case, "cpu", model)
-    ranks = run_distributed(memory_cases.measure, case.ranks, case, "cpu", model, init=False)
-    peak = max(rank.peak for rank in ranks)
-    assert memory_cases.LOWEST <= expected.tensors / peak - 1 <= memory_cases.HIGHEST, (expected.items, peak)
+    assert_close_to_the_peak(name, model)
 
 
 @first_stack_required
@@ -179,11 +181,7 @@ def test_estimate_of_latent_attention_is_close_to_the_peak(
     sizes = {name: memory_cases.SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
     model = tmp_path_factory.mktemp("latent") / "model"
     write_tiny_checkpoint(model, "deepseek_v3", max_position_embeddings=4096, **sizes, **LATENT)
-    case = memory_cases.CASES[name]
-    expected = memory_cases.estimate_of(case, "cpu", model)
-    ranks = run_distributed(memory_cases.measure, case.ranks, case, "cpu", model, init=False)
-    peak = max(rank.peak for rank in ranks)
-    assert memory_cases.LOWEST <= expected.tensors / peak - 1 <= memory_cases.HIGHEST, (expected.items, peak)
+    expected = assert_close_to_the_peak(name, model)
     assert not any("MLA" in remark for remark in expected.remarks)
 
 

@@ -10,13 +10,12 @@ import shutil
 import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megascend import Batching, Parallel
+from megascend import Parallel
 from megascend.apps.train.prefetch import SelfCheckPrefetch
 from megascend.apps.train.preflight import RunPlan, check_run
 from megascend.apps.train.train import train
@@ -29,7 +28,6 @@ from megascend.models.selfcheck.verdict import Verdict
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
 from megascend.testing.self_checks import slice_of
 
-ROOT = Path(__file__).resolve().parents[3]
 QWEN = tiny_config("qwen3")
 AGREES = TrialResult(lengths=[3, 40], separate=[1e-7, 2e-7], batched=[1e-7, 3e-7], largest_logit=7.0)
 DIFFERS = TrialResult(lengths=[3, 40], separate=[1e-7, 2e-7], batched=[0.5, 3e-7], largest_logit=7.0)
@@ -130,14 +128,6 @@ def test_failed_worker_caches_no_verdict(folder, monkeypatch) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_cache_folder_follows_environment(monkeypatch, tmp_path) -> None:
-    monkeypatch.delenv("MEGASCEND_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert check.cache_folder() == tmp_path / "megascend" / "self-check"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert check.cache_folder() == Path.home() / ".cache" / "megascend" / "self-check"
-
-
 def test_difference_in_mixed_micro_batches_is_reported(folder, monkeypatch) -> None:
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     config = QWEN | {"max_position_embeddings": 8192, "rope_scaling": rope}
@@ -223,16 +213,6 @@ class TestBackend:
         SelfCheckPrefetch(run, 0)
         assert workers() == []
 
-    @pytest.mark.nightly  # covered: early worker checks and next run starts none
-    def test_backend_starts_early_worker_only_without_cache(self, parity_folder, folder):
-        model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
-        environment = os.environ | {"MEGASCEND_CACHE": str(folder / "new")}
-        for verdict in (["agrees", False, [False]], ["agrees", True, []]):
-            command = [sys.executable, "-c", EARLY_WORKER, str(model)]
-            completed = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-            assert completed.returncode == 0, completed.stderr[-3000:]
-            assert json.loads(completed.stdout.splitlines()[-1]) == verdict
-
     def test_refused_run_leaves_no_worker(self, parity_folder, folder, monkeypatch):
         started, worker = [], process.Worker
         monkeypatch.setattr(process, "Worker", lambda: started.append(worker()) or started[-1])
@@ -277,38 +257,6 @@ class TestBackend:
             SelfCheckPrefetch(plan_of(RunConfig.model_validate(run | settings)), rank)
         assert workers() == []
 
-    @pytest.mark.nightly
-    def test_check_skips_samples_over_max_length(self, parity_folder) -> None:
-        model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
-        with backend_of(model, batching=Batching(max_length=13)) as backend:
-            assert backend.self_check.lengths == [3, 8, 13]
-
-
-def test_no_early_worker_if_package_metadata_is_missing(tmp_path, monkeypatch):
-    """The backend reports the missing package later."""
-    (tmp_path / "config.json").write_text("{}")
-
-    def version(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(process.metadata, "version", version)
-    assert process.start_worker(tmp_path, None) is None
-
-
-EARLY_WORKER = """
-import json, sys
-import psutil
-import megascend
-from megascend.models.selfcheck import process
-started, worker = [], process.Worker
-process.Worker = lambda: started.append("megatron.core" in sys.modules) or worker()
-backend = megascend.MegatronBackend(sys.argv[1], platform="cpu", precision="fp32")
-assert psutil.Process().children() == []
-print(json.dumps([backend.self_check.status, backend.self_check.cached, started]))
-backend.close()
-"""
-"""Prints the verdict, whether it was cached, and for each early worker whether Megatron was imported before."""
-
 
 def workers() -> list[psutil.Process]:
     """Return the self-check workers among this process's children."""
@@ -347,21 +295,6 @@ def test_incomplete_check_warns() -> None:
     assert "this qwen3 model was not compared with transformers: no reason" in text
     (text,) = logged_warnings(Verdict("agrees", not_shown="layers from 8 on", layers=8), "qwen3")
     assert "only 8 layers of this qwen3 model were compared: layers from 8 on" in text
-
-
-def test_proven_architectures_are_those_of_the_matrices() -> None:
-    from megascend.models import proven
-    from support.parity_matrix import family_matrix, matrix
-
-    assert {architecture.model_type for architecture in proven()} == {
-        case.arch for case in [*matrix(), *family_matrix()]
-    }
-
-
-@pytest.mark.parametrize("value", ["off", "on", False, True])
-def test_self_check_setting_of_run_file(value, tmp_path) -> None:
-    config = RunConfig(model=tmp_path, output=tmp_path, data={"path": tmp_path}, self_check=value)
-    assert config.self_check is (value in ("on", True))
 
 
 def test_worker_ends_with_its_parent(tmp_path) -> None:

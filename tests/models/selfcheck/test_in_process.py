@@ -135,14 +135,6 @@ def test_leaking_packed_samples_differ_and_setting_is_named() -> None:
     assert "each is right in a micro batch of one); set batching.packing: false" in message
 
 
-def test_verdicts_are_cached_by_engine_and_layout() -> None:
-    assert [examine(subject).status for subject in (Borderless(), Padded(), Borderless())] == [
-        "differs",
-        "agrees",
-        "differs",
-    ]
-
-
 CRITIC = ScalarHead("token", bias=True, dropout=0.1)
 REWARD = ScalarHead("sequence", bias=False)
 
@@ -244,24 +236,6 @@ class WithoutImages(SingleSubject):
 
     def image_arguments(self, *args: Any, **options: Any) -> dict[str, Tensor]:
         return {"position_ids": super().image_arguments(*args, **options)["position_ids"]}
-
-
-class FailingLater(Padded):
-    """An engine whose later calls fail."""
-
-    engine = "failing later"
-    calls = 0
-
-    def logits(self, model: Any, samples: Sequence[Tensor], images: Any = None) -> list[Tensor]:
-        self.calls += 1
-        if self.calls > 3:
-            raise RuntimeError("no more")
-        return super().logits(model, samples)
-
-
-def test_failure_after_the_first_call_raises_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"engine failing later: Qwen3ForCausalLM .* \(RuntimeError: no more\)"):
-        examine(FailingLater())
 
 
 class ShortOfMemory(Padded):

@@ -13,7 +13,6 @@ from megascend.config import Parallel
 from megascend.config.rules import enforce
 from megascend.errors import ConfigError, PlatformError, VersionError
 from megascend.runtime.bootstrap import providers
-from megascend.runtime.bootstrap.ascend import findings
 from megascend.runtime.bootstrap.megatron_adaptor import packages
 from megascend.runtime.bootstrap.megatron_adaptor.provider import RULES, ModelFields, check_batching
 from megascend.runtime.bootstrap.providers import ProviderSetup, create, names
@@ -61,45 +60,71 @@ def refusal(name: str, error: type[Exception], stack: str = "0.18") -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("stack", ["0.18", "0.19"])
-def test_missing_packages_are_named_with_their_branches(stack: str, folder: Path) -> None:
-    message = refusal("MegatronAdaptor", PlatformError, stack)
-    assert (
-        f"stack {stack} on an NPU needs MegatronAdaptor, which is not installed: git clone -b core_r{stack}.0"
-        in message
-    )
-    message = refusal("TransformerEngineNPU", PlatformError, stack)
-    assert "needs TransformerEngineNPU, and no transformer_engine is installed" in message
-    assert look("MindSpeed", stack) == "not installed; it is optional"
-
-
 def test_packages_are_identified_by_files(folder: Path) -> None:
     write(folder, ADAPTOR, ENGINE, MINDSPEED, MINDSPEED_0_18, {".git/HEAD": "ref: refs/heads/core_r0.18.0\n"})
     assert look("MegatronAdaptor") == f"core_r0.18.0 ({folder / 'megatron_adaptor'})"
     assert look("TransformerEngineNPU").endswith(f"({folder / 'transformer_engine'})")
     assert packages.versions()["MegatronAdaptor"] == "core_r0.18.0"
     assert packages.versions()["MindSpeed"] == "branch core_r0.18.0"
-
-
-def test_adaptor_of_another_core_is_a_wrong_pair(folder: Path) -> None:
-    write(folder, ADAPTOR, {".git/HEAD": "ref: refs/heads/core_r0.17.0\n"})
-    message = refusal("MegatronAdaptor", VersionError)
-    assert "is branch core_r0.17.0, for Megatron-Core 0.17; stack 0.18 needs branch core_r0.18.0" in message
     write(folder, {".git/HEAD": "1234567890abcdef\n"})  # no branch is checked out, which tells nothing
     assert look("MegatronAdaptor").startswith("of an unknown branch (")
 
 
-def test_module_of_the_same_name_is_not_the_adaptor(folder: Path) -> None:
-    write(folder, {"megatron_adaptor/__init__.py": TRAP})
-    assert "and so not Ascend's MegatronAdaptor" in refusal("MegatronAdaptor", VersionError)
+HEAD_0_17 = {".git/HEAD": "ref: refs/heads/core_r0.17.0\n"}
+PLAIN_MINDSPEED = {"mindspeed/__init__.py": "", "setup.py": "__version__ = '0.16.0'\n"}
+PART_OF_CUDA = {"transformer_engine_torch/__init__.py": TRAP}
+REFUSED: list[tuple[str, str, type[Exception], dict[str, str], list[str]]] = [
+    ("MegatronAdaptor", "0.18", PlatformError, {}, ["which is not installed: git clone -b core_r0.18.0"]),
+    ("MegatronAdaptor", "0.19", PlatformError, {}, ["stack 0.19 on an NPU needs MegatronAdaptor", "-b core_r0.19.0"]),
+    (
+        "MegatronAdaptor",
+        "0.18",
+        VersionError,
+        ADAPTOR | HEAD_0_17,
+        ["is branch core_r0.17.0", "needs branch core_r0.18.0"],
+    ),
+    (
+        "MegatronAdaptor",
+        "0.18",
+        VersionError,
+        {"megatron_adaptor/__init__.py": TRAP},
+        ["so not Ascend's MegatronAdaptor"],
+    ),
+    ("TransformerEngineNPU", "0.18", PlatformError, {}, ["and no transformer_engine is installed"]),
+    ("TransformerEngineNPU", "0.18", PlatformError, CUDA, ["CUDA's Transformer Engine is installed", "then git clone"]),
+    (
+        "TransformerEngineNPU",
+        "0.18",
+        PlatformError,
+        ENGINE | PART_OF_CUDA,
+        ["are installed (transformer_engine_torch)"],
+    ),
+    ("MindSpeed", "0.18", VersionError, MINDSPEED | MINDSPEED_0_17, ["branch core_r0.17.0", "core_r0.18.0, or none"]),
+    ("MindSpeed", "0.19", VersionError, MINDSPEED | MINDSPEED_0_18, ["stack 0.19 is used without MindSpeed"]),
+    (
+        "MindSpeed",
+        "0.18",
+        VersionError,
+        MINDSPEED,
+        ["a branch on MegatronAdaptor", "needs branch core_r0.18.0, or none"],
+    ),
+    (
+        "MindSpeed",
+        "0.18",
+        VersionError,
+        PLAIN_MINDSPEED,
+        ["MindSpeed 0.16.0 is on the path", "It is that of stack 0.16"],
+    ),
+]
 
 
-def test_cudas_transformer_engine_is_refused(folder: Path) -> None:
-    write(folder, CUDA)
-    message = refusal("TransformerEngineNPU", PlatformError)
-    assert message.startswith(f"CUDA's Transformer Engine is installed ({folder / 'transformer_engine'})")
-    assert "pip uninstall transformer-engine" in message
-    assert "then git clone" in message
+@pytest.mark.parametrize(("name", "stack", "error", "files", "parts"), REFUSED)
+def test_wrong_packages_are_refused_by_name(
+    name: str, stack: str, error: type[Exception], files: dict[str, str], parts: list[str], folder: Path
+) -> None:
+    write(folder, files)
+    message = refusal(name, error, stack)
+    assert [part for part in parts if part not in message] == []
 
 
 @pytest.mark.parametrize("first", ["npu", "cuda"])
@@ -114,47 +139,6 @@ def test_both_transformer_engines_are_refused(
     cuda = second if first == "npu" else folder
     assert message.startswith("both TransformerEngineNPU and CUDA's Transformer Engine are installed ")
     assert str(cuda / "transformer_engine") in message
-
-
-def test_part_of_cudas_transformer_engine_beside_the_npus_is_refused(folder: Path) -> None:
-    write(folder, ENGINE, {"transformer_engine_torch/__init__.py": TRAP})
-    message = refusal("TransformerEngineNPU", PlatformError)
-    assert "both TransformerEngineNPU and CUDA's Transformer Engine are installed (transformer_engine_torch)" in message
-
-
-@pytest.mark.parametrize(
-    ("files", "stack", "parts"),
-    [
-        (MINDSPEED_0_17, "0.18", ["branch core_r0.17.0", "stack 0.18 needs branch core_r0.18.0, or none"]),
-        (
-            MINDSPEED_0_18,
-            "0.19",
-            ["branch core_r0.18.0", "stack 0.19 is used without MindSpeed", "It is that of stack 0.18"],
-        ),
-        ({}, "0.18", ["a branch on MegatronAdaptor", "needs branch core_r0.18.0, or none"]),
-    ],
-)
-def test_mindspeed_of_another_branch_is_a_wrong_pair(
-    files: dict[str, str], stack: str, parts: list[str], folder: Path
-) -> None:
-    write(folder, MINDSPEED, files)
-    message = refusal("MindSpeed", VersionError, stack)
-    for part in (*parts, f"is on the path ({folder / 'mindspeed' / '__init__.py'})"):
-        assert part in message
-
-
-def test_mindspeed_without_the_adaptor_is_a_wrong_pair(folder: Path) -> None:
-    write(folder, {"mindspeed/__init__.py": "", "setup.py": "__version__ = '0.16.0'\n"})
-    message = refusal("MindSpeed", VersionError)
-    assert "MindSpeed 0.16.0 is on the path" in message
-    assert "It is that of stack 0.16" in message
-
-
-def test_all_prerequisites_are_reported(folder: Path) -> None:
-    report = {finding.name: finding for finding in findings(packages.PREREQUISITES, STACK["0.18"])}
-    assert list(report) == [prerequisite.name for prerequisite in packages.PREREQUISITES]
-    assert report["MegatronAdaptor"].problem
-    assert not report["MindSpeed"].problem
 
 
 # --- choice by stack ---

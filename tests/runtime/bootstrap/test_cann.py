@@ -13,7 +13,6 @@ from megascend.errors import PlatformError, VersionError
 from megascend.runtime.bootstrap import ascend
 from megascend.runtime.bootstrap.versions import CANN, STACKS, cann_for
 
-ROOT = Path(__file__).parents[3]
 CFG = """# version: 1.0
 runtime_running_version=[7.7.T20.0.B210:{0}]
 toolkit_running_version=[7.7.T20.0.B210:{0}]

@@ -137,11 +137,3 @@ def test_ring_only_option_requires_a_ring(context, algorithm, fine):
         with pytest.raises(ConfigError, match="context_algorithm: ring only"):
             arguments.from_config(DEFAULTS, config, algorithm, options)
     arguments.from_config(DEFAULTS, config, algorithm, {"megatron_cp_in_bnsd": False})
-
-
-def test_signatures_differ_if_arguments_differ():
-    values = arguments.from_config(DEFAULTS, Config(), "ring", {})
-    same = arguments.from_config(DEFAULTS, Config(), "ring", {})
-    other = arguments.from_config(DEFAULTS, Config(hidden_size=65), "ring", {})
-    assert arguments.signature(values) == arguments.signature(same)
-    assert arguments.signature(values) != arguments.signature(other)

@@ -13,10 +13,6 @@ from megascend.errors import PlatformError, VersionError
 from megascend.runtime.bootstrap.mindspeed import tree
 from megascend.runtime.bootstrap.versions import (
     STACKS,
-    installed_versions,
-    nearest_stack,
-    require_package,
-    require_supported,
 )
 
 STACK = {stack.name: stack for stack in STACKS if stack.name in tree.BRANCHES}
@@ -165,15 +161,3 @@ def test_doctor_names_the_prerequisite_whose_check_died(path: Path, monkeypatch:
     write(path, {"sitecustomize.py": refuses + added})
     (check,) = checks.check_npu(60)
     assert (check.name, check.status, check.result) == ("MindSpeed", "fail", "KeyError: 'a fault of ours'")
-
-
-@pytest.mark.parametrize(("torch", "message"), [("2.16.0", "2.16.0"), ("2.5.1", "2.5.1"), (None, "is not installed")])
-def test_torch_outside_the_table_is_refused(torch: str | None, message: str) -> None:
-    versions = installed_versions() | {"torch": torch}
-    with pytest.raises(VersionError) as raised:
-        require_package("torch", versions)
-    assert message in str(raised.value)
-    assert f"needs torch{nearest_stack(versions).requirement('torch')}" in str(raised.value)
-    with pytest.raises(VersionError):
-        require_supported(versions)
-    require_package("torch", installed_versions() | {"peft": "0.1.0"})

@@ -229,23 +229,6 @@ def test_external_provider_is_called_in_order(tmp_path: Path, python) -> None:
     assert python(REGISTERED, str(checkpoint)).endswith("called in order\n")
 
 
-@pytest.mark.nightly  # covered: external provider is called in order
-def test_provider_is_loaded_by_import_path(tmp_path: Path, python) -> None:
-    (tmp_path / "own_provider.py").write_text(OUTSIDE)
-    program = f"""
-import sys
-from collections.abc import Iterator
-sys.path.insert(0, {str(tmp_path)!r})
-import megascend
-runtime = megascend.bootstrap("cpu", provider="own_provider:Own")
-runtime.load_megatron()
-import own_provider
-assert megascend.bootstrap(provider="own_provider:Own") is runtime
-print(own_provider.seen)
-"""
-    assert python(program).endswith("[('before', 'cpu', 1), 'after']\n")
-
-
 @pytest.fixture
 def python():
     def run(program: str, *arguments: str) -> str:

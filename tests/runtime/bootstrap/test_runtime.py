@@ -103,20 +103,6 @@ print(*changed)
     assert set(run_started(program, WORLD_SIZE="2", OMP_NUM_THREADS="3").split()) - baseline == {"TORCHDYNAMO_DISABLE"}
 
 
-@pytest.mark.nightly  # covered: the environment changes only as reported
-def test_user_settings_win_and_are_not_reported():
-    program = """
-import os, torch, megascend
-threads = torch.get_num_threads()
-changes = ' '.join(megascend.bootstrap('cpu', engine='megatron').changes)
-assert os.environ['TORCHDYNAMO_DISABLE'] == '0' and os.environ['OMP_NUM_THREADS'] == '2'
-assert torch.get_num_threads() == threads == 2
-assert 'TORCHDYNAMO_DISABLE' not in changes and 'OMP_NUM_THREADS' not in changes, changes
-print('kept')
-"""
-    assert run_started(program, WORLD_SIZE="4", OMP_NUM_THREADS="2", TORCHDYNAMO_DISABLE="0").endswith("kept\n")
-
-
 def test_several_processes_on_a_cpu_get_one_thread_each():
     program = "import megascend, torch; megascend.bootstrap('cpu', engine='megatron'); print(torch.get_num_threads())"
     assert run_started(program, WORLD_SIZE="2") == "1\n"
@@ -161,22 +147,6 @@ print('true')
     assert run(program).endswith("true\n")
 
 
-@pytest.mark.nightly  # covered: reported modules and functions are installed
-def test_installed_stub_modules_are_reported():
-    program = """
-import sys, megascend
-runtime = megascend.bootstrap('cpu', engine='megatron')
-text = '\\n'.join(runtime.changes)
-origin = {name: getattr(getattr(module, '__spec__', None), 'origin', '') for name, module in list(sys.modules.items())}
-fakes = [name for name, source in origin.items() if source == 'megascend.reference.te']
-assert fakes
-top = {name for name in fakes if name.split('.')[0] != 'transformer_engine'}
-assert all(name in text for name in top), (top, text)
-print('all')
-"""
-    assert run(program).endswith("all\n")
-
-
 def test_bootstrap_does_not_import_megatron_or_bridge():
     program = """
 import sys, megascend
@@ -186,23 +156,3 @@ assert (runtime.platform.name, runtime.stack.name[:2]) == ('cpu', '0.')
 print('lazy')
 """
     assert run(program).endswith("lazy\n")
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param("transformers", marks=pytest.mark.nightly),
-        pytest.param("peft", marks=pytest.mark.nightly),
-        # covered: test_import_order.py
-        pytest.param("transformers, peft, torch.distributed", marks=pytest.mark.nightly),
-    ],
-)
-def test_transformers_and_peft_can_precede_the_bootstrap(first):
-    program = f"""
-import {first}
-import megascend
-megascend.bootstrap('cpu', engine='megatron').load_megatron()
-from mcore_bridge import ModelConfig
-print('fine')
-"""
-    assert run_started(program).endswith("fine\n")

@@ -204,13 +204,6 @@ def test_record_survives_encoding() -> None:
     assert shorten("a\n  b" + "c" * 1000) == "a b" + "c" * 394 + "..."
 
 
-def test_errors_can_be_pickled_and_caught_by_base_classes() -> None:
-    error = pickle.loads(pickle.dumps(PeerLostError("rank 1 is gone")))
-    assert str(error) == "rank 1 is gone"
-    assert isinstance(error, CollectiveTimeoutError)
-    assert isinstance(error, ConnectionError)
-
-
 # --- the observer, with an explicit clock ---
 
 
@@ -412,30 +405,6 @@ def test_error_raised_again_is_published_again(monitored) -> None:
     assert failure().phase == "write of step 1"
 
 
-def test_library_error_raised_again_is_explained_again(monitored) -> None:
-    monitor, _, _ = monitored
-    error = RuntimeError(GLOO)
-    with pytest.raises(ProcessGroupError) as caught, monitor.phase("step"):  # noqa: PT012
-        with pytest.raises(ProcessGroupError) as first, monitor.phase("reduce"):
-            raise error
-        raise error
-    assert caught.value.__cause__ is first.value.__cause__ is error
-    assert caught.value is not first.value
-
-
-def test_chained_error_is_published_for_itself(monitored) -> None:
-    monitor, published, failure = monitored
-    with pytest.raises(DataError) as caught, monitor.phase("step"):  # noqa: PT012
-        try:
-            with monitor.phase("forward"):
-                raise KeyError("x")
-        except KeyError as error:
-            raise DataError("no x") from error
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert published == [("forward", "KeyError: 'x'"), ("step", "DataError: no x")]
-    assert failure().error == "DataError: no x"
-
-
 def test_error_that_leaves_after_another_was_handled_is_the_failure(monitored) -> None:
     monitor, _, failure = monitored
     with pytest.raises(DataError), monitor.phase("save"):  # noqa: PT012
@@ -455,19 +424,6 @@ def test_handled_error_is_withdrawn_when_its_phase_ends_well(monitored) -> None:
             raise DataError("x")
         assert failure().error == "DataError: x"
     wait_until(lambda: failure() is None)
-
-
-def test_pickled_error_has_not_been_published(monitored) -> None:
-    monitor, published, _ = monitored
-    with pytest.raises(DataError) as caught, monitor.phase("step"), monitor.phase("forward"):  # noqa: PT012
-        try:
-            with monitor.phase("layer"):
-                raise DataError("x")
-        except DataError as error:
-            copy = pickle.loads(pickle.dumps(error))
-        raise copy
-    assert published == [("layer", "DataError: x"), ("forward", "DataError: x")]
-    assert pickle.loads(pickle.dumps(caught.value)).args == ("x",)
 
 
 def test_error_from_another_thread_is_published_for_the_thread_it_is_raised_in(monitored) -> None:

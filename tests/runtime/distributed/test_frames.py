@@ -5,28 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megascend.errors import CheckpointError, MegascendError, OutOfStepError
-from megascend.runtime.distributed.frames import SIZE, Position, aligned_frames, decode, describe, encode
+from megascend.runtime.distributed.frames import SIZE, Position, aligned_frames, encode
 
 pytestmark = pytest.mark.waiting
 
 FOLDER = Position("gather_objects", "world", 12, 3, "save('a')", "save")
-
-
-def test_frame_decodes_to_its_position_and_content() -> None:
-    for content in (b"", b"abc", b"\0" * 300):
-        frame = encode(FOLDER, content)
-        assert len(frame) == SIZE
-        decoded = decode(frame)
-        assert decoded is not None
-        assert (decoded.position, decoded.length, decoded.content, decoded.complete) == (
-            FOLDER,
-            len(content),
-            content,
-            True,
-        )
-    decoded = decode(encode(FOLDER, b"x" * SIZE))
-    assert decoded is not None
-    assert (decoded.length, decoded.content, decoded.complete) == (SIZE, b"", False)
 
 
 def test_long_texts_are_cut_but_compared_completely() -> None:
@@ -35,26 +18,6 @@ def test_long_texts_are_cut_but_compared_completely() -> None:
     assert aligned_frames([encode(first, b"1"), encode(first, b"2")], [0, 1], 0)[1].length == 1
     with pytest.raises(OutOfStepError):
         aligned_frames([encode(first, b""), encode(second, b"")], [0, 1], 0)
-
-
-@pytest.mark.parametrize(
-    "position",
-    [
-        Position("barrier", "world", 12, 3, "save('a')"),
-        Position("gather_objects", "tp", 12, 3, "save('a')"),
-        Position("gather_objects", "world", 13, 3, "save('a')"),
-        Position("gather_objects", "world", 12, 4, "save('a')"),
-        Position("gather_objects", "world", 12, 3, "save('b')"),
-    ],
-)
-def test_positions_must_be_equal_except_for_the_phase(position: Position) -> None:
-    with pytest.raises(OutOfStepError) as caught:
-        aligned_frames([encode(FOLDER, b""), encode(position, b"")], [4, 7], 7)
-    assert str(caught.value).startswith(
-        "rank 7: the ranks are out of step: rank 4 is in save('a') (gather_objects, collective 12 of world, step 3); rank 7 is"
-    )
-    elsewhere = Position("gather_objects", "world", 12, 3, "save('a')", "load")
-    assert len(aligned_frames([encode(FOLDER, b""), encode(elsewhere, b"")], [4, 7], 7)) == 2
 
 
 def test_foreign_bytes_raise_out_of_step_error() -> None:
@@ -76,13 +39,3 @@ def test_refusal_is_raised_on_all_ranks_with_its_class() -> None:
         OutOfStepError, match=r"load\('a'\) .*, where it raised CheckpointError: none there; rank 1 is in save"
     ):
         aligned_frames([encode(other, b""), encode(FOLDER, b"")], [0, 1], 1)
-
-
-def test_ranks_at_the_same_position_are_listed_together() -> None:
-    barrier = Position("barrier", "world", 2, 1, "", "export")
-    assert describe({0: FOLDER, 1: barrier, 2: FOLDER}) == (
-        "ranks 0, 2 are in save('a') (gather_objects, collective 12 of world, step 3); "
-        "rank 1 is in export (barrier, collective 2 of world, step 1)"
-    )
-    text = describe({rank: Position("barrier", "world", rank, 1, "x") for rank in range(20)})
-    assert text.endswith("; and 12 other positions")

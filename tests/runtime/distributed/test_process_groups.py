@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megascend.config import Parallel
 from megascend.errors import (
     CollectiveTimeoutError,
-    DistributedTestError,
     PeerLostError,
     ProcessGroupError,
     TopologyError,
@@ -129,20 +128,6 @@ def test_existing_default_group_is_adopted_and_not_destroyed(runtime: Runtime) -
     assert run_distributed(adopt, 2) == [([0, 1], True)] * 2
 
 
-def test_unknown_groups_raise_process_group_error(runtime: Runtime) -> None:
-    def names() -> None:
-        groups = open_groups(runtime, 1)
-        with pytest.raises(
-            ProcessGroupError, match="group 'mp' has no channel for objects; those that have: world, dp"
-        ):
-            groups.channel("mp")
-        with pytest.raises(ProcessGroupError, match="unknown process group 'ddp'; known: world, tp"):
-            groups.device_group("ddp")
-        groups.destroy()
-
-    run_distributed(names, 1, init=False)
-
-
 def test_wrong_world_size_raises_before_groups_are_created(runtime: Runtime) -> None:
     def start() -> None:
         with pytest.raises(TopologyError, match=r"for 4 ranks, but 2 were started \(WORLD_SIZE\); start 4 processes"):
@@ -169,7 +154,7 @@ def open_sockets() -> int:
     return sum(os.path.lexists(link) and os.readlink(link).startswith("socket:") for link in links)
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"expert": 4}, {}])
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"expert": 4}])
 def test_counted_sockets_cover_those_that_groups_open(runtime: Runtime, parallel: dict[str, Any]) -> None:
     topology = plan(Parallel(**parallel), 4)
 
@@ -480,38 +465,6 @@ def test_unreachable_store_raises_collective_timeout_error() -> None:
         launch = Launch(rank=1, local_rank=1, world_size=2, master=("127.0.0.1", bound.getsockname()[1]))
         with pytest.raises(CollectiveTimeoutError, match=r"rank 1: no store answers at .*rank 0 has not started"):
             launch.store(1.0)
-
-
-@pytest.mark.nightly
-@pytest.mark.torchrun
-def test_process_groups_under_torchrun(tmp_path: Any) -> None:
-    script = tmp_path / "program.py"
-    script.write_text("""
-import os
-from megascend.runtime.bootstrap.runtime import bootstrap
-runtime = bootstrap("cpu")
-from megascend.config import Parallel
-from megascend.runtime.distributed.objects import gather_objects
-from megascend.runtime.distributed.process_groups import initialize
-from megascend.runtime.topology.topology import plan
-for _ in range(2):
-    groups = initialize(plan(Parallel(tensor=2), 2), runtime.platform, 60)
-    os.write(1, f"gathered {gather_objects(groups.rank, 'tp', groups)};".encode())
-    groups.destroy()
-""")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert completed.returncode == 0, completed.stderr
-    assert completed.stdout.count("gathered [0, 1];") == 4
-
-
-def test_exception_of_a_rank_is_reported(runtime: Runtime) -> None:
-    def start() -> None:
-        open_groups(runtime, 2, tensor=2)
-        raise ValueError(f"on {dist.get_rank()}")
-
-    with pytest.raises(DistributedTestError, match=r"ValueError: on [01]"):
-        run_distributed(start, 2, init=False)
 
 
 def test_rank_that_leaves_is_noticed_although_its_connections_stay(

@@ -13,7 +13,6 @@ from megascend.runtime.platforms.affinity import (
     NodeCpus,
     bind_to_node,
     choose_node,
-    cpus_of,
     node_of_device,
     nodes_with_cpus,
 )
@@ -39,11 +38,6 @@ def dealt(nodes: dict[int, frozenset[int]], size: int) -> list[int]:
     return [placement.node for placement in placements if isinstance(placement, NodeCpus)]
 
 
-def test_lists_of_cpus():
-    assert cpus_of("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert cpus_of("\n") == frozenset()
-
-
 def test_processes_are_dealt_out_over_nodes_in_order():
     assert dealt(TWO_SOCKETS, 8) == [0, 0, 0, 0, 1, 1, 1, 1]
     assert dealt(TWO_SOCKETS, 3) == [0, 0, 1]
@@ -57,13 +51,6 @@ def test_memory_only_nodes_are_not_counted(tmp_path):
     assert dealt(nodes, 4) == [0, 0, 1, 1]
     cpus = nodes[0] | nodes[1]
     assert choose_node(nodes, cpus, 3, 4, device_node=10) == NodeCpus(1, nodes[1])  # its memory, which has no CPUs
-
-
-def test_numbers_of_nodes_may_have_gaps(tmp_path):
-    folder = tree(tmp_path, "0-1")
-    (folder / "node8").mkdir()
-    (folder / "node8" / "cpulist").write_text("2-3\n")
-    assert dealt(nodes_with_cpus(folder), 2) == [0, 8]
 
 
 def test_device_node_precedes_the_rank_order(tmp_path):

@@ -31,11 +31,6 @@ def test_two_jobs_of_a_host_do_not_share_ports():
     assert all(base >= FIRST_PORT and base + HCCL_PORTS <= LAST_PORT + HCCL_PORTS < 32_768 for base in bases)
 
 
-def test_the_port_is_set_and_reported():
-    environment = job(29500)
-    assert choose_hccl_port(environment) == [f"HCCL_IF_BASE_PORT={environment['HCCL_IF_BASE_PORT']}"]
-
-
 @pytest.mark.parametrize("name", ["HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"])
 def test_port_of_the_user_is_respected(name):
     environment = job(29500) | {name: "50000"}

@@ -36,6 +36,9 @@ from megascend.testing import tiny_config
 DENSE = shape_of(tiny_config("qwen3", num_attention_heads=8, num_key_value_heads=4))
 WITH_HEAD = replace(DENSE, prediction_head=True)
 MOE = shape_of(tiny_config("qwen3_moe", num_attention_heads=8, num_key_value_heads=4))
+ODD = shape_of(tiny_config("qwen3", intermediate_size=129))
+ODD_EXPERTS = shape_of(tiny_config("qwen3", num_experts=4, moe_intermediate_size=9))
+ODD_SHARED = shape_of(tiny_config("qwen3", num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=9))
 
 
 @st.composite
@@ -83,19 +86,6 @@ def test_groups_equal_a_numpy_grid(topology: Topology) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(topologies())
-def test_coordinates_and_groups_agree(topology: Topology) -> None:
-    for rank in range(topology.world_size):
-        coordinates = topology.coordinates(rank)
-        assert coordinates.rank == rank
-        for grid in (ATTENTION_AXES, EXPERT_AXES):
-            for axis in grid:
-                group = topology.group_of(rank, axis)
-                assert group[getattr(coordinates, axis)] == rank
-                assert len(group) == topology.size(axis)
-
-
-@settings(max_examples=60, deadline=None)
-@given(topologies())
 def test_groups_equal_megatrons_rank_generator(runtime: Runtime, topology: Topology) -> None:
     from megatron.core.parallel_state import RankGenerator
 
@@ -109,6 +99,16 @@ def test_groups_equal_megatrons_rank_generator(runtime: Runtime, topology: Topol
     names = {"tp": "expert_tensor", "ep": "expert", "dp": "expert_data", "pp": "pipeline"}
     for tokens in ("tp", "ep", "dp", "pp", "tp-ep", "tp-ep-pp"):
         assert topology.groups(*(names[token] for token in tokens.split("-"))) == experts.get_ranks(tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(topologies())
+def test_coordinates_equal_a_numpy_grid(topology: Topology) -> None:
+    for grid in (ATTENTION_AXES, EXPERT_AXES):
+        sizes = [topology.size(axis) for axis in grid[::-1]]
+        for rank in range(topology.world_size):
+            expected = [int(index) for index in np.unravel_index(rank, sizes)]
+            assert [getattr(topology.coordinates(rank), axis) for axis in grid[::-1]] == expected
 
 
 def test_a_layout_written_out_by_hand() -> None:
@@ -198,6 +198,9 @@ def test_sequence_parallelism_without_tensor_parallelism_is_noted() -> None:
         ({"expert_tensor": 2}, 2, MOE, r"expert_tensor=2 differs from parallel.tensor=1 .*; set expert_tensor to 1"),
         ({"tensor": 2, "sequence": False}, 2, MOE, r"parallel.sequence=false with experts and parallel.tensor=2"),
         ({}, 0, None, r"the world has 0 ranks"),
+        ({"tensor": 2}, 4, ODD, "does not divide the 129 columns of the MLP .*; use 1, 3, 43"),
+        ({"expert": 2, "expert_tensor": 2}, 4, ODD_EXPERTS, "9 columns of an expert"),
+        ({"tensor": 2}, 4, ODD_SHARED, "9 columns of the shared experts"),
     ],
 )
 def test_layouts_that_cannot_work(parallel: dict[str, Any], world: int, model: ModelShape | None, message: str) -> None:
@@ -237,37 +240,17 @@ def test_pipeline_layouts_are_megatrons(layout: str, sizes: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "parallel", "message"),
+    ("call", "message"),
     [
-        (
-            {"intermediate_size": 129},
-            {"tensor": 2},
-            "does not divide the 129 columns of the MLP .*; use 1, 3, 43",
-        ),
-        ({"num_experts": 4, "moe_intermediate_size": 9}, {"expert": 2, "expert_tensor": 2}, "9 columns of an expert"),
-        (
-            {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 9},
-            {"tensor": 2},
-            "9 columns of the shared experts",
-        ),
+        (lambda topology: topology.coordinates(2), "rank 2 is outside the world of 2 ranks"),
+        (lambda topology: topology.group_of(-1, "data"), "rank -1 is outside"),
+        (lambda topology: topology.groups("dp"), "unknown axis 'dp'; known: tensor, context"),
+        (lambda topology: topology.groups("tensor", "expert"), "tensor and expert are not axes of one grid"),
     ],
 )
-def test_widths_that_do_not_divide(overrides: dict[str, Any], parallel: dict[str, Any], message: str) -> None:
-    model = shape_of(tiny_config("qwen3", **overrides))
+def test_questions_that_make_no_sense(call: Callable[[Topology], object], message: str) -> None:
     with pytest.raises(TopologyError, match=message):
-        plan(Parallel(**parallel), 4, model)
-
-
-def test_questions_that_make_no_sense() -> None:
-    topology = plan(Parallel(), 2)
-    with pytest.raises(TopologyError, match="rank 2 is outside the world of 2 ranks"):
-        topology.coordinates(2)
-    with pytest.raises(TopologyError, match="rank -1 is outside"):
-        topology.group_of(-1, "data")
-    with pytest.raises(TopologyError, match="unknown axis 'dp'; known: tensor, context"):
-        topology.groups("dp")
-    with pytest.raises(TopologyError, match="tensor and expert are not axes of one grid"):
-        topology.groups("tensor", "expert")
+        call(plan(Parallel(), 2))
 
 
 def function_calls(function: Callable[[], object]) -> int:
