@@ -65,11 +65,8 @@ def test_packed_samples_are_separated_by_their_lengths(parity_folder):
         assert list(call["actual_seq_qlen"]) == list(call["actual_seq_kvlen"])
 
 
-@pytest.mark.nightly_cases("all_gather")  # covered: parity: CP2, all_gather
-@pytest.mark.parametrize("algorithm", ["ring", "all_gather"])
-def test_context_parallel_algorithms_never_get_a_dense_mask(algorithm, parity_folder):
-    parallel = Parallel(context=2, context_algorithm=algorithm)
-    for call in calls_of(parity_folder, 2, parallel, packing=False):
+def test_context_parallelism_never_gets_a_dense_mask(parity_folder):
+    for call in calls_of(parity_folder, 2, Parallel(context=2), packing=False):
         mask = call.get("atten_mask")
         assert mask is None or mask.shape == COMPRESSED
         assert call.get("sparse_mode", 0) == (0 if mask is None else 3)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from megascend.testing.distributed import run_distributed
-from megascend.testing.parity import STEPS, Case, case_checkpoint, token_lists
+from megascend.testing.parity import STEPS, Case, case_checkpoint
 from support.ascend_packages import WITHOUT_EXPERTS
 from support.lora_parity import (
     adapter_differences,
@@ -14,7 +14,6 @@ from support.lora_parity import (
     peft_reference,
     run_mixed,
     share_of,
-    train_adapter,
 )
 from support.model_checks import assert_within
 
@@ -85,15 +84,6 @@ def only(name):
     return [
         pytest.param(case, marks=[] if case.name == name else [pytest.mark.nightly], id=case.name) for case in CASES
     ]
-
-
-@pytest.mark.nightly_cases("single")  # covered: two adapters on TP2 + SP
-@pytest.mark.parametrize("case", only("single"))
-def test_one_adapter_equals_peft(case: Case, parity_folder, tmp_path):
-    checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
-    adapter = case_adapter(checkpoint, case)
-    trajectory = train_adapter(case, checkpoint, adapter, tmp_path / "trained")
-    check(case, trajectory, peft_reference(parity_folder, checkpoint, adapter, token_lists()))
 
 
 @pytest.mark.parametrize("case", only("embedding and head, TP2 + SP"))

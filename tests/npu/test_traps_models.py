@@ -263,9 +263,9 @@ def test_attention_dropout_is_active_only_in_training(parity_folder) -> None:
 ODD = (12, 19, 8)
 
 
-def queries(checkpoint: Path, algorithm: str) -> tuple[list[int], list[float]]:
+def queries(checkpoint: Path) -> tuple[list[int], list[float]]:
     """Return the query lengths of this rank's calls, and the summed log-probabilities of the samples."""
-    backend = build(checkpoint, Parallel(context=2, context_algorithm=algorithm))
+    backend = build(checkpoint, Parallel(context=2))
     samples = [Sample.causal(ids) for ids in token_lists(lengths=ODD)]
     with call_log.recording() as calls:
         backend.forward_backward(samples)
@@ -275,13 +275,11 @@ def queries(checkpoint: Path, algorithm: str) -> tuple[list[int], list[float]]:
     return sorted(set(lengths)), [logprobs.sum().item() for logprobs in backend.forward(samples).logprobs]
 
 
-@pytest.mark.nightly_cases("all_gather")  # covered: ring
-@pytest.mark.parametrize("algorithm", ["ring", "all_gather"])
-def test_sequences_are_padded_to_twice_the_context_parallel_size(algorithm: str, parity_folder) -> None:
+def test_sequences_are_padded_to_twice_the_context_parallel_size(parity_folder) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     expected = hf_reference(parity_folder, checkpoint, token_lists(lengths=ODD), steps=0).logits
     longest = -(-(max(ODD) - 1) // 4) * 4  # 18 targets become 20: 2 chunks of 5 on either rank
-    for lengths, sums in run_distributed(queries, 2, checkpoint, algorithm, init=False, timeout_s=120):
+    for lengths, sums in run_distributed(queries, 2, checkpoint, init=False, timeout_s=120):
         assert set(lengths) <= {longest // 2, longest // 4}
         for total, logits, ids in zip(sums, expected, token_lists(lengths=ODD), strict=True):
             scores = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])

@@ -3,7 +3,7 @@
 MindSpeed is not on PyPI, so CI cannot install it. This package is put on ``PYTHONPATH`` where no real checkout is named
 by ``MEGASCEND_MINDSPEED``. It patches and repatches megatron-core the way the real one does, side effects and traps
 included, and computes in plain PyTorch and through ``torch_npu.npu_fusion_attention``, ``npu_rms_norm``.
-``tests/npu/test_contract.py`` runs the same checks against both and holds their answers against each other.
+``tests/npu/test_contract.py`` makes the same calls to both and compares their results.
 
 A name that is missing here is missing on purpose: importing it raises, it never quietly does nothing. The two branches
 (core_r0.15.3, core_r0.16.0) differ where :mod:`mindspeed.flavour` is asked.

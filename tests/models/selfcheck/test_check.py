@@ -248,15 +248,6 @@ class TestBackend:
         assert process.start_worker(model, None) is None
         assert workers() == []
 
-    def test_no_early_worker_if_it_may_be_unneeded(self, parity_folder, folder):
-        model = shutil.copytree(write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "model")
-        raw = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps(raw | {"sliding_window": 8}))
-        run = {"model": model, "output": folder, "data": {"path": "chat.jsonl"}}
-        for settings, rank in (({}, 0), ({"self_check": False}, 0), ({}, 1)):
-            SelfCheckPrefetch(plan_of(RunConfig.model_validate(run | settings)), rank)
-        assert workers() == []
-
 
 def workers() -> list[psutil.Process]:
     """Return the self-check workers among this process's children."""

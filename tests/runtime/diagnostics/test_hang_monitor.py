@@ -31,7 +31,6 @@ from megascend.runtime.diagnostics.diagnosis import (
     RankRecord,
     diagnose,
     not_arrived,
-    shorten,
 )
 from megascend.runtime.diagnostics.hang_monitor import HangMonitor
 from megascend.runtime.diagnostics.survey import Observer
@@ -196,12 +195,6 @@ def test_positions_are_a_short_list_that_includes_the_culprits() -> None:
     )
     assert diagnosis.positions.endswith(f"; 700 gone, last in grad reduce of step 3; and {1000 - MAX_LISTED} more")
     assert diagnosis.positions.count(";") == MAX_LISTED
-
-
-def test_record_survives_encoding() -> None:
-    record = replace(FAILED, process=Identity.current(), collectives=CollectiveCounts({"dp": 2}, "dp"))
-    assert RankRecord.decode(record.encode()) == record
-    assert shorten("a\n  b" + "c" * 1000) == "a b" + "c" * 394 + "..."
 
 
 # --- the observer, with an explicit clock ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -240,24 +239,6 @@ def test_relayed_frames_connect_few_ranks(runtime: Runtime, monkeypatch: pytest.
         assert bound >= 5
     for direct, gathered, _ in run_distributed(sockets, 8, 100, init=False):
         assert (direct, gathered) == (2, 2)
-
-
-@pytest.mark.nightly  # covered: reliability/test_hang_and_death.py; relayed frames in the same file
-def test_lost_rank_is_named_where_frames_are_relayed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "RELAYED_ABOVE", 3)
-
-    def wait() -> str:
-        groups = open_groups(runtime, 5)
-        if groups.rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(PeerLostError) as caught:
-            gather_objects(groups.rank, "world", groups)
-        return str(caught.value)
-
-    results = run_distributed(wait, 5, init=False, expect_lost={3})
-    results.pop(3)
-    for message in results:
-        assert "ank 3 is gone: its process has ended" in message
 
 
 class CountedRequests:
