@@ -1,4 +1,4 @@
-"""Nemotron-H: kinds of layers, state spaces that keep samples apart, steps of any size, and what is refused."""
+"""Nemotron-H: kinds of layers, steps of any size, and what is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ from megascend.testing.parity import (
 from megascend.testing.tiny_models import tiny_config
 from support.forked_programs import run_forked
 from support.model_checks import (
-    assert_packed_samples_are_apart,
     assert_sampled_without_cache,
     assert_within,
     saved_bytes,
@@ -196,11 +195,6 @@ def test_steps_have_no_limit_without_megatron(
     run = TrainingCurve(**json.loads(result.read_text(encoding="utf-8")), logits=[])
     difference = differences(run, hf_reference(parity_folder, small_steps[0], token_lists(), steps=2))
     assert_within(difference, loss=1e-5, grad_norm=1e-4)
-
-
-@needs_stack
-def test_packed_samples_do_not_see_each_other(parity_folder: Path) -> None:
-    assert_packed_samples_are_apart(case_checkpoint(parity_folder, "nemotron_h"))
 
 
 @needs_stack

@@ -31,9 +31,7 @@ from megascend.testing.parity import (
     train_case,
 )
 from megascend.testing.tiny_models import tiny_config
-from support.forked_programs import run_forked
 from support.model_checks import (
-    assert_packed_samples_are_apart,
     assert_sampled_without_cache,
     assert_within,
     saved_bytes,
@@ -45,7 +43,6 @@ needs_stack = pytest.mark.skipif(
     Version(metadata.version("megatron-core")) < Version("0.19"),
     reason="sparse attention needs megatron-core 0.19 (stack 0.19)",
 )
-ENGINES = Path(__file__).with_name("engine_logits.py")
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -169,27 +166,6 @@ def test_yarn_equals_transformers(arch: str, parity_folder: Path) -> None:
     reference = hf_reference(parity_folder, checkpoint, tokens, steps=2)
     difference = differences(train_case(Case(arch), checkpoint, tokens, steps=2), reference)
     assert_within(difference, loss=1e-5, grad_norm=1e-4, logits=2e-5)
-
-
-@needs_stack
-@pytest.mark.parametrize("arch", ["deepseek_v32", "glm_moe_dsa"])
-def test_packed_samples_do_not_see_each_other(arch: str, parity_folder: Path) -> None:
-    assert_packed_samples_are_apart(case_checkpoint(parity_folder, arch))
-
-
-@pytest.mark.parametrize(
-    ("arch", "engine"), [("deepseek_v32", "single"), pytest.param("glm_moe_dsa", "fsdp", marks=pytest.mark.nightly)]
-)
-def test_samples_of_a_batch_do_not_see_each_other_without_megatron(
-    arch: str, engine: str, parity_folder: Path, tmp_path: Path
-) -> None:
-    checkpoint, tokens, result = case_checkpoint(parity_folder, arch), token_lists(), tmp_path / "result.json"
-    changed = [*tokens[:1], [token % 299 + 1 for token in tokens[1]], *tokens[2:]]
-    completed = run_forked(ENGINES, engine, checkpoint, json.dumps([tokens, changed]), result, timeout_s=240)
-    assert completed.returncode == 0, completed.stderr[-3000:]
-    before, after = json.loads(result.read_text(encoding="utf-8"))
-    assert before[1] != after[1]
-    assert [index for index in range(len(tokens)) if before[index] != after[index]] == [1]
 
 
 @needs_stack

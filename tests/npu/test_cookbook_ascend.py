@@ -16,12 +16,11 @@ import math
 import os
 import re
 import runpy
-import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +31,7 @@ import megascend
 from megascend.runtime.bootstrap.runtime import Runtime
 from megascend.testing import run_distributed
 from megascend.testing.reference import run_reference
+from support import families
 from support.ascend_packages import package_folders
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,35 +72,11 @@ def started(recipe: str, folder: Path, *arguments: str, **environment: str) -> I
         "OMP_NUM_THREADS": "1",
         "MEGASCEND_RUN": str(folder),
     }
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "megascend.apps.cli.main",
-            "simnpu",
-            "--",
-            "bash",
-            str(ASCEND / f"{recipe}.sh"),
-            *arguments,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        env=os.environ | variables | environment,
-        start_new_session=True,
-    )
-    family = psutil.Process(process.pid)
-    try:
+    program = [sys.executable, "-m", "megascend.apps.cli.main", "simnpu", "--", "bash", str(ASCEND / f"{recipe}.sh")]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    env = os.environ | variables | environment
+    with families.started([*program, *arguments], cwd=folder, env=env, **streams) as process:
         yield process
-    finally:
-        if process.poll() is None:
-            ranks = family.children(recursive=True)  # torchrun starts every rank in its own session
-            os.killpg(process.pid, signal.SIGKILL)
-            for rank in ranks:
-                with suppress(psutil.NoSuchProcess):
-                    rank.kill()
-            process.wait()
 
 
 def script(recipe: str) -> ModuleType:

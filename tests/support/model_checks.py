@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megascend.testing import run_distributed
-from megascend.testing.parity import Case, case_backend, causal_samples, token_lists
+from megascend.testing.parity import Case, case_backend, causal_samples
 
 
 def assert_within(difference: Any, **bounds: float) -> None:
@@ -41,22 +41,6 @@ def saved_bytes(
     ids = [torch.randint(0, 300, (length + 1,), generator=generator).tolist() for length in lengths]
     backend.forward_backward(causal_samples(ids), adapter=adapter)
     return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in weights)
-
-
-def assert_packed_samples_are_apart(checkpoint: Path) -> None:
-    """Assert that other tokens of one sample of a packed row change that sample's logits, and no others."""
-    tokens = token_lists()
-    changed = [*tokens[:1], [token % 299 + 1 for token in tokens[1]], *tokens[2:]]
-
-    def on_rank() -> tuple[list[torch.Tensor], ...]:
-        with case_backend(Case("one row", micro_batch_tokens=4096), checkpoint) as backend:
-            return tuple(
-                list(backend.forward(causal_samples(ids), logits=True).logits or ()) for ids in (tokens, changed)
-            )
-
-    ((before, after),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
-    assert not torch.equal(before[1], after[1])
-    assert all(torch.equal(before[index], after[index]) for index in range(len(tokens)) if index != 1)
 
 
 def assert_sampled_without_cache(checkpoint: Path, reason: str) -> None:
