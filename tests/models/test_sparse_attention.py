@@ -1,4 +1,4 @@
-"""Sparse attention (DeepSeek-V3.2, GLM-5): the choice of keys, packing, layers that share a choice, and what is refused."""
+"""Sparse attention (DeepSeek-V3.2, GLM-5): the choice of keys, layers that share a choice, and what is refused."""
 
 from __future__ import annotations
 
