@@ -6,6 +6,8 @@ import dataclasses
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -310,14 +312,19 @@ def test_samples_and_settings_that_do_not_fit_are_refused(parity_folder: Path) -
         assert expected in problem
 
 
-def test_undeclared_model_with_images_is_refused_by_name(tmp_path: Path) -> None:
-    from megascend.engines.megatron.build import check_architecture
+def test_undeclared_model_with_images_is_refused_by_every_engine() -> None:
+    from transformers import AutoConfig
 
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}', encoding="utf-8")
-    with pytest.raises(
-        ConfigError, match=r"qwen2_5_vl is a multimodal model that megascend does not declare \(its vision"
-    ):
-        check_architecture(tmp_path)
+    from megascend.engines.common.heads import model_class
+    from megascend.engines.megatron.build import check_output_layer
+
+    meta = SimpleNamespace(loader=lambda config: SimpleNamespace(model_cls=None))
+    in_megatron: Any = SimpleNamespace(model_meta=meta, is_multimodal=True, hf_model_type="qwen2_5_vl")
+    message = r"qwen2_5_vl is a multimodal model that megascend does not declare \(its vision"
+    with pytest.raises(ConfigError, match=message):
+        check_output_layer(in_megatron)
+    with pytest.raises(ConfigError, match=message):
+        model_class(AutoConfig.for_model("qwen2_5_vl"), None)
 
 
 def test_rotary_frequencies_of_the_tower_stay_fp32(parity_folder: Path) -> None:
