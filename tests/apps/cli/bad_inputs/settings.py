@@ -33,15 +33,12 @@ RUN_FILES = {
         words("mem.yaml cannot be read"), ("train", "mem.yaml"), lambda folder: (folder / "mem.yaml").symlink_to(UNREADABLE)
     ),
     "Latin-1": run_file("# café\n".encode("latin-1"), says="run.yaml:7 | not UTF-8 | save the file as UTF-8"),
-    "UTF-16": replaced_by("model: m\n".encode("utf-16"), says="run.yaml:1 | not UTF-8"),
     "empty": replaced_by("", says="run.yaml | a mapping of settings | NoneType"),
-    "a list": replaced_by("- model: m\n", says="run.yaml | a mapping of settings | list"),
     "a tab": run_file("optimizer:\n\tlr: 1\n", says="run.yaml:8:1 | not valid YAML"),
     "a bracket left open": run_file("parallel: {tensor: 1\n", says="run.yaml:8:1 | not valid YAML"),
     "a colon too many": run_file("engine: a: b\n", says="run.yaml:7:10 | not valid YAML"),
     "a key twice": run_file("steps: 5\n", says="run.yaml:7:1 | 'steps' appears twice | line 5"),
     "a key that is no name": run_file("on: 5\n", says="run.yaml:7:1 | 'on' is read as True"),
-    "a day that does not exist": run_file("engine: 2026-13-45\n", says="run.yaml | not valid YAML | month"),
     "no model": replaced_by("output: o\ndata: {path: d}\n", says="run.yaml: model: required"),
     "no data": replaced_by("output: o\nmodel: m\n", says="data: required"),
 }  # fmt: skip
@@ -50,13 +47,9 @@ KEYS = {
     "unknown in a section": settings(
         "optimizer.learning_rate=1", says="optimizer.learning_rate: unknown setting (value 1), did you mean optimizer.lr"
     ),
-    "misspelt in a section": settings(
-        "parallel.tensr=2", says="parallel.tensr: unknown setting (value 2) | did you mean parallel.tensor?"
-    ),
     "a head": settings("head=scalar", says="head: a setting of backends | bradley_terry | docs/data.md"),
     "below a number": settings("steps.every=1", says="--set steps.every=1 | 'steps' is not a section"),
     "a section that is a number": settings("optimizer=3", says="optimizer: a section of settings | 3"),
-    "a section that is nothing": settings("optimizer=", says="optimizer: a section of settings | None"),
     "no value": settings("steps", says="--set | KEY=VALUE | 'steps'"),
     "no name": settings("optimizer..lr=1", says="--set | KEY=VALUE | 'optimizer..lr=1'"),
     "a value that is no YAML": settings("steps=[1", says="--set steps=[1: not valid YAML"),
@@ -65,22 +58,14 @@ VALUES = {
     "steps in words": settings("steps=many", says="steps | 'many'"),
     "half a step": settings("steps=1.5", says="steps | 1.5"),
     "steps: true": settings("steps=true", says="steps | a number | True"),
-    "negative steps": settings("steps=-1", says="steps | 0 | -1"),
-    "no epochs": settings("epochs=0", says="epochs | 0"),
-    "lr negative": settings("optimizer.lr=-1", says="optimizer.lr | 0 | -1"),
     "lr NaN": settings("optimizer.lr=.nan", says="optimizer.lr | finite | nan"),
-    "lr infinite": settings("optimizer.lr=.inf", says="optimizer.lr | finite | inf"),
     "betas": settings("optimizer.betas=[0.9, 1.5]", says="optimizer.betas.1 | less than 1 | 1.5"),
     "one beta": settings("optimizer.betas=[0.9]", says="optimizer.betas.1: required"),
-    "eps": settings("optimizer.eps=0", says="optimizer.eps | greater than 0 | 0"),
-    "batch size": settings("data.global_batch_size=0", says="data.global_batch_size | 1 | 0"),
-    "micro batch": settings("batching.micro_batch_tokens=0", says="batching.micro_batch_tokens | 1 | 0"),
     "precision": settings("precision=fp8", says="precision | 'fp32', 'fp16' or 'bf16' | 'fp8'"),
     "platform": settings("platform=tpu", says="platform | 'cuda' | 'tpu'"),
     "platform that is not here": Bad(
         words("platform 'npu' cannot be used here"), ("train", "run.yaml", "--nproc", "2", "--set", "platform=npu")
     ),
-    "engine": settings("engine=deepspeed", says="engine | 'deepspeed' | megatron, single, fsdp"),
     "provider": settings("provider=nobody", says="provider | 'nobody'"),
     "plug-in": settings("plugins=[no_such_package.x]", says="plugins | 'no_such_package'"),
     "plug-in that is a path": settings("plugins=[my/plugin.py]", says="plugins | my/plugin.py | does not exist"),
@@ -97,32 +82,23 @@ VALUES = {
         ("train", "run.yaml", "--set", "callbacks=[mine.py:Stop]"),
         lambda folder: (folder / "mine.py").write_text("class Stop(:"),
     ),
-    "seed negative": settings("seed=-1", says="seed | 0 | -1"),
     "seed beyond 64 bits": settings(f"seed={10**20}", says=f"seed | 64 bits | {10**20}"),
-    "timeout of none": settings("timeout_s=0", says="timeout_s | 1 | 0"),
     "timeout of ages": settings(f"timeout_s={10**12}", says=f"timeout_s | {366 * 86400} | {10**12}"),
-    "optimizer": settings("optimizer.kind=lion", says="optimizer.kind | 'muon' | 'lion'"),
     "a group of nothing": settings("optimizer.groups=[{lr_scale: 2}]", says="optimizer.groups.0.match | required"),
-    "scale of Muon": settings("optimizer.muon.update_scale=big", says="optimizer.muon.update_scale | 'original' | 'big'"),
-    "schedule": settings("schedule.kind=step", says="schedule.kind | 'linear' | 'step'"),
-    "LoRA rank": settings("lora.rank=0", says="lora.rank | 1 | 0"),
-    "LoRA dropout": settings("lora.dropout=1", says="lora.dropout | less than 1 | 1"),
     "LoRA on another layer": settings("lora.targets=[q_proj, kproj]", says="lora.targets | 'kproj' | k_proj"),
-    "DPO": settings("dpo.beta=0", says="dpo.beta | greater than 0 | 0"),
-    "tracker": settings("trackers=[wandbb]", says="trackers | 'wandbb' | tensorboard, wandb"),
-    "profile of nothing": settings("profile.steps=0", says="profile.steps | 1 | 0"),
     "generation of nothing": settings("generation.prompts=[]", says="generation.prompts | at least 1"),
     "generation too long": settings(
         "generation={prompts: [one], max_tokens: 999}", says="generation.max_tokens is 999 | more than 256"
     ),
     "recompute": settings("recompute.modules=[attention]", says="recompute.modules.0 | 'core_attn' | 'attention'"),
-    "too long": settings("data.on_too_long=cut", says="data.on_too_long | 'truncate' | 'cut'"),
     "no output": settings("output=''", says="output | a path | ''"),
-    "LoRA alpha": settings("lora.alpha=0", says="lora.alpha | greater than 0 | 0"),
 }  # fmt: skip
 COMBINATIONS = {
     "warm-up of all steps": settings(
         "steps=50", "schedule={kind: linear, warmup_steps: 50}", says="total_steps: 50 with a warm-up of 50 steps"
+    ),
+    "an improvement of nothing": settings(
+        "validation={path: v, min_delta: 1}", says="validation.min_delta is set, and neither validation.patience nor"
     ),
     "output in the data": settings("data.path=.", says="output: out | data.path: . | read as data"),
     "layout: tensor": settings("parallel.tensor=2", says="world size 1 | parallel.tensor=2 | 2 processes"),
@@ -140,12 +116,6 @@ LAYOUTS = {
     ),
     "key and value heads": Bad(
         words("parallel.tensor=4 | 2 query groups"), ("train", "run.yaml", "--nproc", "4", "--set", "parallel.tensor=4")
-    ),
-    "layers": Bad(
-        words("parallel.pipeline=3 | 2 layers"), ("train", "run.yaml", "--nproc", "3", "--set", "parallel.pipeline=3")
-    ),
-    "experts": Bad(
-        words("parallel.expert=2 | no experts"), ("train", "run.yaml", "--nproc", "2", "--set", "parallel.expert=2")
     ),
 }  # fmt: skip
 SETTINGS = {
