@@ -22,7 +22,7 @@ from megascend.apps.cli.checks import (
     explain_import_failure,
     run_python,
 )
-from megascend.apps.cli.doctor import check_lines, checks_json, headline, verdict
+from megascend.apps.cli.doctor import check_lines, checks_json, verdict
 from megascend.runtime.bootstrap.versions import STACKS, installed_versions, nearest_stack
 from support.ascend_packages import ON_ADAPTOR, package_folders
 
@@ -36,7 +36,6 @@ def test_doctor_on_this_machine(megascend) -> None:
     failed = [check for check in report["checks"] if check["status"] == "fail"]
     assert not failed
     assert report["ok"] is True
-    assert completed.returncode == 0
     results = {check["name"]: check for check in report["checks"]}
     assert results["megatron-core"]["found"].startswith("0.1")
     assert results["platform"]["chosen"] in ("cpu", "cuda", "npu")
@@ -127,8 +126,7 @@ def test_npu_checks_are_skipped_without_torch_npu() -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_host_without_cann_fails_without_a_traceback(megascend, broken_torch_npu: Path) -> None:
-    completed = megascend("doctor")
-    assert completed.returncode == 1
+    completed = megascend("doctor", code=1)
     assert "FAIL  torch import" in completed.stdout
     assert "SKIP  bootstrap" in completed.stdout
     assert "failed: torch import, torch_npu, CANN" in completed.stdout
@@ -141,7 +139,6 @@ def test_simulated_device_is_ready_and_marked_as_simulated(megascend) -> None:
     path = os.pathsep.join([*package_folders(), *(entry for entry in sys.path if entry)])
     environment = simnpu.environment(os.environ | {"PYTHONPATH": path})
     completed = megascend("doctor", "--json", **environment)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
     results = {check["name"]: check for check in json.loads(completed.stdout)["checks"]}
     assert results["simulated device"]["status"] == "warn"
     assert "SIMULATED" in results["simulated device"]["found"]
@@ -207,74 +204,19 @@ def test_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-HOST = [
-    Check("python", "ok", "3.11.9 on Linux x86_64"),
-    Check("megatron-core", "ok", "0.16.1"),
-    Check("torch", "ok", "2.8.0"),
-    Check("threads", "ok", "", values={"cores": 64}),
-    Check("memory", "ok", "", values={"total_bytes": 503 * 2**30}),
-]
-STACK = Check("bootstrap", "ok", "", values={"stack": "0.16"})
-GPUS = Check("torch import", "ok", "8 x NVIDIA H100 80GB HBM3", values={"memory_gib": 79.1})
-HEADLINES: dict[str, tuple[list[Check], str]] = {
-    "GPUs": (
-        [*HOST, GPUS, Check("platform", "ok", "", values={"chosen": "cuda"}), STACK],
-        "node7 (Linux x86_64): 8 x NVIDIA H100 80GB HBM3 (79 GiB each), 64 cores, 503 GiB of memory; stack 0.16 (megatron-core "
-        "0.16.1, torch 2.8.0)",
-    ),
-    "NPUs": (
-        [
-            *HOST,
-            Check("torch_npu", "ok", "2.8.0, 8 x Ascend910B3"),
-            Check("platform", "ok", "", values={"chosen": "npu"}),
-            STACK,
-        ],
-        "node7 (Linux x86_64): 8 x Ascend910B3, 64 cores, 503 GiB of memory; stack 0.16 (megatron-core 0.16.1, torch 2.8.0)",
-    ),
-    "a CPU, without Megatron": (
-        [*HOST[:1], HOST[2], Check("threads", "ok", "", values={"cores": 1}), Check("bootstrap", "fail", "")],
-        "node7 (Linux x86_64): no GPU or NPU, 1 core; no complete stack (torch 2.8.0)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HEADLINES)
-def test_headline_describes_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "node", lambda: "node7")
-    results, line = HEADLINES[name]
-    assert headline(results) == line
-
-
 CPU = Check("platform", "ok", "cpu", values={"chosen": "cpu"})
-VERDICTS: dict[str, tuple[list[Check], str]] = {
-    "nothing but a disk": ([Check("disk", "ok", "9 GiB")], "ready to train on this host"),
-    "a simulated device": (
-        [Check("simulated device", "warn", "SIMULATED", values={"simulated": True})],
-        "ready to train on a simulated device",
-    ),
-    "a CPU": (
-        [CPU, Check("threads", "ok", "", values={"cores": 2})],
-        "ready to train on this host's CPU (2 cores); it has no GPU or NPU that torch can use, and needs none",
-    ),
-    "GPUs": (
-        [Check("torch import", "ok", "2 x NVIDIA H100"), Check("platform", "ok", "", values={"chosen": "cuda"})],
-        "ready to train on 2 x NVIDIA H100 (platform cuda)",
-    ),
-    "NPUs": ([Check("platform", "ok", "", values={"chosen": "npu"})], "ready to train on this host (platform npu)"),
-    "no mcore-bridge": (
-        [Check("mcore-bridge", "fail", ""), CPU, Check("bootstrap", "fail", "")],
-        "2 failed: mcore-bridge, bootstrap; engine megatron cannot train here, and single and fsdp can, on this host's CPU; it "
-        "has no GPU or NPU that torch can use, and needs none",
-    ),
-    "no transformers": ([Check("transformers", "fail", ""), CPU], "1 failed: transformers"),
-    "no collectives": (
-        [Check("mcore-bridge", "fail", ""), CPU, Check("collectives", "fail", "")],
-        "2 failed: mcore-bridge, collectives",
-    ),
-}
+NO_BRIDGE = Check("mcore-bridge", "fail", "")
 
 
-@pytest.mark.parametrize("name", VERDICTS)
-def test_verdict_describes_the_host(name: str) -> None:
-    results, line = VERDICTS[name]
-    assert verdict(results) == line
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        (
+            [NO_BRIDGE, CPU, Check("bootstrap", "fail", "")],
+            "engine megatron cannot train here, and single and fsdp can",
+        ),
+        ([NO_BRIDGE, CPU, Check("collectives", "fail", "")], "2 failed: mcore-bridge, collectives"),
+    ],
+)
+def test_verdict_names_the_engines_that_can_train(results: list[Check], words: str) -> None:
+    assert words in verdict(results)

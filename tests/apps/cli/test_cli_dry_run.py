@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import yaml
 
-from megascend.apps.cli.dry_run_text import PIECE, Style, data_table, sample_text
-from megascend.apps.data.preview import SamplePiece, SampleStatistics
+from megascend.apps.cli.dry_run_text import Style
+from support.runs import write_lines, write_run
 
 CHATS = [
     [("system", "Be kind."), ("user", "one?\nor two"), ("assistant", "two & café \x1b[31m"), ("user", "really?")],
@@ -27,26 +23,23 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dry")
     chats = [[{"role": role, "content": text} for role, text in chat] for chat in CHATS]
     chats[0].append({"role": "assistant", "content": "yes", "weight": 0.5})
-    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    settings = {
-        "model": str(small_model),
-        "output": "out",
-        "data": {"path": "chat.jsonl", "global_batch_size": 2, "shuffle": False},
-        "validation": {"path": "chat.jsonl"},
-        "steps": 6,
-        "schedule": {"kind": "linear", "total_steps": 4},
-        "platform": "cpu",
-        "engine": "fsdp",
-    }
-    settings["validation"]["path"] = "held_out.jsonl"
-    (folder / "held_out.jsonl").write_text(json.dumps({"messages": chats[1]}) + "\n")
-    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    write_lines(folder / "chat.jsonl", ({"messages": chat} for chat in chats))
+    write_lines(folder / "held_out.jsonl", [{"messages": chats[1]}])
+    write_run(
+        folder,
+        model=str(small_model),
+        data={"path": "chat.jsonl", "global_batch_size": 2, "shuffle": False},
+        validation={"path": "held_out.jsonl"},
+        steps=6,
+        schedule={"kind": "linear", "total_steps": 4},
+        engine="fsdp",
+        precision="bf16",
+    )
     return folder
 
 
 def test_dry_run_shows_samples_masks_and_statistics(megascend, folder: Path) -> None:
     completed = megascend("train", "run.yaml", "--dry-run", "--nproc", "4", cwd=folder)
-    assert completed.returncode == 0, completed.stderr
     assert "\x1b" not in completed.stdout
     output = completed.stdout
     assert "⟦two & café \\x1b[31m<|im_end|>⟧↵\n<|im_start|>user↵\nreally?<|im_end|>↵\n" in output
@@ -75,25 +68,6 @@ def test_dry_run_shows_samples_masks_and_statistics(megascend, folder: Path) -> 
     assert not (folder / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "words"),
-    [
-        (["--set", "data.columns={text: absent}"], "DataError", ["3 problems in the data"]),
-        (["--nproc", "2", "--set", "parallel.tensor=2"], "TopologyError", ["engine fsdp", "parallel.tensor=2"]),
-        (["--set", "engine=single", "--nproc", "2"], "TopologyError", ["engine single", "2"]),
-        (["--set", "engine=single", "--set", "fsdp.offload=true"], "ConfigError", ["fsdp", "single"]),
-        (["--set", "dpo.beta=0.2"], "ConfigError", ["dpo is set, which learns from preference pairs", "conversations"]),
-        (["--set", "validation.path=none.jsonl"], "DataError", ["none.jsonl"]),
-    ],
-)
-def test_invalid_input_is_an_error(megascend, folder: Path, arguments: list[str], kind: str, words: list[str]) -> None:
-    completed = megascend("train", "run.yaml", "--dry-run", *arguments, cwd=folder)
-    assert completed.returncode == 2, completed.stdout + completed.stderr
-    [line] = [line for line in completed.stderr.splitlines() if line.startswith(kind)]
-    assert all(word in line for word in words), line
-    assert not (folder / "out").exists()
-
-
 # --- formatting ---
 
 
@@ -115,45 +89,8 @@ def test_colours_only_on_capable_terminals(monkeypatch: pytest.MonkeyPatch) -> N
     assert Style.of(file) == Style(colour=False, unicode=False)
 
 
-def test_each_line_of_learned_text_is_coloured() -> None:
-    style = Style(colour=True)
-    assert style.piece(style.visible("a\nb"), 1.0) == "\x1b[1;32ma↵\x1b[0m\n\x1b[1;32mb\x1b[0m"
-    assert style.piece("a", 0.0) == "\x1b[2ma\x1b[0m"
-
-
 def test_ascii_output_gets_escapes() -> None:
     style = Style(colour=False, unicode=False)
     text = style.piece(style.visible("café\n\x07"), 0.5)
     assert text == "[[0.5 x caf\\xe9\\n\n\\x07]]"
     assert text.isascii()
-
-
-def test_long_pieces_are_abbreviated() -> None:
-    from megascend.apps.train.dry_run import ShownSample
-
-    sample = ShownSample("sample 1", 5009, [SamplePiece("p" * 5000, 0.0, 5000), SamplePiece("a" * 10, 1.0, 10)])
-    head, text = sample_text(sample, Style(colour=False))
-    assert head == "--- sample 1: 5009 tokens, 10 learned"
-    assert text == f"{'p' * PIECE} [... {5000 - 2 * PIECE} characters ...] {'p' * PIECE}⟦{'a' * 10}⟧"
-
-
-@pytest.mark.parametrize(("members", "line"), [(1, ["samples", "12"]), (2, ["pairs", "6"])])
-def test_data_table_counts_pairs_of_preferences(members: int, line: list[str]) -> None:
-    part = SampleStatistics(
-        samples=12,
-        tokens=90,
-        supervised=40,
-        shortest=2,
-        median=5,
-        mean=7.5,
-        p95=9,
-        longest=11,
-        members=members,
-        unit=line[0],
-    )
-    dry: Any = SimpleNamespace(train=part, held_out=part, epochs=1.0)
-    header, *rows = [row.split() for row in data_table(dry)]
-    assert header[1] == line[0]
-    assert [row[-9] for row in rows] == [line[1]] * 2  # learned, held out
-    dry.epochs = None  # a stream's
-    assert [row.split("  ")[0] for row in data_table(dry)][1:] == ["first batch", "held out"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megascend.testing.reference import run_reference
+from support.runs import events, metrics, reference, sets, write_lines, write_run
 
 ANSWERS = {
     "red dog": " blue",
@@ -84,6 +84,7 @@ TASKS = {
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     },
 }
+FILES = [f"{name}.yaml" for name in TASKS]
 INTERVAL = 10
 
 
@@ -101,10 +102,8 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
         for number, (question, answer) in enumerate(ANSWERS.items())
     ]
-    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps({"text": f"{question}\n{answer}\n"}) + "\n" for question, answer in ANSWERS.items())
-    )
+    write_lines(tmp_path / "documents.jsonl", lines)
+    write_lines(tmp_path / "data.jsonl", ({"text": f"{question}\n{answer}\n"} for question, answer in ANSWERS.items()))
     for name, settings in TASKS.items():
         common = {
             "task": name,
@@ -116,35 +115,28 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "target_delimiter": "",
         }
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(common | settings))
-    run = {
-        "model": str(small_model),
-        "output": "run",
-        "data": {"path": "data.jsonl", "global_batch_size": 6},
-        "validation": {
-            "tasks": {"names": [f"{name}.yaml" for name in TASKS]},
+    write_run(
+        tmp_path,
+        model=str(small_model),
+        output="run",
+        data={"path": "data.jsonl", "global_batch_size": 6},
+        validation={
+            "tasks": {"names": FILES},
             "every": INTERVAL,
             "at_start": True,
             "metric": "continuations/acc",
             "keep_best": True,
         },
-        "steps": 6 * INTERVAL,
-        "platform": "cpu",
-        "engine": "single",
-        "precision": "fp32",
-        "optimizer": {"lr": 0.01},
-        "plot": False,
-        "self_check": False,
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+        steps=6 * INTERVAL,
+        engine="single",
+        optimizer={"lr": 0.01},
+    )
     return tmp_path
 
 
-def reference(folder: Path, model: Path, *, chat: bool = False) -> dict:
+def harness(folder: Path, model: Path, *, chat: bool = False) -> dict:
     """Return the metrics and responses of the harness's own model."""
-    files = [f"{name}.yaml" for name in TASKS]
-    completed = run_reference(REFERENCE, model, folder, "chat" if chat else "plain", *files)
-    assert completed.returncode == 0, completed.stderr[-4000:]
-    return json.loads(completed.stdout.splitlines()[-1])
+    return reference(REFERENCE, model, folder, "chat" if chat else "plain", *FILES)
 
 
 def flat(values: list) -> list:
@@ -155,21 +147,19 @@ def flat(values: list) -> list:
 @pytest.fixture(scope="module")
 def trained(megascend, folder: Path) -> Path:
     completed = megascend("train", "run.yaml", cwd=folder)
-    assert completed.returncode == 0, completed.stderr
     (folder / "run" / "stdout").write_text(completed.stdout)
     return folder / "run"
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, trained: Path) -> dict:
-    return reference(folder, trained / "hf")
+    return harness(folder, trained / "hf")
 
 
 def test_tasks_in_training_are_those_of_the_harness_and_decide_the_best_checkpoint(
     folder: Path, trained: Path, expected: dict
 ) -> None:
-    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    measured = {row["step"]: row for row in rows if "tasks/continuations/acc" in row}
+    measured = {row["step"]: row for row in metrics(trained) if "tasks/continuations/acc" in row}
     assert list(measured) == list(range(INTERVAL, 6 * INTERVAL + 1, INTERVAL))
     accuracies = [row["tasks/continuations/acc"] for row in measured.values()]
     assert min(accuracies) < max(accuracies)
@@ -177,14 +167,13 @@ def test_tasks_in_training_are_those_of_the_harness_and_decide_the_best_checkpoi
     output = (trained / "stdout").read_text()
     # Later ones that are as good are no improvement.
     assert f"exporting step {best}, the best one" in output or best == 6 * INTERVAL
-    for task, metrics in expected["results"].items():
+    for task, figures in expected["results"].items():
         names = {entry["metric"] for entry in TASKS[task]["metric_list"]}
         for name in names:
-            assert measured[best][f"tasks/{task}/{name}"] == pytest.approx(metrics[f"{name},none"], rel=1e-5), name
+            assert measured[best][f"tasks/{task}/{name}"] == pytest.approx(figures[f"{name},none"], rel=1e-5), name
     assert "tasks before the first step:" in output
     assert f"tasks after step {best}:" in output
-    events = [json.loads(line) for line in (trained / "events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["event"] == "tasks_measured"] == [0, *measured]
+    assert [event["step"] for event in events(trained, "tasks_measured")] == [0, *measured]
 
 
 @pytest.mark.parametrize(
@@ -199,12 +188,11 @@ def test_tasks_in_training_are_those_of_the_harness_and_decide_the_best_checkpoi
 def test_log_probabilities_and_responses_equal_the_harness_on_every_engine(
     megascend, folder: Path, trained: Path, expected: dict, tmp_path: Path, layout: list[str]
 ) -> None:
-    tasks = [argument for name in TASKS for argument in ("--tasks", f"{name}.yaml")]
+    tasks = [argument for name in FILES for argument in ("--tasks", name)]
     out = tmp_path / "report.json"
     completed = megascend(
         "eval", trained, *tasks, "-o", out, "--dtype", "fp32", "--platform", "cpu", *layout, cwd=folder
     )
-    assert completed.returncode == 0, completed.stderr
     report = json.loads(out.read_text())
     check_report(report, expected)
     answers = [document["resps"] for document in report["samples"]["answers"]]
@@ -223,20 +211,16 @@ def test_log_probabilities_and_responses_equal_the_harness_on_every_engine(
 def test_adapters_and_conversations_are_measured_as_by_the_harness(
     megascend, folder: Path, small_model: Path, tmp_path: Path
 ) -> None:
-    settings = ["output=lora", "lora.rank=4", "steps=5", "validation=null"]
-    completed = megascend("train", "run.yaml", *(part for value in settings for part in ("--set", value)), cwd=folder)
-    assert completed.returncode == 0, completed.stderr
-    tasks = [argument for name in TASKS for argument in ("--tasks", f"{name}.yaml")]
+    megascend("train", "run.yaml", *sets("output=lora", "lora.rank=4", "steps=5", "validation=null"), cwd=folder)
+    tasks = [argument for name in FILES for argument in ("--tasks", name)]
     common = ("--dtype", "fp32", "--platform", "cpu", "--chat-template", *tasks)
     adapters = ("--adapter", "first=lora", "--adapter", "second=lora")
     out = tmp_path / "report.json"
-    completed = megascend("eval", small_model, *adapters, *common, "-o", out, cwd=folder)
-    assert completed.returncode == 0, completed.stderr
+    megascend("eval", small_model, *adapters, *common, "-o", out, cwd=folder)
     reports = json.loads(out.read_text())
     assert list(reports) == ["first", "second"]
-    completed = run_reference(MERGE, small_model, folder / "lora" / "adapter", tmp_path / "merged")
-    assert completed.returncode == 0, completed.stderr[-4000:]
-    expected = reference(folder, tmp_path / "merged", chat=True)
+    reference(MERGE, small_model, folder / "lora" / "adapter", tmp_path / "merged")
+    expected = harness(folder, tmp_path / "merged", chat=True)
     for report in reports.values():
         check_report(report, expected)
 
@@ -247,10 +231,7 @@ def test_task_that_fails_ends_all_ranks_with_a_checkpoint(megascend, folder: Pat
     answers["generation_kwargs"]["num_beams"] = 4
     (folder / "beams.yaml").write_text(yaml.safe_dump(answers))
     settings = ["output=beams", "engine=megatron", "validation={tasks: {names: [beams.yaml]}, every: 3}"]
-    completed = megascend(
-        "train", "run.yaml", "--nproc", "2", *(part for value in settings for part in ("--set", value)), cwd=folder
-    )
-    assert completed.returncode == 2
+    completed = megascend("train", "run.yaml", "--nproc", "2", *sets(*settings), cwd=folder, code=2)
     assert "EvaluationError" in completed.stderr
     assert "num_beams: 4, which the sampler does not have" in completed.stderr
     assert [path.name for path in (folder / "beams" / "checkpoints").glob("step-*")] == ["step-00000003"]
@@ -266,6 +247,6 @@ def check_report(report: dict, expected: dict) -> None:
         for response, expected_response in zip(flat(documents), flat(expected_documents), strict=True):
             # Log-probabilities, which the reference sums in fp32, and if a continuation is the greedy one.
             assert response == pytest.approx(expected_response, abs=1e-4, rel=1e-6)
-    for task, metrics in expected["results"].items():
+    for task, figures in expected["results"].items():
         for name in (entry["metric"] for entry in TASKS[task]["metric_list"]):
-            assert report["results"][task][f"{name},none"] == pytest.approx(metrics[f"{name},none"], rel=1e-5)
+            assert report["results"][task][f"{name},none"] == pytest.approx(figures[f"{name},none"], rel=1e-5)

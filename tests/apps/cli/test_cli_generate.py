@@ -16,9 +16,9 @@ import yaml
 
 from megascend.apps.train.exports import run_template_options
 from megascend.apps.train.inference import json_line
-from megascend.testing.reference import run_reference
 from support import forked_programs
 from support.forked_programs import run_command
+from support.runs import chats, reference, write_lines, write_run
 
 CONVERSATIONS = [
     [{"role": "user", "content": "one?"}],
@@ -59,9 +59,8 @@ print(json.dumps(answers))
 
 def greedy(model: Path, prompts: list, adapter: Path | None = None) -> list[tuple[str, int]]:
     """Return texts and numbers of tokens of transformers' answers."""
-    completed = run_reference(GREEDY, model, adapter or "none", json.dumps(prompts), str(LENGTH))
-    assert completed.returncode == 0, completed.stderr[-4000:]
-    return [(text, count) for text, count in json.loads(completed.stdout.splitlines()[-1])]
+    answers = reference(GREEDY, model, adapter or "none", json.dumps(prompts), str(LENGTH))
+    return [(text, count) for text, count in answers]
 
 
 @pytest.fixture(scope="module")
@@ -69,25 +68,19 @@ def folder(megascend, small_model: Path, tmp_path_factory: pytest.TempPathFactor
     """Create prompts, and a run with an adapter that has learned to answer otherwise."""
     tmp_path = tmp_path_factory.mktemp("generate")
     lines = [*({"messages": messages, "id": number} for number, messages in enumerate(CONVERSATIONS)), {"prompt": TEXT}]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    turns = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    settings = {
-        "model": str(small_model),
-        "output": "run",
-        "data": {"path": "data.jsonl", "global_batch_size": 1},
-        "steps": 60,
-        "platform": "cpu",
-        "engine": "single",
-        "precision": "fp32",
-        "lora": {"rank": 8, "alpha": 32},
-        "optimizer": {"lr": 0.01},
-        "plot": False,
-        "self_check": False,
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    completed = megascend("train", "run.yaml", cwd=tmp_path)
-    assert completed.returncode == 0, completed.stderr
+    write_lines(tmp_path / "prompts.jsonl", lines)
+    write_lines(tmp_path / "data.jsonl", chats([("one?", "two")]))
+    write_run(
+        tmp_path,
+        model=str(small_model),
+        output="run",
+        data={"path": "data.jsonl", "global_batch_size": 1},
+        steps=60,
+        engine="single",
+        lora={"rank": 8, "alpha": 32},
+        optimizer={"lr": 0.01},
+    )
+    megascend("train", "run.yaml", cwd=tmp_path)
     return tmp_path
 
 
@@ -97,48 +90,40 @@ COMMON = ("--dtype", "fp32", "--platform", "cpu", "--max-tokens", str(LENGTH))
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(["--engine", "single"], marks=pytest.mark.nightly),  # covered: TP2
         ["--engine", "megatron", "--nproc", "2", "--tensor", "2"],
         pytest.param(["--engine", "fsdp", "--nproc", "2"], marks=pytest.mark.nightly),
     ],
-    ids=["single", "TP2", "fsdp"],
+    ids=["TP2", "fsdp"],
 )
 def test_answers_equal_those_of_transformers_on_every_engine(
     megascend, folder: Path, small_model: Path, tmp_path: Path, layout: list[str]
 ) -> None:
     out = tmp_path / "answers.jsonl"
-    completed = megascend("generate", small_model, folder / "prompts.jsonl", "-o", out, *COMMON, *layout)
-    assert completed.returncode == 0, completed.stderr
+    megascend("generate", small_model, folder / "prompts.jsonl", "-o", out, *COMMON, *layout)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line.get("id") for line in lines] == [0, 1, None]
     assert [(line["response"], line["tokens"]) for line in lines] == greedy(small_model, [*CONVERSATIONS, TEXT])
-    repeated = megascend("generate", small_model, folder / "prompts.jsonl", "-o", out, *COMMON, *layout)
-    assert repeated.returncode == 2
+    repeated = megascend("generate", small_model, folder / "prompts.jsonl", "-o", out, *COMMON, *layout, code=2)
     assert "exists; choose another file" in repeated.stderr
 
 
 def test_adapters_answer_by_name_and_as_peft_does(megascend, folder: Path, small_model: Path, tmp_path: Path) -> None:
     prompts = [{"messages": CONVERSATIONS[0]}, {"messages": CONVERSATIONS[0], "adapter": None}]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
+    write_lines(tmp_path / "prompts.jsonl", prompts)
     # A run directory stands for its adapter on its base model.
     completed = megascend("generate", folder / "run", tmp_path / "prompts.jsonl", *COMMON)
-    assert completed.returncode == 0, completed.stderr
     adapted, plain = (json.loads(line) for line in completed.stdout.splitlines())
     assert [(adapted["response"], adapted["tokens"])] == greedy(
         small_model, CONVERSATIONS[:1], folder / "run" / "adapter"
     )
     assert (adapted["response"], adapted["finish_reason"]) == ("two", "stop")
     assert [(plain["response"], plain["tokens"])] == greedy(small_model, CONVERSATIONS[:1])
-    (tmp_path / "named.jsonl").write_text(
-        json.dumps(prompts[0] | {"adapter": "b"}) + "\n" + json.dumps(prompts[0]) + "\n"
-    )
+    write_lines(tmp_path / "named.jsonl", [prompts[0] | {"adapter": "b"}, prompts[0]])
     names = ("--adapter", f"a={folder / 'run'}", "--adapter", f"b={folder / 'run'}")
     completed = megascend("generate", small_model, tmp_path / "named.jsonl", *COMMON, *names)
-    assert completed.returncode == 0, completed.stderr
     # Of two adapters none is the default.
     assert [json.loads(line)["response"] for line in completed.stdout.splitlines()] == ["two", plain["response"]]
-    completed = megascend("generate", small_model, tmp_path / "named.jsonl", *COMMON)
-    assert completed.returncode == 2
+    completed = megascend("generate", small_model, tmp_path / "named.jsonl", *COMMON, code=2)
     assert "a prompt names the adapter 'b'; --adapter NAME=DIR has loaded: none" in completed.stderr
 
 

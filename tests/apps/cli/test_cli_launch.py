@@ -45,14 +45,6 @@ def rank_0_is_killed() -> None:
     time.sleep(60)
 
 
-@pytest.mark.nightly  # covered: two processes of a plug-in's engine: engines/test_registered_engine.py
-def test_launch_returns_the_result_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert launch(ranks_see_torchrun_variables, "hello", nproc=2) == ("hello", "0", "2", "1")
-    assert "OMP_NUM_THREADS" not in os.environ
-    assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
-
-
 def test_full_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a container whose /dev/shm is full, so that no semaphore can be created."""
     from multiprocessing import synchronize

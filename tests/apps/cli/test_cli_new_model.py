@@ -85,17 +85,6 @@ def test_plain_transformers_loads_every_architecture(tmp_path: Path) -> None:
         assert answer["dtype"] == "torch.float32"
 
 
-def test_new_model_writes_a_checkpoint(small_model: Path) -> None:
-    config = json.loads((small_model / "config.json").read_text())
-    sizes = [config[key] for key in ("hidden_size", "num_hidden_layers", "max_position_embeddings")]
-    assert sizes == [32, 2, 256]
-    assert {path.name for path in small_model.iterdir()} >= {
-        "model.safetensors",
-        "tokenizer.json",
-        "generation_config.json",
-    }
-
-
 def test_every_byte_has_a_token() -> None:
     characters = byte_characters()
     assert len(set(characters)) == 256
@@ -105,14 +94,6 @@ def test_every_byte_has_a_token() -> None:
     tokenizer = byte_tokenizer(128)
     text = "".join(map(chr, range(0x20, 0x800)))
     assert tokenizer(text)["input_ids"] == list(text.encode())
-
-
-def test_seed_determines_the_weights(tmp_path: Path) -> None:
-    size = {"hidden": 16, "layers": 1, "heads": 2}
-    write((tmp_path / "a", 1, size), (tmp_path / "b", 1, size), (tmp_path / "c", 2, size))
-    first, repeated, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
-    assert first == repeated
-    assert first != other
 
 
 def test_vocabulary_is_padded_for_tensor_parallelism() -> None:

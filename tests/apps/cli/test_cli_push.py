@@ -20,8 +20,7 @@ from megascend.config import RunConfig
 from megascend.errors import CheckpointError, ConfigError
 from support.forked_programs import COMMAND, environment, run_forked
 from support.hub_server import HubState, hub_server
-
-USUAL: dict[str, Any] = {"platform": "cpu", "engine": "single", "precision": "fp32", "self_check": False, "plot": False}
+from support.runs import events, write_lines, write_run
 
 
 @pytest.fixture
@@ -105,15 +104,15 @@ def test_tokens_that_cannot_write_are_refused_by_name(hub: HubState) -> None:
     assert not any("commit" in path for path in hub.requests)
 
 
-def test_a_failed_upload_keeps_the_export_and_is_repeated_by_its_command(megascend, small_model, hub, tmp_path) -> None:
-    (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in ("one two", "three four"))
-    )
+def write_pushed_run(folder: Path, model: Path, **settings: Any) -> None:
+    write_lines(folder / "data.jsonl", ({"text": text} for text in ("one two", "three four")))
     data = {"path": "data.jsonl", "global_batch_size": 2}
-    settings = USUAL | {"model": str(small_model), "output": "run", "steps": 2, "data": data}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings | {"push": {"repository": "me/small"}}))
-    refused = megascend("train", "run.yaml", cwd=tmp_path, fresh=True, **variables(hub, None))
-    assert refused.returncode == 2
+    write_run(folder, model=str(model), output="run", steps=2, data=data, **settings)
+
+
+def test_a_failed_upload_keeps_the_export_and_is_repeated_by_its_command(megascend, small_model, hub, tmp_path) -> None:
+    write_pushed_run(tmp_path, small_model, engine="single", push={"repository": "me/small"})
+    refused = megascend("train", "run.yaml", cwd=tmp_path, fresh=True, **variables(hub, None), code=2)
     assert "HubError: push to me/small: there is no token" in refused.stderr
     assert not (tmp_path / "run").exists()
 
@@ -147,13 +146,8 @@ def test_a_failed_upload_keeps_the_export_and_is_repeated_by_its_command(megasce
 
 @pytest.mark.nightly
 def test_adapter_of_several_ranks_is_uploaded_once(small_model, hub, tmp_path) -> None:
-    (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in ("one two", "three four"))
-    )
-    data = {"path": "data.jsonl", "global_batch_size": 2}
-    settings = USUAL | {"model": str(small_model), "output": "run", "steps": 2, "data": data, "engine": "fsdp"}
-    settings |= {"lora": {"rank": 4}, "push": {"repository": "team/adapter", "private": False}}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    push = {"repository": "team/adapter", "private": False}
+    write_pushed_run(tmp_path, small_model, engine="fsdp", lora={"rank": 4}, push=push)
     completed = forked(hub, tmp_path, "train", "run.yaml", "--nproc", "2")
     assert completed.returncode == 0, completed.stderr
     assert f"uploaded: {hub.address}/team/adapter/commit/" in completed.stdout
@@ -164,8 +158,7 @@ def test_adapter_of_several_ranks_is_uploaded_once(small_model, hub, tmp_path) -
     assert {name: stored[name] for name in files} == {name: path.read_bytes() for name, path in files.items()}
     assert hub.private == set()
     assert sum("commit/" in path for path in hub.requests) == 1
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events][-2:] == ["finished", "pushed"]
+    assert [event["event"] for event in events(tmp_path / "run")][-2:] == ["finished", "pushed"]
 
 
 def test_a_card_and_an_adapter_name_models_and_data_of_the_hub(tmp_path: Path) -> None:
@@ -211,11 +204,3 @@ def test_a_card_and_an_adapter_name_models_and_data_of_the_hub(tmp_path: Path) -
         find_export(run)
     with pytest.raises(CheckpointError, match=r"holds no exported model or adapter; expected config.json or"):
         find_export(tmp_path)
-
-
-def test_names_without_namespace_raise_config_error() -> None:
-    usual: dict[str, Any] = {"model": "m", "output": "o", "data": {"path": "d"}}
-    with pytest.raises(ConfigError, match="'small' is not the name of a model on the Hub, NAMESPACE/NAME"):
-        RunConfig(**usual, push={"repository": "small"})
-    with pytest.raises(ConfigError, match=r"push.repository"):
-        RunConfig(**usual, push_to_hub=True)

@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 from transformers import GenerationConfig
+
+from support import forked_programs
+from support.runs import chats, sets, write_lines, write_run
 
 FAULT = """
 import megascend
@@ -18,39 +20,22 @@ def fail(self, path, adapter=None):
     raise megascend.CheckpointError(f"export: {path} could not be written: No space left on device")
 megascend.backend.Backend.export_hf = fail
 """
-LACKING = """
-from megascend.engines.fsdp.engine import FsdpEngine
-whole = FsdpEngine.named_weights
-FsdpEngine.named_weights = lambda *args, **options: (entry for entry in whole(*args, **options) if "o_proj" not in entry[0])
-"""
 
 
 @pytest.fixture
 def folder(small_model: Path, tmp_path: Path) -> Path:
     """Create a directory with data, settings and a model."""
     shutil.copytree(small_model, tmp_path / "model")
-    line = {"messages": [{"role": "user", "content": "up?"}, {"role": "assistant", "content": "down"}]}
-    (tmp_path / "chat.jsonl").write_text(json.dumps(line) + "\n")
-    settings = {
-        "model": "model",
-        "engine": "single",
-        "output": "out",
-        "data": {"path": "chat.jsonl", "global_batch_size": 1},
-        "steps": 2,
-        "platform": "cpu",
-        "precision": "fp32",
-        "plot": False,
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    write_lines(tmp_path / "chat.jsonl", chats([("up?", "down")]))
+    data = {"path": "chat.jsonl", "global_batch_size": 1}
+    write_run(tmp_path, model="model", engine="single", data=data, steps=2)
     return tmp_path
 
 
 def test_failed_export_leaves_a_checkpoint_from_which_resume_exports(megascend, folder):
     (folder / "late_fault.py").write_text(FAULT)
-    completed = megascend(
-        "train", "run.yaml", "--set", "plugins=[late_fault]", cwd=folder, PYTHONPATH=python_path(folder)
-    )
-    assert completed.returncode != 0
+    path = f"{folder}:{forked_programs.environment()['PYTHONPATH']}"
+    completed = megascend("train", "run.yaml", *sets("plugins=[late_fault]"), cwd=folder, code=2, PYTHONPATH=path)
     [checkpoint] = (folder / "out" / "checkpoints").glob("step-*")
     message = " ".join(completed.stderr.split())
     assert "No space left on device" in message
@@ -58,41 +43,20 @@ def test_failed_export_leaves_a_checkpoint_from_which_resume_exports(megascend, 
     assert "--resume auto exports it" in message
     assert not (folder / "out" / "hf").exists()
 
-    completed = megascend("train", "run.yaml", "--resume", "auto", cwd=folder)
-    assert completed.returncode == 0, completed.stderr
+    megascend("train", "run.yaml", "--resume", "auto", cwd=folder)
     trained, before = (load_file(folder / path / "model.safetensors") for path in ("out/hf", "model"))
     assert set(trained) == set(before)
     assert any(not trained[name].equal(before[name]) for name in before)
 
 
-def python_path(folder: Path) -> str:
-    """Return the search path of a command that finds modules in ``folder``."""
-    from support import forked_programs
-
-    return f"{folder}:{forked_programs.environment()['PYTHONPATH']}"
-
-
-@pytest.mark.nightly  # covered: engines/test_layouts_of_files.py
-def test_incomplete_export_is_refused_before_the_first_step(megascend, folder):
-    (folder / "early_fault.py").write_text(LACKING)
-    completed = megascend(
-        "train", "run.yaml", "--set", "plugins=[early_fault]", cwd=folder, PYTHONPATH=python_path(folder)
-    )
-    assert completed.returncode != 0
-    assert "it lacks model.layers.0.self_attn.o_proj.weight, model.layers.1.self_attn.o_proj.weight" in completed.stderr
-    assert not (folder / "out" / "metrics.jsonl").exists()
-    assert not (folder / "out" / "checkpoints").exists()
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("engine", ["single", "fsdp", "megatron"])
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
 def test_run_ends_with_an_export_in_a_posix_locale(megascend, folder, engine):
     config = json.loads((folder / "model" / "config.json").read_text())
     text = json.dumps(config | {"_author": "Ægir 学"}, ensure_ascii=False)
     (folder / "model" / "config.json").write_text(text, encoding="utf-8")
     posix = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    completed = megascend("train", "run.yaml", "--set", f"engine={engine}", cwd=folder, fresh=True, **posix)
-    assert completed.returncode == 0, completed.stderr
+    megascend("train", "run.yaml", "--set", f"engine={engine}", cwd=folder, fresh=True, **posix)
     exported = json.loads((folder / "out" / "hf" / "config.json").read_text(encoding="utf-8"))
     assert exported["_author"] == "Ægir 学"
 
@@ -128,10 +92,7 @@ def test_export_stops_at_the_end_that_was_learned(megascend, folder):
     settings = ("steps=40", "optimizer={lr: 2.0e-2}", "checkpoint={every: 40, hf: true}")
     for stream in ("{}", "{path: chat.jsonl, global_batch_size: 1, streaming: true, on_too_long: skip}"):
         values = [*settings, *([f"data={stream}"] if stream != "{}" else [])]
-        completed = megascend(
-            "train", "run.yaml", "--overwrite", *(v for value in values for v in ("--set", value)), cwd=folder
-        )
-        assert completed.returncode == 0, completed.stderr
+        megascend("train", "run.yaml", "--overwrite", *sets(*values), cwd=folder)
         [checkpoint] = (folder / "out" / "checkpoints").glob("step-*")
         for export in (folder / "out" / "hf", checkpoint / "hf"):
             assert answer(export) == ("down<|im_end|>", 5)
@@ -140,11 +101,9 @@ def test_export_stops_at_the_end_that_was_learned(megascend, folder):
 
 def test_adapter_names_the_end_that_was_learned(megascend, folder):
     with_base_ends(folder)
-    settings = ("steps=1", "lora={rank: 4}")
-    completed = megascend("train", "run.yaml", *(v for value in settings for v in ("--set", value)), cwd=folder)
-    assert completed.returncode == 0, completed.stderr
+    completed = megascend("train", "run.yaml", *sets("steps=1", "lora={rank: 4}"), cwd=folder)
     assert f"ends its answers with token {IM_END}, at which model does not stop" in " ".join(completed.stderr.split())
     merge = ("model", "merged", "--adapter", "out", "--engine", "single", "--dtype", "fp32")
-    assert megascend("export", *merge, cwd=folder).returncode == 0
+    megascend("export", *merge, cwd=folder)
     for path in ("out/adapter", "merged"):
         assert GenerationConfig.from_pretrained(folder / path).eos_token_id == [END_OF_TEXT, IM_END]

@@ -14,37 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megascend.apps.train.run_report import read_run
 from megascend.testing import faults
 from support import families
+from support.forked_programs import environment
+from support.runs import DEADLINE_S, chats, exported, losses, sets, wait_for_steps, write_lines, write_run
 
 pytestmark = pytest.mark.slow
-CHATS = [("one?", "two"), ("red?", "blue and green"), ("up?", "down"), ("left?", "right, as ever")]
 ENDLESS = 1_000_000
 STEPS = 40  # of a resumed run, unless the signal came late on a busy machine
-DEADLINE_S = 240
-Rows = list[tuple[int, float, float]]
 
 
 @pytest.fixture(scope="module")
 def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a directory with data and settings."""
     folder = tmp_path_factory.mktemp("resume")
-    lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in CHATS]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = {
-        "model": str(small_model),
-        "output": "out",
-        "data": {"path": "chat.jsonl", "global_batch_size": 2},
-        "steps": ENDLESS,
-        "platform": "cpu",
-        "precision": "fp32",
-        "optimizer": {"lr": 0.001},
-        "plot": False,
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    write_lines(folder / "chat.jsonl", chats())
+    data = {"path": "chat.jsonl", "global_batch_size": 2}
+    write_run(folder, model=str(small_model), data=data, steps=ENDLESS, optimizer={"lr": 0.001})
     return folder
 
 
@@ -55,17 +43,11 @@ def uninterrupted(megascend, folder: Path) -> Callable[[int], Path]:
     def run(steps: int) -> Path:
         output = folder / f"uninterrupted-{steps}"
         if not output.is_dir():
-            arguments = ("--nproc", "2", "--set", f"output={output}", "--set", f"steps={steps}")
-            completed = megascend("train", "run.yaml", *arguments, cwd=folder, timeout=DEADLINE_S)
-            assert completed.returncode == 0, completed.stderr
+            arguments = ("--nproc", "2", *sets(f"output={output}", f"steps={steps}"))
+            megascend("train", "run.yaml", *arguments, cwd=folder, timeout=DEADLINE_S)
         return output
 
     return run
-
-
-def environment() -> dict[str, str]:
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
 def train_command(*arguments: str, torchrun: Sequence[str] | None = None) -> list[str]:
@@ -89,29 +71,12 @@ def started(command: list[str], folder: Path, log: Path) -> Iterator[subprocess.
         yield process
 
 
-def wait_for_step(process: subprocess.Popen[str], output: Path, step: int, log: Path) -> None:
-    metrics, deadline = output / "metrics.jsonl", time.monotonic() + DEADLINE_S
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
-        assert process.poll() is None, log.read_text()[-4000:]
-        assert time.monotonic() < deadline, "no step within the deadline"
-        time.sleep(0.02)
-
-
-def rows(output: Path) -> Rows:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in lines]
-
-
-def weights(output: Path) -> bytes:
-    return (output / "hf" / "model.safetensors").read_bytes()
-
-
 def stopped_after(output: Path, by: str) -> int:
     """Return the last step of a stopped run, after checking its files."""
     report = read_run(output, verify=True)
     assert report.ok
     (attempt,) = report.attempts
-    last = rows(output)[-1][0]
+    last = losses(output)[-1][0]
     assert (attempt.outcome, attempt.signal, attempt.step) == ("stopped", by, last)
     assert (output / "checkpoints" / "latest").read_text().strip() == f"step-{last:08d}" == report.latest
     assert report.last_good is not None
@@ -125,25 +90,23 @@ def stopped_after(output: Path, by: str) -> int:
 def test_sigterm_to_the_launcher_of_two_ranks(megascend, folder, uninterrupted) -> None:
     output, log = folder / "nproc", folder / "nproc.log"
     with started(train_command("--nproc", "2", "--set", f"output={output}"), folder, log) as process:
-        wait_for_step(process, output, 3, log)
+        wait_for_steps(process, output, 3, log)
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 75, log.read_text()[-4000:]
     last = stopped_after(output, "SIGTERM")
     assert f"stopped by SIGTERM after step {last}; resume with --resume auto" in log.read_text()
 
     completed = megascend("doctor", "--run", output)
-    assert completed.returncode == 0
     assert f"stopped by SIGTERM after step {last} of {ENDLESS}" in completed.stdout
     assert f"--nproc 2 --set output={output} --resume auto" in completed.stdout
 
     steps = max(STEPS, last + 3)
-    extra = ("--nproc", "2", "--set", f"output={output}", "--set", f"steps={steps}", "--resume", "auto")
+    extra = ("--nproc", "2", *sets(f"output={output}", f"steps={steps}"), "--resume", "auto")
     completed = megascend("train", "run.yaml", *extra, cwd=folder, timeout=DEADLINE_S)
-    assert completed.returncode == 0, completed.stderr
     assert f"resumed from {output}/checkpoints/step-{last:08d} after step {last}" in completed.stdout
     reference = uninterrupted(steps)
-    assert rows(output) == rows(reference)
-    assert weights(output) == weights(reference)
+    assert losses(output) == losses(reference)
+    assert exported(output) == exported(reference)
 
 
 @pytest.mark.nightly
@@ -151,7 +114,7 @@ def test_sigterm_to_the_launcher_of_two_ranks(megascend, folder, uninterrupted) 
 def test_ctrl_c_under_torchrun_and_killed_rank_after_resume(folder, uninterrupted) -> None:
     output, log = folder / "torchrun", folder / "torchrun.log"
     with started(train_command("--set", f"output={output}", torchrun=[]), folder, log) as process:
-        wait_for_step(process, output, 3, log)
+        wait_for_steps(process, output, 3, log)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does; torchrun sends its workers another one
         assert process.wait(DEADLINE_S) == 1, log.read_text()[-4000:]  # torchrun's own
     last = stopped_after(output, "SIGINT")
@@ -160,7 +123,7 @@ def test_ctrl_c_under_torchrun_and_killed_rank_after_resume(folder, uninterrupte
     steps = max(STEPS, saved + 4)
     fault = faults.Fault("die", rank=1, phase="forward", step=saved + 2)
     settings = (f"output={output}", f"steps={steps}", "checkpoint.every=4", "checkpoint.asynchronous=false")
-    extra = [part for setting in settings for part in ("--set", setting)] + ["--resume", "auto"]
+    extra = [*sets(*settings), "--resume", "auto"]
     completed = subprocess.run(
         train_command(*extra, torchrun=["--max-restarts=1"]),
         cwd=folder,
@@ -172,8 +135,8 @@ def test_ctrl_c_under_torchrun_and_killed_rank_after_resume(folder, uninterrupte
     )
     assert completed.returncode == 0, completed.stderr[-4000:]
     reference = uninterrupted(steps)
-    assert rows(output) == rows(reference)
-    assert weights(output) == weights(reference)
+    assert losses(output) == losses(reference)
+    assert exported(output) == exported(reference)
 
     report = read_run(output, verify=True)
     assert report.ok
@@ -189,7 +152,7 @@ def test_ctrl_c_under_torchrun_and_killed_rank_after_resume(folder, uninterrupte
 def interrupted(folder: Path, output: Path, log: Path) -> int:
     """Stop a run on one process with Ctrl-C; return its last step."""
     with started(train_command("--set", f"output={output}"), folder, log) as process:
-        wait_for_step(process, output, 2, log)
+        wait_for_steps(process, output, 2, log)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(DEADLINE_S) == 75, log.read_text()[-4000:]
     return stopped_after(output, "SIGINT")
@@ -205,7 +168,7 @@ def test_ctrl_c_twice_on_one_process(folder) -> None:
     output, log = folder / "twice", folder / "twice.log"
     last = interrupted(folder, output, log)
     with started(train_command("--set", f"output={output}", "--resume", "auto"), folder, log) as process:
-        wait_for_step(process, output, last + 2, log)
+        wait_for_steps(process, output, last + 2, log)
         os.killpg(process.pid, signal.SIGINT)
         os.killpg(process.pid, signal.SIGINT)
         code = process.wait(DEADLINE_S)
@@ -223,7 +186,7 @@ def test_ctrl_c_twice_on_one_process(folder) -> None:
 def test_second_ctrl_c_ends_two_ranks_at_once(folder) -> None:
     output, log = folder / "twice-on-two-ranks", folder / "twice-on-two-ranks.log"
     with started(train_command("--nproc", "2", "--set", f"output={output}"), folder, log) as process:
-        wait_for_step(process, output, 2, log)
+        wait_for_steps(process, output, 2, log)
         workers = sorted({json.loads(line)["pid"] for line in (output / "events.jsonl").read_text().splitlines()})
         for pid in workers:
             os.kill(pid, signal.SIGSTOP)  # so that it cannot save before the second one comes
@@ -238,14 +201,12 @@ def test_second_ctrl_c_ends_two_ranks_at_once(folder) -> None:
 def test_rank_that_waits_in_vain_leaves_its_error(megascend, folder, tmp_path) -> None:
     output = folder / "alone"
     launched = {"RANK": "0", "WORLD_SIZE": "2", "MEGASCEND_STORE": str(tmp_path / "store")}
-    settings = ("--set", f"output={output}", "--set", "timeout_s=3")
-    completed = megascend("train", "run.yaml", *settings, cwd=folder, **launched)
-    assert completed.returncode == 2
+    settings = sets(f"output={output}", "timeout_s=3")
+    megascend("train", "run.yaml", *settings, cwd=folder, **launched, code=2)
     report = read_run(output)
     (attempt,) = report.attempts
     assert (attempt.started, attempt.outcome, attempt.silent) == (None, "lost", (1,))
     assert attempt.errors[0].error == "CollectiveTimeoutError"
-    completed = megascend("doctor", "--run", output)
-    assert completed.returncode == 1
+    completed = megascend("doctor", "--run", output, code=1)
     assert "failed before its first step; 2 ranks" in completed.stdout
     assert "rank 1 left no error" in completed.stdout

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megascend.apps.cli.main import app
+from support.runs import write_lines
 
 ROW = {
     "outcome": "learned",
@@ -43,7 +44,7 @@ def run(tmp_path: Path) -> Path:
         row(3, 0.7, "".join(turn["text"] for turn in TURNS), segments=TURNS, turns=2, finish_reason="length"),
     ]
     for name, rows in (("rollouts.1.jsonl", earlier), ("rollouts.jsonl", later)):
-        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in rows), encoding="utf-8")
+        write_lines(tmp_path / name, rows)
     with (tmp_path / "rollouts.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 4, "rew')  # a line that the run is writing
     return tmp_path

@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[3]
 RUN_FILE = "model: m\noutput: o\ndata: {path: d.jsonl}\n"
-
-
-def test_short_name_is_reported_beside_valid_yaml(megascend, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(RUN_FILE)
-    completed = megascend("show-config", "run.yaml", "--set", "lr=1e-4", cwd=tmp_path)
-    assert completed.returncode == 0, completed.stderr
-    assert completed.stderr == "--set lr=1e-4 sets optimizer.lr\n"
-    assert yaml.safe_load(completed.stdout)["optimizer"]["lr"] == 1e-4
 
 
 def test_short_name_is_reported_by_the_first_rank_only(megascend, tmp_path: Path) -> None:
@@ -32,10 +23,8 @@ def test_short_name_is_reported_by_the_first_rank_only(megascend, tmp_path: Path
 @pytest.mark.parametrize(("command", "required"), [("train", "data"), ("rl", "rollout"), ("serve", "model")])
 def test_defaults_are_yaml_and_schema_is_json(megascend, command: str, required: str) -> None:
     defaults = megascend("show-config", "--defaults", command)
-    assert defaults.returncode == 0, defaults.stderr
     assert defaults.stdout.startswith(f"# Settings of megascend {command}, with their defaults.")
     schema = megascend("show-config", "--schema", command)
-    assert schema.returncode == 0, schema.stderr
     content = json.loads(schema.stdout)
     assert required in content["required"]
     assert yaml.safe_load(defaults.stdout).keys() <= content["properties"].keys()
@@ -44,7 +33,6 @@ def test_defaults_are_yaml_and_schema_is_json(megascend, command: str, required:
 def test_show_config_prints_what_train_reads(megascend, small_model: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN_FILE.replace("model: m", f"model: {small_model}"))
     completed = megascend("show-config", "run.yaml", "--nproc", "2", "--set", "parallel.tensor=2", cwd=tmp_path)
-    assert completed.returncode == 0, completed.stderr
     printed = yaml.safe_load(completed.stdout)
     assert printed["parallel"]["tensor"] == 2
     assert printed["optimizer"]["max_grad_norm"] == 1.0
@@ -54,30 +42,12 @@ def test_show_config_prints_what_train_reads(megascend, small_model: Path, tmp_p
     assert yaml.safe_load(megascend("show-config", repeated).stdout) == printed
 
 
-def test_show_config_prints_what_rl_reads(megascend, tmp_path: Path) -> None:
-    example = ROOT / "examples" / "rl" / "sort_digits.yaml"
-    completed = megascend("show-config", example, "--set", "rollout.max_lag=2", cwd=tmp_path)
-    assert completed.returncode == 0, completed.stderr
-    printed = yaml.safe_load(completed.stdout)
-    assert (printed["rollout"]["max_lag"], printed["objective"]["loss"], printed["engines"]) == (2, "ppo", ["local"])
-    repeated = tmp_path / "again.yaml"
-    repeated.write_text(completed.stdout)
-    assert yaml.safe_load(megascend("show-config", repeated).stdout) == printed
-
-
-def test_show_config_without_a_model_skips_the_layout(megascend, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(RUN_FILE)
-    completed = megascend("show-config", "run.yaml", "--nproc", "2", cwd=tmp_path)
-    assert completed.returncode == 0
-    assert "# layout not checked" in completed.stdout
-
-
 def test_debug_shows_the_traceback(megascend, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN_FILE)
+    command = ("show-config", "run.yaml", "--set", "steps=0")
     for completed in (
-        megascend("--debug", "show-config", "run.yaml", "--set", "steps=0", cwd=tmp_path),
-        megascend("show-config", "run.yaml", "--set", "steps=0", cwd=tmp_path, MEGASCEND_DEBUG="1"),
+        megascend("--debug", *command, cwd=tmp_path, code=1),
+        megascend(*command, cwd=tmp_path, code=1, MEGASCEND_DEBUG="1"),
     ):
-        assert completed.returncode == 1
         assert "Traceback" in completed.stderr
         assert "ConfigError" in completed.stderr

@@ -6,23 +6,21 @@ A plug-in does both from within: it gives the process the output, and sends it t
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megascend.apps.train.run_report import read_run
 from megascend.runtime.stop_signals import STOPPING
 from support import families, forked_programs
+from support.runs import DEADLINE_S, events, sets, wait_for_steps, write_lines, write_run
 
 PLUGIN = """
 import os, pty, signal, threading, time
@@ -62,7 +60,6 @@ if os.environ["SIGNAL"] != "0":
 """
 OUTPUTS = ("kept", "full disk", "broken pipe", "closed terminal", "read-only")
 ENDLESS = 1_000_000
-DEADLINE_S = 480.0
 IN_CI = {("SIGHUP", "closed terminal"), ("SIGUSR1", "full disk"), ("SIGXCPU", "kept")}
 
 
@@ -70,18 +67,10 @@ IN_CI = {("SIGHUP", "closed terminal"), ("SIGUSR1", "full disk"), ("SIGXCPU", "k
 def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a directory with data, settings and the plug-in."""
     folder = tmp_path_factory.mktemp("signals")
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"number {n}"}) + "\n" for n in range(4)))
+    write_lines(folder / "texts.jsonl", ({"text": f"number {n}"} for n in range(4)))
     (folder / "signals_plugin.py").write_text(PLUGIN)
-    settings = {
-        "model": str(small_model),
-        "data": {"path": "texts.jsonl", "global_batch_size": 2},
-        "engine": "single",
-        "platform": "cpu",
-        "precision": "fp32",
-        "plugins": ["signals_plugin"],
-        "plot": False,
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    data = {"path": "texts.jsonl", "global_batch_size": 2}
+    write_run(folder, model=str(small_model), data=data, engine="single", plugins=["signals_plugin"])
     return folder
 
 
@@ -92,15 +81,11 @@ def variables(folder: Path, run: Path, output: str = "kept", number: int = 0) ->
 
 
 def arguments(run: Path, steps: int) -> list[str]:
-    return ["train", "run.yaml", "--set", f"output={run}", "--set", f"steps={steps}"]
-
-
-def events(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return ["train", "run.yaml", *sets(f"output={run}", f"steps={steps}")]
 
 
 def lost(run: Path) -> set[str]:
-    return {event["stream"] for event in events(run) if event["event"] == "output_lost"}
+    return {event["stream"] for event in events(run, "output_lost")}
 
 
 def assert_saved(run: Path, by: str) -> None:
@@ -175,14 +160,6 @@ def started(
     shell_command = ["bash", "-c", f"exec {before}{command} {shell}"]
     with families.started(shell_command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options) as process:
         yield process
-
-
-def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int = 3) -> None:
-    metrics, deadline = run / "metrics.jsonl", time.monotonic() + DEADLINE_S
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= steps):
-        assert process.poll() is None
-        assert time.monotonic() < deadline, "no step within the deadline"
-        time.sleep(0.02)
 
 
 @pytest.mark.nightly

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from simnpu.environment import own_paths
 
 
@@ -30,20 +28,6 @@ def test_arguments_and_exit_code_are_passed_through() -> None:
         "['--help', '--', '-x', 'a b']",
         "",
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "changes", "message"),
-    [
-        (("no-such-program", "--nproc_per_node", "2"), {}, "ConfigError: cannot run no-such-program: No such file"),
-        (("true",), {"SIMNPU_DEVICES": "0"}, "ConfigError: SIMNPU_DEVICES='0': expected a number of devices"),
-    ],
-)
-def test_device_error_is_one_line(arguments: tuple[str, ...], changes: dict[str, str], message: str) -> None:
-    completed = launch("--", *arguments, **changes)
-    assert completed.returncode == 2
-    (line,) = completed.stderr.splitlines()
-    assert line.startswith(message)
 
 
 def test_unsimulated_operator_error_is_one_line() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import yaml
 
-from megascend.testing.reference import run_reference
+from support.runs import checkpoints, metrics, reference, sets, write_lines, write_run
 
 PATIENCE = 3
 
@@ -28,50 +26,30 @@ print(total / count)
 """
 
 
-def score(model: Path, data: Path) -> float:
-    completed = run_reference(SCORE, model, data)
-    assert completed.returncode == 0, completed.stderr[-4000:]
-    return float(completed.stdout.split()[-1])
-
-
 @pytest.fixture(scope="module")
 def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create data that is learned at the expense of what is held out."""
     tmp_path = tmp_path_factory.mktemp("best")
     for name, texts in {"data": ["aaaa bbbb aaaa bbbb", "abab abab"], "held_out": ["abcd cdcd bcbc", "bcda"]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = {
-        "model": str(small_model),
-        "output": "out",
-        "data": {"path": "data.jsonl", "global_batch_size": 2},
-        "validation": {"path": "held_out.jsonl", "every": 1, "at_start": True, "keep_best": True, "patience": PATIENCE},
-        "checkpoint": {"every": 1, "keep_last": 1},
-        "steps": 60,
-        "platform": "cpu",
-        "engine": "single",
-        "precision": "fp32",
-        "optimizer": {"lr": 0.01},
-        "plot": False,
-        "self_check": False,
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+        write_lines(tmp_path / f"{name}.jsonl", ({"text": text} for text in texts))
+    write_run(
+        tmp_path,
+        model=str(small_model),
+        data={"path": "data.jsonl", "global_batch_size": 2},
+        validation={"path": "held_out.jsonl", "every": 1, "at_start": True, "keep_best": True, "patience": PATIENCE},
+        checkpoint={"every": 1, "keep_last": 1},
+        steps=60,
+        engine="single",
+        optimizer={"lr": 0.01},
+    )
     return tmp_path
-
-
-def rows_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps_of(run: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
 
 
 @pytest.fixture(scope="module")
 def ended_early(megascend, folder: Path, small_model: Path) -> tuple[Path, int]:
     """Run until the held-out loss has stopped to improve; return the run and its best step."""
     completed = megascend("train", "run.yaml", "--set", "output=whole", cwd=folder)
-    assert completed.returncode == 0, completed.stderr
-    losses = [row["validation_loss"] for row in rows_of(folder / "whole")]
+    losses = [row["validation_loss"] for row in metrics(folder / "whole")]
     best = losses.index(min(losses)) + 1
     assert f"exporting step {best}, the best one" in completed.stdout
     assert (
@@ -80,18 +58,20 @@ def ended_early(megascend, folder: Path, small_model: Path) -> tuple[Path, int]:
     (line,) = [
         line for line in completed.stdout.splitlines() if line.startswith("validation loss before the first step")
     ]
-    initial = score(small_model, folder / "held_out.jsonl")
+    initial = reference(SCORE, small_model, folder / "held_out.jsonl")
     assert float(line.split()[-1]) == pytest.approx(initial, abs=1e-3)
     return folder / "whole", best
 
 
 def test_run_ends_after_its_patience_and_exports_the_best_step(ended_early: tuple[Path, int], folder: Path) -> None:
     run, best = ended_early
-    rows = rows_of(run)
+    rows = metrics(run)
     assert len(rows) == best + PATIENCE < 60
     # The last one, and the best beside it.
-    assert steps_of(run) == [best, best + PATIENCE]
-    assert score(run / "hf", folder / "held_out.jsonl") == pytest.approx(rows[best - 1]["validation_loss"], abs=2e-5)
+    assert checkpoints(run) == [best, best + PATIENCE]
+    assert reference(SCORE, run / "hf", folder / "held_out.jsonl") == pytest.approx(
+        rows[best - 1]["validation_loss"], abs=2e-5
+    )
     assert rows[-1]["validation_loss"] > rows[best - 1]["validation_loss"] + 1e-3
 
 
@@ -99,35 +79,28 @@ def test_resumed_run_counts_on_and_ends_at_the_same_step(
     megascend, ended_early: tuple[Path, int], folder: Path
 ) -> None:
     run, best = ended_early
-    first = megascend("train", "run.yaml", "--set", "output=parts", "--set", f"steps={best + 1}", cwd=folder)
-    assert first.returncode == 0, first.stderr
-    assert steps_of(folder / "parts") == [best, best + 1]
-    second = megascend("train", "run.yaml", "--set", "output=parts", "--resume", "auto", "--overwrite", cwd=folder)
-    assert second.returncode == 2  # --overwrite contradicts it
-    second = megascend("train", "run.yaml", "--set", "output=parts", "--resume", "auto", cwd=folder)
-    assert second.returncode == 0, second.stderr
+    part = ("train", "run.yaml", *sets("output=parts"))
+    megascend(*part, *sets(f"steps={best + 1}"), cwd=folder)
+    assert checkpoints(folder / "parts") == [best, best + 1]
+    second = megascend(*part, "--resume", "auto", cwd=folder)
     figures = [
-        [(row["step"], row["loss"], row["validation_loss"]) for row in rows_of(path)]
+        [(row["step"], row["loss"], row["validation_loss"]) for row in metrics(path)]
         for path in (run, folder / "parts")
     ]
     assert figures[0] == figures[1]
-    assert steps_of(folder / "parts") == [best, best + PATIENCE]
+    assert checkpoints(folder / "parts") == [best, best + PATIENCE]
     assert "before the first step" not in second.stdout
     # Resumed once more it is at its end, and only exports.
-    third = megascend("train", "run.yaml", "--set", "output=parts", "--resume", "auto", cwd=folder)
-    assert third.returncode == 0, third.stderr
-    assert len(rows_of(folder / "parts")) == best + PATIENCE
-    assert score(folder / "parts" / "hf", folder / "held_out.jsonl") == pytest.approx(
+    megascend(*part, "--resume", "auto", cwd=folder)
+    assert len(metrics(folder / "parts")) == best + PATIENCE
+    assert reference(SCORE, folder / "parts" / "hf", folder / "held_out.jsonl") == pytest.approx(
         min(f[2] for f in figures[0]), abs=2e-5
     )
 
 
 def test_smaller_improvements_than_min_delta_do_not_count(megascend, folder: Path) -> None:
     settings = ["validation.min_delta=100", "validation.patience=2", "checkpoint.every=0", "output=delta"]
-    completed = megascend(
-        "train", "run.yaml", *(part for setting in settings for part in ("--set", setting)), cwd=folder
-    )
-    assert completed.returncode == 0, completed.stderr
-    assert len(rows_of(folder / "delta")) == 3
+    megascend("train", "run.yaml", *sets(*settings), cwd=folder)
+    assert len(metrics(folder / "delta")) == 3
     # Without checkpoint.every, only the best step is saved.
-    assert steps_of(folder / "delta") == [1]
+    assert checkpoints(folder / "delta") == [1]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import yaml
 
-from megascend.testing.reference import run_reference
+from support.runs import metrics, reference, sets, write_run
 
 # The student with other weights: a teacher that is sure of some tokens and not of others.
 TEACHER = """
@@ -50,7 +48,7 @@ for row in parquet.read_table(sys.argv[3]).to_pylist():
         rest = 1 - a[top].sum(), 1 - b[top].sum()
         bound += float((a[top] * (a[top] / b[top]).log()).sum() + rest[0] * (rest[0] / rest[1]).log())
         count += 1
-print(bound / count, exact / count)
+print([bound / count, exact / count])
 """
 
 
@@ -58,39 +56,29 @@ print(bound / count, exact / count)
 def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a directory with a teacher, its distributions, and a run file."""
     path = tmp_path_factory.mktemp("distillation")
-    completed = run_reference(TEACHER, small_model, path / "teacher", path)
-    assert completed.returncode == 0, completed.stderr[-4000:]
-    settings = {
-        "model": str(small_model),
-        "output": "out",
-        "data": {"path": "train.jsonl", "global_batch_size": 8},
-        "validation": {"path": "held_out.parquet", "every": 40},
-        "distillation": {"loss": "forward_kl"},
-        "steps": 40,
-        "platform": "cpu",
-        "precision": "fp32",
-        "optimizer": {"lr": 0.01},
-        "plot": False,
-        "self_check": False,
-    }
-    (path / "run.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    reference(TEACHER, small_model, path / "teacher", path)
+    write_run(
+        path,
+        model=str(small_model),
+        data={"path": "train.jsonl", "global_batch_size": 8},
+        validation={"path": "held_out.parquet", "every": 40},
+        distillation={"loss": "forward_kl"},
+        steps=40,
+        optimizer={"lr": 0.01},
+    )
     return path
 
 
-def scores(folder: Path, student: Path) -> tuple[float, float]:
-    scored = run_reference(SCORE, folder / "teacher", student, folder / "held_out.parquet")
-    assert scored.returncode == 0, scored.stderr[-4000:]
-    bound, exact = scored.stdout.split()[-2:]
-    return float(bound), float(exact)
+def scores(folder: Path, student: Path) -> list[float]:
+    return reference(SCORE, folder / "teacher", student, folder / "held_out.parquet")
 
 
 @pytest.mark.nightly_cases("megatron")  # covered: a teacher beside the student; step/test_distillation.py
 @pytest.mark.parametrize("engine", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_student_learns_the_teachers_distributions(megascend, engine: str, small_model: Path, folder: Path) -> None:
-    arguments = ["--set", f"output={engine}", "--set", f"engine={engine}", "--nproc", "2"]
-    completed = megascend("train", "run.yaml", *arguments, cwd=folder)
-    assert completed.returncode == 0, completed.stderr
-    rows = [json.loads(line) for line in (folder / engine / "metrics.jsonl").read_text().splitlines()]
+    arguments = [*sets(f"output={engine}", f"engine={engine}"), "--nproc", "2"]
+    megascend("train", "run.yaml", *arguments, cwd=folder)
+    rows = metrics(folder / engine)
     assert rows[-1]["loss"] < rows[0]["loss"] / 3
     assert 0 < rows[0]["student_mass"] < rows[-1]["student_mass"] < 1
     before, after = scores(folder, small_model), scores(folder, folder / engine / "hf")
@@ -106,26 +94,9 @@ def test_student_learns_the_distributions_of_a_teacher_beside_it(
     output = f"taught-{engine}"
     columns = "data.columns={token_ids: token_ids, prompt_length: prompt_length}"
     changes = [f"output={output}", f"engine={engine}", "distillation.teacher=teacher", columns]
-    arguments = [part for change in changes for part in ("--set", change)]
-    completed = megascend("train", "run.yaml", *arguments, "--nproc", "2", cwd=folder)
-    assert completed.returncode == 0, completed.stderr
-    rows = [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+    megascend("train", "run.yaml", *sets(*changes), "--nproc", "2", cwd=folder)
+    rows = metrics(folder / output)
     assert rows[-1]["loss"] < rows[0]["loss"] / 3
     before, after = scores(folder, small_model), scores(folder, folder / output / "hf")
     assert rows[-1]["validation_loss"] == pytest.approx(after[1], rel=1e-3)
     assert after[1] < before[1] / 1.5
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["distillation=null"], "holds a teacher's distributions ('top_ids'): set distillation"),
-        (["data.columns={token_ids: token_ids}", "validation=null"], "holds no distributions of a teacher"),
-        (["distillation.teacher=teacher"], "holds a teacher's distributions ('top_ids') too: remove teacher"),
-    ],
-)
-def test_data_of_another_objective_are_refused(megascend, settings: list[str], message: str, folder: Path) -> None:
-    overrides = [part for setting in ["output=refused", *settings] for part in ("--set", setting)]
-    completed = megascend("train", "run.yaml", *overrides, cwd=folder)
-    assert completed.returncode != 0
-    assert message in " ".join(completed.stderr.split())

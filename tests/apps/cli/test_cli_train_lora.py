@@ -6,42 +6,25 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
-from megascend.testing.reference import run_reference
+from support.runs import ANSWER_LOGPROBS, chats, metrics, reference, write_lines, write_run
 
 STEPS = 12
-CHATS = [("one?", "two"), ("red?", "blue and green"), ("up?", "down"), ("left?", "right, as ever")]
 
 # The loss on the training data, of the base model without and with the adapter, by transformers and peft; and peft's settings.
-SCORE = """
-import json, sys, torch
+SCORE = (
+    ANSWER_LOGPROBS
+    + """
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 base, adapter, data = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(base)
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base).float(), adapter).eval()
-
-def score():
-    total = count = 0
-    for line in open(data):
-        messages = json.loads(line)["messages"]
-        head = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
-        answer = messages[1]["content"] + tokenizer.eos_token
-        ids = torch.tensor([tokenizer(head + answer, add_special_tokens=False)["input_ids"]])
-        start = len(tokenizer(head, add_special_tokens=False)["input_ids"])
-        with torch.no_grad():
-            logits = model(ids).logits[0, start - 1 : -1]
-        total += torch.nn.functional.cross_entropy(logits, ids[0, start:], reduction="sum").item()
-        count += len(ids[0]) - start
-    return total / count
-
-with_adapter = score()
+tokenizer, model = AutoTokenizer.from_pretrained(base), PeftModel.from_pretrained(load(base), adapter)
+with_adapter = loss_of_chats(model, tokenizer, data)
 with model.disable_adapter():
-    alone = score()
+    alone = loss_of_chats(model, tokenizer, data)
 config = model.peft_config["default"]
 print(json.dumps([alone, with_adapter, config.r, config.lora_alpha, sorted(config.target_modules)]))
 """
+)
 
 # The largest difference of logits between peft's merge_and_unload and the base model, and each merged checkpoint.
 MERGED = """
@@ -65,33 +48,24 @@ def folder(megascend, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a directory with a model, data and a run file."""
     folder = tmp_path_factory.mktemp("lora")
     # An adapter cannot change the random output projection, and in a narrow one all tokens are alike.
-    completed = megascend("new-model", folder / "model", "--hidden", "128", "--layers", "2", "--context", "256")
-    assert completed.returncode == 0, completed.stderr
-    lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in CHATS]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = {
-        "model": "model",
-        "output": "out",
-        "data": {"path": "chat.jsonl", "global_batch_size": 4},
-        "steps": STEPS,
-        "platform": "cpu",
-        "precision": "fp32",
-        "optimizer": {"lr": 0.01},
-        "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "o_proj", "down_proj"], "schedule": {"warmup_steps": 2}},
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    megascend("new-model", folder / "model", "--hidden", "128", "--layers", "2", "--context", "256")
+    write_lines(folder / "chat.jsonl", chats())
+    write_run(
+        folder,
+        model="model",
+        data={"path": "chat.jsonl", "global_batch_size": 4},
+        steps=STEPS,
+        optimizer={"lr": 0.01},
+        lora={"rank": 4, "alpha": 8, "targets": ["q_proj", "o_proj", "down_proj"], "schedule": {"warmup_steps": 2}},
+        plot=True,
+    )
     return folder
-
-
-def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def single(megascend, folder: Path) -> Path:
     """Run on one process."""
     completed = megascend("train", "run.yaml", "--set", "output=single", cwd=folder)
-    assert completed.returncode == 0, completed.stderr
     assert "LoRA of rank 4" in completed.stdout
     return folder / "single"
 
@@ -114,9 +88,9 @@ def test_adapter_learns_and_is_the_only_model_output(single: Path) -> None:
 
 
 def test_peft_reproduces_the_trained_loss(single: Path, folder: Path) -> None:
-    completed = run_reference(SCORE, folder / "model", single / "adapter", folder / "chat.jsonl")
-    assert completed.returncode == 0, completed.stderr[-4000:]
-    base_loss, with_adapter, rank, alpha, targets = json.loads(completed.stdout.splitlines()[-1])
+    base_loss, with_adapter, rank, alpha, targets = reference(
+        SCORE, folder / "model", single / "adapter", folder / "chat.jsonl"
+    )
     rows = metrics(single)
     # The adapter's output is 0 at the first step, and every batch is the full data set.
     assert base_loss == pytest.approx(rows[0]["loss"], abs=1e-4)
@@ -126,20 +100,15 @@ def test_peft_reproduces_the_trained_loss(single: Path, folder: Path) -> None:
 
 
 def test_export_merges_the_adapter_as_peft_does(megascend, single: Path, folder: Path) -> None:
-    completed = megascend("export", "single", "wrong", cwd=folder)
-    assert completed.returncode == 2
+    completed = megascend("export", "single", "wrong", cwd=folder, code=2)
     assert "megascend export BASE OUT --adapter single/adapter" in completed.stderr
     for engine in ("megatron", "single"):
         arguments = ("--adapter", "single", "--engine", engine, "--dtype", "fp32")
         completed = megascend("export", "model", f"merged-{engine}", *arguments, cwd=folder)
-        assert completed.returncode == 0, completed.stderr
         assert "make sure" not in completed.stderr
         assert "model with single/adapter merged -> merged-" in completed.stdout
-    completed = run_reference(
-        MERGED, *(folder / name for name in ("model", "single/adapter", "merged-megatron", "merged-single"))
-    )
-    assert completed.returncode == 0, completed.stderr[-4000:]
-    change, *differences = json.loads(completed.stdout.splitlines()[-1])
+    paths = (folder / name for name in ("model", "single/adapter", "merged-megatron", "merged-single"))
+    change, *differences = reference(MERGED, *paths)
     assert change > 0.1
     assert max(differences) < 1e-5
 
@@ -156,24 +125,3 @@ def test_export_warns_about_another_base_model(tmp_path: Path) -> None:
     base.rmdir()
     assert other_base(tmp_path, moved) is None
     assert other_base(tmp_path, other) == str(base)
-
-
-@pytest.mark.nightly
-def test_two_processes_learn_the_same(megascend, single: Path, folder: Path) -> None:
-    arguments = ("--nproc", "2", "--set", "parallel.tensor=2", "--set", "export=false", "--set", "output=tensor")
-    completed = megascend("train", "run.yaml", *arguments, cwd=folder)
-    assert completed.returncode == 0, completed.stderr
-    rows, reference = metrics(folder / "tensor"), metrics(single)
-    for key in ("loss", "grad_norm"):
-        assert [row[key] for row in rows] == pytest.approx([row[key] for row in reference], rel=2e-4)
-    assert not (folder / "tensor" / "adapter").exists()
-
-
-def test_resolved_settings_accept_adapter_overrides(megascend, single: Path, folder: Path) -> None:
-    resolved = yaml.safe_load(megascend("show-config", "single/config.yaml", "--set", "lora.rank=2", cwd=folder).stdout)
-    assert resolved["lora"]["rank"] == 2
-    assert resolved["lora"]["targets"] == ["q_proj", "o_proj", "down_proj"]
-    baseline = folder / "without.yaml"
-    baseline.write_text(yaml.safe_dump(resolved | {"lora": None}))
-    repeated = yaml.safe_load(megascend("show-config", baseline, "--set", "lora.rank=2").stdout)
-    assert (repeated["lora"]["rank"], repeated["lora"]["targets"]) == (2, "all-linear")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import subprocess
@@ -11,7 +10,6 @@ import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,7 +22,7 @@ from megascend.config import RunConfig
 from megascend.runtime.distributed.launch import Launch
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from megascend.training.kernels import compile_ahead
-from megascend.training.kernels.compile_ahead import Attention, Job, capability
+from megascend.training.kernels.compile_ahead import Attention, Job
 
 
 @pytest.fixture(autouse=True)
@@ -221,40 +219,6 @@ def test_no_process_is_started_if_it_is_useless(tmp_path, started, triton, monke
 
 def missing(name: str) -> str:
     raise PackageNotFoundError(name)
-
-
-class Driver:
-    """Fake CUDA driver of one device, with the constants of cuda.h."""
-
-    def __init__(self, code: int = 0) -> None:
-        self.code = code
-
-    def cuInit(self, flags: int) -> int:
-        assert flags == 0
-        return 0
-
-    def cuDeviceGet(self, handle: Any, number: int) -> int:
-        handle._obj.value = 7
-        return 0 if number == 0 else 101
-
-    def cuDeviceGetAttribute(self, value: Any, attribute: int, handle: ctypes.c_int) -> int:
-        assert handle.value == 7
-        value._obj.value = {75: 9, 76: 0}[attribute]
-        return self.code
-
-
-def test_capability_is_read_from_the_driver(monkeypatch):
-    drivers = iter([Driver(), Driver(), Driver(3)])
-    monkeypatch.setattr(
-        compile_ahead,
-        "ctypes",
-        SimpleNamespace(CDLL=lambda name: next(drivers), c_int=ctypes.c_int, byref=ctypes.byref),
-    )
-    assert capability(0) == 90
-    with pytest.raises(OSError, match="device 1: error 101"):
-        capability(1)
-    with pytest.raises(OSError, match="device 0: error 3"):
-        capability(0)
 
 
 def test_starting_module_imports_nothing_heavy():

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.apps.data import streaming
 from megascend.apps.train.supervised import SupervisedLearner
 from megascend.apps.train.train import train
 from megascend.config import RunConfig
 from megascend.errors import DataError, DistributedTestError
 from megascend.testing import run_distributed
+from support.runs import checkpoints, events, run_config, tiny_run, untimed, write_lines
 
 DEADLINE_S = 120
 
@@ -25,40 +25,25 @@ DEADLINE_S = 120
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, megatron_imported: object) -> Path:
     """Write a model, and two sources whose samples have 10 and 20 tokens."""
-    folder = tmp_path_factory.mktemp("sources")
-    write_checkpoint(folder / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
+    folder = tiny_run(tmp_path_factory.mktemp("sources"))
     for name, digits, count in (("short", 10, 7), ("long", 20, 5)):
-        lines = [{"text": f"{n:0{digits}}"} for n in range(count)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(folder / f"{name}.jsonl", ({"text": f"{n:0{digits}}"} for n in range(count)))
     return folder
 
 
 def settings(folder: Path, output: Path, **values: Any) -> RunConfig:
     sources = [{"path": folder / "short.jsonl", "weight": 3}, {"path": folder / "long.jsonl", "weight": 1}]
     data = {"sources": sources, "global_batch_size": 4} | values.pop("data", {})
-    common = {"platform": "cpu", "precision": "fp32", "self_check": False, "plot": False, "export": False}
-    common |= {"steps": 6, "optimizer": {"lr": 0.01}}
-    return RunConfig(model=folder / "model", output=output, data=data, **(common | values))
-
-
-def rows(output: Path) -> list[dict[str, Any]]:
-    timings = ("tokens_per_s", "step_seconds", "dispatch_seconds", "peak_memory_bytes", "seconds", "time")
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in timings} for row in lines]
-
-
-def finished(output: Path) -> dict[str, Any]:
-    events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
-    return next(event for event in events if event["event"] == "finished")
+    return run_config(folder, output, **({"steps": 6} | values | {"data": data}))
 
 
 def test_run_mixes_sources_and_validates_each(folder: Path, tmp_path: Path) -> None:
     config = settings(folder, tmp_path / "run", validation={"fraction": 0.4, "every": 3})
     run_distributed(lambda: train(config), 1, init=False, timeout_s=DEADLINE_S)
-    lines = rows(config.output)
+    lines = untimed(config.output)
     # Three short samples and a long one in every step: shares are exact, not on average.
     assert [row["total_tokens"] for row in lines] == [3 * 10 + 20] * 6
-    passes = finished(config.output)["epochs"]
+    passes = events(config.output, "finished")[0]["epochs"]
     # Of 7 and 5 documents, as many are held out as the passes over the rest leave.
     held_out = {
         name: round(count - draws / passes[str(folder / name)])
@@ -78,7 +63,7 @@ def test_run_mixes_sources_and_validates_each(folder: Path, tmp_path: Path) -> N
 def test_resumed_run_of_another_batch_size_has_the_reference_of_its_pairs(folder: Path, tmp_path: Path) -> None:
     """Compare the loss with log 2, DPO's for every pair while the model is its reference: the learning rate is 0."""
     lines = [{"prompt": f"{n} ", "chosen": f"c{n}", "rejected": f"r{n}x"} for n in range(40)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "pairs.jsonl", lines)
 
     def config(steps: int, size: int) -> RunConfig:
         data = {"path": tmp_path / "pairs.jsonl", "sources": (), "global_batch_size": size}
@@ -87,7 +72,7 @@ def test_resumed_run_of_another_batch_size_has_the_reference_of_its_pairs(folder
 
     run_distributed(lambda: train(config(2, 8)), 1, init=False, timeout_s=DEADLINE_S)
     run_distributed(lambda: train(config(4, 2), resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
-    assert [row["loss"] for row in rows(tmp_path / "run")] == pytest.approx([math.log(2)] * 4, abs=1e-6)
+    assert [row["loss"] for row in untimed(tmp_path / "run")] == pytest.approx([math.log(2)] * 4, abs=1e-6)
     with pytest.raises(DistributedTestError, match="steps: 3, and the checkpoint to resume from is after step 4"):
         run_distributed(lambda: train(config(3, 2), resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
 
@@ -104,7 +89,7 @@ def test_best_value_of_other_held_out_samples_is_forgotten(folder: Path, tmp_pat
     easy, hard = (json.dumps({"text": text}) + "\n" for text in ("0000000000", "zyxwvutsrqponmlk"))
     run_distributed(lambda: train(config(easy, 8)), 1, init=False, timeout_s=DEADLINE_S)
     run_distributed(lambda: train(config(hard, 12), resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
-    losses = [row["validation_loss"] for row in rows(tmp_path / "run")]
+    losses = [row["validation_loss"] for row in untimed(tmp_path / "run")]
     assert len(losses) == 12, "a best value of other samples would have ended the run early"
     last = json.loads((tmp_path / "run" / "checkpoints" / "step-00000012" / "megascend.json").read_text())
     best = min(losses[8:])
@@ -116,9 +101,9 @@ def test_streamed_run_resumes_bitwise_equal_after_sigkill_on_two_ranks(folder: P
     data = {"streaming": True, "on_too_long": "skip", "shuffle_buffer": 3}
     reference = settings(folder, tmp_path / "reference", data=data)
     run_distributed(lambda: train(reference), 2, init=False, timeout_s=DEADLINE_S)
-    expected = rows(reference.output)
+    expected = untimed(reference.output)
     assert [row["total_tokens"] for row in expected] == [3 * 10 + 20] * 6
-    passes = finished(reference.output)["epochs"]
+    passes = events(reference.output, "finished")[0]["epochs"]
     assert passes[str(folder / "short.jsonl")] == pytest.approx(18 / 7, abs=0.1)
     killed = settings(folder, tmp_path / "killed", data=data, checkpoint={"every": 2, "asynchronous": False})
 
@@ -136,7 +121,7 @@ def test_streamed_run_resumes_bitwise_equal_after_sigkill_on_two_ranks(folder: P
     with pytest.raises(DistributedTestError, match="SIGKILL"):
         run_distributed(killed_in_step_5, 2, init=False, timeout_s=DEADLINE_S)
     run_distributed(lambda: train(killed, resume="auto"), 2, init=False, timeout_s=DEADLINE_S)
-    assert rows(killed.output) == expected
+    assert untimed(killed.output) == expected
 
 
 def test_hosts_that_read_other_samples_stop_in_the_same_step_and_save_the_last_one(
@@ -147,7 +132,7 @@ def test_hosts_that_read_other_samples_stop_in_the_same_step_and_save_the_last_o
         lines = [f"{number:010}" for number in range(24)]
         lines[18] = f"{host:010}"
         (tmp_path / f"{host}").mkdir()
-        (tmp_path / f"{host}" / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        write_lines(tmp_path / f"{host}" / "a.jsonl", ({"text": line} for line in lines))
     data = {"sources": (), "path": "a.jsonl", "streaming": True, "on_too_long": "skip", "shuffle": False}
     config = settings(folder, tmp_path / "run", data=data)
 
@@ -158,5 +143,5 @@ def test_hosts_that_read_other_samples_stop_in_the_same_step_and_save_the_last_o
             train(config)
 
     run_distributed(on_a_host, 2, init=False, timeout_s=DEADLINE_S)
-    assert [row["step"] for row in rows(config.output)] == [1, 2, 3, 4]
-    assert [path.name for path in (config.output / "checkpoints").glob("step-*")] == ["step-00000004"]
+    assert [row["step"] for row in untimed(config.output)] == [1, 2, 3, 4]
+    assert checkpoints(config.output) == [4]

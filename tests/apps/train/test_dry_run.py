@@ -57,15 +57,6 @@ def test_padding_fraction_is_reported(tmp_path: Path):
     assert multiple.padding == pytest.approx(1 - 100 / (40 + 12 + 32 + 20))
 
 
-def test_idle_rank_is_reported(tmp_path: Path):
-    assert make_plan(samples_of(tmp_path), 64, batch=1).idle
-
-
-def test_pairs_stay_together(tmp_path: Path):
-    step_plan = make_plan(samples_of(tmp_path, pairs=True), 64, batch=2)
-    assert (step_plan.micro_batches, step_plan.tokens, step_plan.samples) == (1, 50, 2)
-
-
 def test_repeated_pair_counts_twice(tmp_path: Path):
     step_plan = make_plan(samples_of(tmp_path, pairs=True), 64, batch=4)
     assert (step_plan.micro_batches, step_plan.tokens, step_plan.samples) == (2, 50, 2)

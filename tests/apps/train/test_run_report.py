@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megascend.apps.cli.run_text import next_steps, run_json, run_lines, short_program, without_options
-from megascend.apps.train.run_report import RunReport, attempts_of, blame, read_run, saves_of
+from megascend.apps.cli.run_text import next_steps, run_json, run_lines
+from megascend.apps.train.run_report import RunReport, attempts_of, blame, read_run
 from megascend.errors import ConfigError
 from megascend.testing import faults
 from megascend.training.checkpoint import manifest
@@ -158,19 +156,6 @@ def test_attempts_are_separated_with_their_errors() -> None:
     ]
 
 
-def test_attempt_that_failed_before_its_first_step(tmp_path: Path) -> None:
-    early = error(0, 150, "DataError", "chat.jsonl:7: broken", started=False, step=0)
-    (tmp_path / "errors").mkdir()
-    (tmp_path / "errors" / "attempt-0-rank-0.json").write_text(json.dumps(early))
-    report = read_run(tmp_path)
-    assert not report.ok
-    assert report.attempts[0].started is None
-    text = text_of(report)
-    assert "failed before its first step; 2 ranks" in text
-    assert "DataError: chat.jsonl:7: broken" in text
-    assert next_steps(report)[-1] == "start it again"
-
-
 def test_repeated_starts_are_several_attempts(tmp_path: Path) -> None:
     early = [error(rank, time, f"Error{time}", started=False, step=0) for time in (100, 200) for rank in (1, 0)]
     assert [[record.error for record in attempt.errors] for attempt in attempts_of([], early)] == [
@@ -224,23 +209,6 @@ def test_checkpoints_with_their_problems(tmp_path: Path) -> None:
     assert "'latest' names 'step-00000099', which is not there" in text_of(read_run(run))
 
 
-def test_failed_saves_and_their_stall(tmp_path: Path) -> None:
-    full = "save: step-4 could not be written: No space left on device"
-    events = [start(100), event("save", 110, step=2, stall_s=0.5), event("saved", 111), event("save", 120, stall_s=1.5)]
-    events += [event("save_failed", 121, problem=full)] * 5
-    saves = saves_of(events)
-    assert (saves.started, saves.completed, saves.stall_s) == (2, 1, (0.5, 1.5))
-    assert text_of(read_run(write_run(tmp_path / "run", events))).count(full) == 3
-
-
-def test_disk_without_room_for_another_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "DataError")], steps=4)
-    add_checkpoint(run, 4)
-    usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("megascend.apps.train.run_report.shutil.disk_usage", lambda path: usage)
-    assert any("make room" in text for text in next_steps(read_run(run)))
-
-
 # --- damaged and missing files ---
 
 
@@ -285,41 +253,6 @@ def test_other_directories_are_refused(tmp_path: Path) -> None:
 
 
 # --- the command ---
-
-
-def test_doctor_run_imports_nothing_heavy(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [start(100), event("finished", 160, step=12)], steps=12)
-    code = (
-        "import atexit, sys\n"
-        "atexit.register(lambda: print([name for name in ('torch', 'megatron', 'numpy') if name in sys.modules]))\n"
-        f"sys.argv = ['megascend', 'doctor', '--run', {str(run)!r}, '--json']\n"
-        "from megascend.apps.cli.main import main; main()"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    completed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=True
-    )
-    *answer, heavy = completed.stdout.splitlines()
-    assert heavy == "[]"
-    report = json.loads("\n".join(answer))
-    assert report["ok"] is True
-    assert report["last_step"]["step"] == 12
-    assert report["attempts"][0]["outcome"] == "finished"
-    assert report["skipped_steps"] == [2]
-
-
-@pytest.mark.parametrize(
-    ("recorded", "typed"),
-    [
-        ("/usr/bin/python3.11 -u /opt/bin/torchrun --standalone", "torchrun --standalone"),
-        ("python -m torch.distributed.run -m x", "torchrun -m x"),
-        ("python -m megascend.apps.cli.main train", "megascend train"),
-        ("python train.py", "python train.py"),
-        ("megascend train --resume auto --overwrite --resume=x --nproc 2", "megascend train --nproc 2"),
-    ],
-)
-def test_command_is_shortened_to_what_was_typed(recorded: str, typed: str) -> None:
-    assert without_options(short_program(recorded.split())) == typed.split()
 
 
 @pytest.mark.parametrize(

@@ -161,12 +161,12 @@ import torch
 from torch.distributed.tensor import DTensor
 import megascend
 from megascend.apps.train.teacher_model import TeacherModel
-sys.path.insert(0, sys.argv[6])
+sys.path.insert(0, sys.argv[5])
 from test_teacher_model import BETA, LOSSES, samples, taught
-engine, checkpoint, like, other, result = sys.argv[1:6]
-batching = megascend.Batching(packing=engine == "fsdp", micro_batch_tokens=64 if engine == "fsdp" else 200)
+checkpoint, like, other, result = sys.argv[1:5]
+batching = megascend.Batching(micro_batch_tokens=64)
 gradients = {}
-with megascend.make_backend(engine, model=checkpoint, precision="fp32", platform="cpu", batching=batching,
+with megascend.make_backend("fsdp", model=checkpoint, precision="fp32", platform="cpu", batching=batching,
                             optimizer=megascend.Adam(lr=0.0, max_grad_norm=1e9), self_check=False) as backend:
     for kind, path in (("like", like), ("other", other)):
         teacher = TeacherModel(backend, Path(path), "teacher.model")
@@ -184,17 +184,14 @@ with megascend.make_backend(engine, model=checkpoint, precision="fp32", platform
 """
 
 
-@pytest.mark.nightly_cases("fsdp")  # covered: single
-@pytest.mark.parametrize("engine", ["single", "fsdp"])
-def test_gradients_of_transformers_engines_are_those_of_plain_float64(
-    engine: str, models: Models, expected: dict[str, dict[str, torch.Tensor]], tmp_path: Path
+def test_gradients_of_fsdp_are_those_of_plain_float64(
+    models: Models, expected: dict[str, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     """One teacher takes the student's place, the other is a second model, of other sizes, on the same ranks."""
     program, result = tmp_path / "program.py", tmp_path / "result.pt"
     program.write_text(TRANSFORMERS_PROGRAM, encoding="utf-8")
-    ranks = 2 if engine == "fsdp" else 1
-    arguments = (engine, models.student, models.like, models.other, result, Path(__file__).parent)
-    completed = run_launched(program, ranks, *arguments)
+    arguments = (models.student, models.like, models.other, result, Path(__file__).parent)
+    completed = run_launched(program, 2, *arguments)
     assert completed.returncode == 0, completed.stderr[-3000:]
     results = torch.load(result)
     for kind in ("like", "other"):
@@ -211,26 +208,22 @@ from pathlib import Path
 import torch
 import megascend
 from megascend.apps.train.teacher_model import TeacherModel
-sys.path.insert(0, sys.argv[5])
+sys.path.insert(0, sys.argv[4])
 from test_teacher_model import samples
-engine, checkpoint, other, result = sys.argv[1:5]
+checkpoint, other, result = sys.argv[1:4]
 settings = {"optimizer": megascend.Adam(kind="muon"), "platform": "cpu", "precision": "fp32", "self_check": False}
-if engine == "fsdp":
-    settings["fsdp"] = megascend.Fsdp(compile=True)
-with megascend.make_backend(engine, model=checkpoint, **settings) as backend:
+settings["fsdp"] = megascend.Fsdp(compile=True)
+with megascend.make_backend("fsdp", model=checkpoint, **settings) as backend:
     teacher = TeacherModel(backend, Path(other), "teacher.model")
     torch.save([output.states for output in teacher.outputs(samples())], result)
     teacher.close()
 """
 
 
-@pytest.mark.parametrize("engine", ["single", "fsdp"])
-def test_frozen_engine_beside_muon_and_compile_matches_transformers(
-    engine: str, models: Models, tmp_path: Path
-) -> None:
+def test_frozen_engine_beside_muon_and_compile_matches_transformers(models: Models, tmp_path: Path) -> None:
     program, result = tmp_path / "program.py", tmp_path / "result.pt"
     program.write_text(BESIDE_PROGRAM, encoding="utf-8")
-    completed = run_launched(program, 1, engine, models.student, models.other, result, Path(__file__).parent)
+    completed = run_launched(program, 1, models.student, models.other, result, Path(__file__).parent)
     assert completed.returncode == 0, completed.stderr[-3000:]
     reference = AutoModelForCausalLM.from_pretrained(models.other, dtype=torch.float32)
     for sample, states in zip(samples(), torch.load(result), strict=True):
@@ -278,26 +271,26 @@ def test_samples_longer_than_the_teachers_context_are_refused(models: Models, tm
         check_context(tmp_path, "teacher.model", replace(limits, length=65, setting="batching.max_length: 65"))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"temperature": 0.7}, "at temperature 1, and the temperature 0.7"),
-        ({"teacher_states": torch.zeros(1, 64)}, "must have one length"),
-        ({"teacher_states": torch.zeros(1, dtype=torch.int64)}, "must be a tensor of floats"),
-        (
-            {"teacher_states": torch.zeros(len(token_lists()[0]) - 1, 8)},
-            "8 numbers a token, and the teacher's output layer",
-        ),
-        ({"teacher_states": None}, "needs teacher_states, which sample 0 does not have"),
-    ],
-)
-def test_samples_that_do_not_fit_the_teacher_are_refused(change: dict[str, Any], message: str, models: Models) -> None:
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 0.7}, "at temperature 1, and the temperature 0.7"),
+    ({"teacher_states": torch.zeros(1, 64)}, "must have one length"),
+    ({"teacher_states": torch.zeros(1, dtype=torch.int64)}, "must be a tensor of floats"),
+    (
+        {"teacher_states": torch.zeros(len(token_lists()[0]) - 1, 8)},
+        "8 numbers a token, and the teacher's output layer",
+    ),
+    ({"teacher_states": None}, "needs teacher_states, which sample 0 does not have"),
+]
+
+
+def test_samples_that_do_not_fit_the_teacher_are_refused(models: Models) -> None:
     def on_rank() -> None:
         with case_backend(Case("single"), models.student) as backend:
             teacher = TeacherModel(backend, models.like, "teacher.model")
             batch = taught(teacher, samples())
             loss = teacher.loss("jsd", BETA)
-            with pytest.raises(DataError, match=message):
-                backend.forward_backward([replace(batch[0], **change), *batch[1:]], loss)
+            for change, message in UNFIT:
+                with pytest.raises(DataError, match=message):
+                    backend.forward_backward([replace(batch[0], **change), *batch[1:]], loss)
 
     run_distributed(on_rank, 1, init=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from megascend.errors import ConfigError
 from megascend.runtime.platforms.base import MemoryFigures
 from megascend.runtime.platforms.cpu import CpuPlatform
 from megascend.testing import run_distributed
+from support.runs import events, metrics, run_config, write_lines
 from support.tensor_memory import TensorMemory
 
 MIB = 2**20
@@ -25,24 +25,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("budget")
     write_checkpoint(folder / "model", ModelSize(hidden=64, layers=2, context=512))
     texts = [{"text": "all work and no play " * 10 + str(number)} for number in range(64)]  # 211 to 213 tokens
-    (folder / "data.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    write_lines(folder / "texts.jsonl", texts)
     return folder
 
 
 def config(folder: Path, output: str, **settings: Any) -> RunConfig:
     usual: dict[str, Any] = {
-        "model": folder / "model",
-        "output": folder / output,
-        "data": {"path": folder / "data.jsonl", "global_batch_size": 32},
+        "data": {"path": folder / "texts.jsonl", "global_batch_size": 32},
         "steps": 4,
-        "platform": "cpu",
+        "precision": "bf16",
         "batching": {"micro_batch_tokens": "auto"},
         "checkpoint": {"every": 2},
-        "plot": False,
-        "export": False,
-        "self_check": False,
+        "optimizer": {},
     }
-    return RunConfig(**usual | settings)
+    return run_config(folder, folder / output, **(usual | settings))
 
 
 def train(run: RunConfig, room: int, resume: str | None = None) -> tuple[int, list[Any]]:
@@ -54,13 +50,12 @@ def train(run: RunConfig, room: int, resume: str | None = None) -> tuple[int, li
         patch.setattr(CpuPlatform, "memory", lambda self: MemoryFigures(memory.allocated, memory.peak, room))
         patch.setattr(CpuPlatform, "reset_peak_memory", lambda self: memory.reset_peak())
         train(run, resume=resume)
-    events = [json.loads(line) for line in (run.output / "events.jsonl").read_text().splitlines()]
-    rows = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
-    return rows[1]["peak_memory_bytes"], [event["found"] for event in events if event["event"] == "micro_batch_tokens"]
+    found = [event["found"] for event in events(run.output, "micro_batch_tokens")]
+    return metrics(run.output)[1]["peak_memory_bytes"], found
 
 
 def losses(run: RunConfig) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run.output / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in metrics(run.output)]
 
 
 @pytest.mark.nightly  # covered: models/memory/test_measured_peaks.py; the choice of a budget
@@ -102,7 +97,7 @@ def test_ranks_agree_on_the_budget(megatron_imported, folder: Path, world: str) 
     budget, auto, number = results[0]
     assert auto == number
     assert 256 < budget < 16 * 213
-    peak = json.loads((run.output / "metrics.jsonl").read_text().splitlines()[1])["peak_memory_bytes"]  # of rank 0
+    peak = metrics(run.output)[1]["peak_memory_bytes"]  # of rank 0
     assert 0.6 * room < peak <= room
 
 
@@ -111,18 +106,3 @@ def test_platform_without_peak_memory_is_refused(folder: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"platform cpu does not report: set a number"):
         check_platform(config(folder, "no"), CpuPlatform())
-
-
-@pytest.mark.nightly  # covered: models/memory/test_teacher_estimate.py; the choice of a budget
-def test_budget_leaves_room_for_a_teachers_distributions(megatron_imported, folder: Path) -> None:
-    """Measure with the run's own loss: that of a teacher has several times the logits of cross entropy."""
-    teacher = folder / "teacher"
-    write_checkpoint(teacher, ModelSize(hidden=64, layers=2, context=512), 1)
-    run, room = config(folder, "taught", distillation={"teacher": teacher, "loss": "jsd"}), 40 * MIB
-
-    def on_rank() -> tuple[int, list[Any]]:
-        return train(run.model_copy(update={"steps": 2}), room)
-
-    [(peak, [budget])] = run_distributed(on_rank, 1, init=False)
-    assert 0.6 * room < peak <= room
-    assert budget > 213

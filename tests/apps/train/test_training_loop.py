@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,13 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
-from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.apps.train.profile import StepProfiler
 from megascend.apps.train.start_phases import StartPhases
 from megascend.apps.train.supervised import SupervisedLearner
 from megascend.apps.train.train import train
 from megascend.config import RunConfig
 from megascend.testing import run_distributed
+from support.runs import losses, run_config, tiny_run
 
 DEADLINE_S = 120
 
@@ -53,32 +52,11 @@ def test_set_apart_moves_seconds_and_short_phases_are_omitted() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, megatron_imported: object) -> Path:
-    folder = tmp_path_factory.mktemp("errors")
-    write_checkpoint(folder / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"number {n}"}) + "\n" for n in range(9)))
-    return folder
+    return tiny_run(tmp_path_factory.mktemp("errors"), (f"number {n}" for n in range(9)))
 
 
 def settings(folder: Path, output: Path) -> RunConfig:
-    values: dict[str, Any] = {
-        "model": folder / "model",
-        "output": output,
-        "data": {"path": folder / "texts.jsonl", "global_batch_size": 2},
-        "steps": 5,
-        "platform": "cpu",
-        "precision": "fp32",
-        "optimizer": {"lr": 0.01},
-        "self_check": False,
-        "plot": False,
-        "export": False,
-        "timeout_s": 60,
-    }
-    return RunConfig(**values)
-
-
-def rows(config: RunConfig) -> list[tuple[float, float, float]]:
-    lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in lines]
+    return run_config(folder, output, steps=5)
 
 
 def fail_in(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: bool = False) -> None:
@@ -117,9 +95,9 @@ def test_error_outside_a_step_saves_and_resume_is_bitwise_equal(
         fail_in(patch, callback, 3, after)
         assert train_until_error(broken) == [f"step-{saved:08}"]
     run_distributed(lambda: train(broken, resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
-    expected = rows(reference)
+    expected = losses(reference.output)
     # The row of a step whose error came before it was logged is missing.
-    assert rows(broken) == [row for row in expected if callback != "step" or row[0] != 3]
+    assert losses(broken.output) == [row for row in expected if callback != "step" or row[0] != 3]
 
 
 def test_profiler_error_after_a_step_saves_it_with_its_data_position(
@@ -138,7 +116,7 @@ def test_profiler_error_after_a_step_saves_it_with_its_data_position(
         patch.setattr(StepProfiler, "step", failing)
         assert train_until_error(broken) == ["step-00000003"]
     run_distributed(lambda: train(broken, resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
-    assert rows(broken) == rows(reference)
+    assert losses(broken.output) == losses(reference.output)
 
 
 def test_error_inside_a_step_saves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

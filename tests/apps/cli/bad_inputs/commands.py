@@ -131,9 +131,6 @@ OPTIONS = {
     "job: kind": command("job pbs run.yaml", says="unknown kind of job 'pbs'; known: slurm, kubernetes, skypilot, ray"),
     "job: a file there": command("job slurm run.yaml run.yaml", says="run.yaml: would be overwritten"),
     "job: name": command("job slurm run.yaml --name My_run", says="takes lower-case letters"),
-    "push: no export": command(
-        "train run.yaml --set export=false --set push.repository=me/small", says="push uploads what export writes"
-    ),
     "push: no namespace": command(
         "train run.yaml --set push.repository=small", says="'small' is not the name of a model on the Hub"
     ),

@@ -43,9 +43,7 @@ OBJECTIVES = {
         LABELLED, LABELLED | {"label": False}, changes=("loss=kto",), says="all labelled completions have one prompt"
     ),
     "a label that is a number": data(LABELLED | {"label": 1}, changes=("loss=kto",), says="'label' must be true (desirable)"),
-    "two objectives": settings("loss=orpo", "dpo.beta=1", says="dpo and orpo are both set"),
     "a loss that is none": settings("loss=orppo", says="unknown loss 'orppo', did you mean orpo?"),
-    "settings of a loss without any": settings("loss_settings={power: 1}", says="the loss is cross_entropy, which has none"),
     "no such function": own_loss("loss=losses.py:missing", says="losses.py has no function or class 'missing'; it has focal"),
     "no such file": own_loss("loss=gone.py:f", says="gone.py does not exist"),
     "a field that samples do not have": own_loss("loss=losses.py:needy", says="losses.py:needy: the loss requires advantages"),
@@ -62,9 +60,6 @@ OBJECTIVES = {
     ),
     "a margin without end": data(
         PAIR | {"margin": float("inf")}, changes=("bradley_terry={}",), says="'margin' must be a finite number"
-    ),
-    "answers of a reward model": data(
-        PAIR, changes=("bradley_terry={}", "generation.prompts=[hello]"), says="generation and bradley_terry are both set"
     ),
     "a group of no weight": settings(
         "optimizer.groups=[{match: transformer.wte.*}]", says="optimizer.groups.0.match | no trained weight has such a name"

@@ -97,9 +97,6 @@ COMBINATIONS = {
     "warm-up of all steps": settings(
         "steps=50", "schedule={kind: linear, warmup_steps: 50}", says="total_steps: 50 with a warm-up of 50 steps"
     ),
-    "an improvement of nothing": settings(
-        "validation={path: v, min_delta: 1}", says="validation.min_delta is set, and neither validation.patience nor"
-    ),
     "output in the data": settings("data.path=.", says="output: out | data.path: . | read as data"),
     "layout: tensor": settings("parallel.tensor=2", says="world size 1 | parallel.tensor=2 | 2 processes"),
     "layout: virtual pipeline": settings(
