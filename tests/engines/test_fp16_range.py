@@ -41,9 +41,7 @@ def test_out_of_range_ignores_empty_meta_and_integer_tensors():
     assert out_of_range("w", torch.tensor([70_000]), torch.float16) is None
 
 
-@pytest.mark.parametrize(
-    "engine", ["single", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("fsdp", "megatron"))]
-)
+@pytest.mark.parametrize("engine", ["single", pytest.param("megatron", marks=pytest.mark.nightly)])
 def test_engine_names_the_tensor_and_writes_nothing(request, tmp_path, engine):
     build(tmp_path)
     if engine == "megatron":

@@ -15,7 +15,7 @@ from layouts_of_files import HEAD, LAYOUTS, build, results
 from megascend.testing import run_distributed
 from support.forked_programs import run_forked
 
-ENGINES = ("megatron", "fsdp", "single")
+ENGINES = ("megatron", "single")
 REFUSED = {
     "untied, no head": "tie_word_embeddings: false, and no file holds lm_head.weight",
     "no embedding": "holds lm_head.weight and no embedding",
@@ -57,7 +57,7 @@ def table_of(tmp_path_factory, megatron_imported):
         folder = tmp_path_factory.mktemp("layouts")
         build(folder, [name for name in LAYOUTS if (name in IN_CI) is in_ci])
         [megatron] = run_distributed(results, 1, "megatron", folder, init=False)
-        tables = {"megatron": megatron} | {engine: program(engine, folder) for engine in ("fsdp", "single")}
+        tables = {"megatron": megatron, "single": program("single", folder)}
         return tables | {"transformers": program("transformers", folder)}
 
     return lambda layout: make(layout in IN_CI)

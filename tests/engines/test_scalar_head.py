@@ -18,7 +18,6 @@ from support.scalar_runs import (
     MODELS,
     TOKEN,
     TOKENS,
-    Layout,
     assert_equal_to_transformers,
     checkpoint_of,
     expected,
@@ -55,7 +54,7 @@ def test_training_equals_transformers(parity_folder, tmp_path, layout, kind):
     assert_equal_to_transformers(ranks, expected(parity_folder, checkpoint, kind), kind)
 
 
-RESUMED = {name: LAYOUTS[name] for name in ("single", "TP2 + SP", "engine single", "engine fsdp, DP2")}
+RESUMED = {name: LAYOUTS[name] for name in ("TP2 + SP", "engine fsdp, DP2")}
 
 
 @pytest.mark.parametrize(
@@ -91,10 +90,8 @@ def loaded_by_transformers(directory):
 
 
 NEW = [
-    ("single", "new_token_classifier", "Qwen3ForTokenClassification"),
     ("PP2", "new_sequence_classifier", "Qwen3ForSequenceClassification"),
     ("engine single", "new_token_classifier", "Qwen3ForTokenClassification"),
-    ("engine fsdp, DP2", "new_sequence_classifier", "Qwen3ForSequenceClassification"),
 ]
 
 
@@ -176,13 +173,6 @@ def test_unsupported_combinations_with_a_scalar_head_raise(parity_folder):
                 backend.values(samples)
 
     run_distributed(on_rank, 1, init=False)
-
-
-@pytest.mark.parametrize("engine", ["megatron", "single", "fsdp"])
-def test_adapters_on_a_critic_are_refused_by_name(parity_folder, tmp_path, engine):
-    checkpoint, layout = checkpoint_of(parity_folder, "critic"), Layout(engine=engine)
-    (message,) = on_ranks(tmp_path, "lora_refused", layout, checkpoint, layout)
-    assert "adapters with a token classifier: an adapter stores neither" in message
 
 
 @pytest.mark.nightly  # covered: training equals transformers, without dropout

@@ -16,8 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megascend import Adam, Adapters, Batching, Parallel, Sample
-from megascend.errors import ConfigError
+from megascend import Adam, Batching, Parallel, Sample
 from megascend.testing import run_distributed
 from megascend.testing.parity import MAX_GRAD_NORM, WEIGHT_DECAY, case_checkpoint, reference, token_lists
 
@@ -152,15 +151,6 @@ def with_a_new_head(
     backend.export_hf(out)
     backend.close()
     return weights, norm, values
-
-
-def lora_refused(checkpoint: Any, layout: Layout) -> str:
-    """Return the error message for adapters on a scalar head."""
-    try:
-        make_backend(checkpoint, layout, adapters=Adapters())
-    except ConfigError as error:
-        return str(error)
-    return "it was not refused"
 
 
 def main() -> None:

@@ -38,6 +38,8 @@ def test_step_without_gradients_raises_on_all_ranks_and_changes_nothing(parity_f
             assert all(torch.equal(before[name], value) for name, value in weights().items())
         assert backend.step_count == 1
         backend.forward_backward(samples)
-        assert backend.optimizer_step().grad_norm > 0
+        step = backend.optimizer_step(lr=0.25)
+        assert step.grad_norm > 0
+        assert step.lr == 0.25  # in place of the schedule's
 
     run_distributed(on_rank, 2)

@@ -46,7 +46,6 @@ MORE = [
     Case("TP2 + SP (ETP2)", 2, Parallel(tensor=2), **MOE),
     Case("EP2", 2, Parallel(expert=2), **MOE),
     Case("EP2, padded", 2, Parallel(expert=2), packing=False, **MOE | {"micro_batch_tokens": 200}),
-    Case("EP2, plain optimizer", 2, Parallel(expert=2), optimizer={"distributed": False}, **MOE),
     Case("CP2 x EP2", 2, Parallel(context=2, expert=2), **MOE),
     Case("EP2 x DP2, overlapped", 4, Parallel(expert=2), optimizer=OVERLAP, **MOE),
     Case("TP2 x PP2 x EP2", 4, Parallel(tensor=2, pipeline=2, expert=2, expert_tensor=1), **MOE),
@@ -105,12 +104,7 @@ def test_a_checkpoint_serves_either(order: tuple[Any, Any], parity_folder, tmp_p
     [
         *((case, 2) for case in MORE if case.name == "EP2"),
         pytest.param(CASES[1], 3, marks=pytest.mark.nightly),
-        *(pytest.param(case, 3, marks=pytest.mark.nightly) for case in MORE if case.name in ("single", "EP2")),
-        *(
-            pytest.param(case, 1, marks=pytest.mark.nightly)
-            for case in MORE
-            if case.name in ("single", "full recompute")
-        ),
+        *(pytest.param(case, 1, marks=pytest.mark.nightly) for case in MORE if case.name == "full recompute"),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from megascend import Batching, MegatronBackend, Parallel, Recompute
+from megascend import MegatronBackend, Parallel, Recompute
 from megascend.errors import ConfigError
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_checkpoint, differences, hf_reference, token_lists, train_case
@@ -50,24 +49,6 @@ def test_honoured_as_in_hugging_face(parity_folder, case):
     assert difference.grad_norm <= case.norm_bound
     assert difference.logits is not None
     assert difference.logits <= 2e-5
-
-
-def test_unsupported_model_settings_raise_before_start_up(parity_folder):
-    from megascend.backends import MegatronBackend
-
-    checkpoint = case_checkpoint(parity_folder, "llama", mlp_bias=True)
-
-    def on_rank():
-        with pytest.raises(ConfigError, match="mlp_bias: true with llama"):
-            MegatronBackend(checkpoint, precision="fp32", batching=Batching(micro_batch_tokens=64), timeout_s=60)
-        return dist.is_initialized()
-
-    assert run_distributed(on_rank, 1, init=False) == [False]
-
-
-def test_unknown_recompute_module_raises_config_error():
-    with pytest.raises(ConfigError, match=r"modules\.0: Input should be 'core_attn', 'layernorm', 'mlp', 'moe'"):
-        selective("attention")
 
 
 @pytest.mark.parametrize(

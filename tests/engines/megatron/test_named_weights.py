@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megascend import Adam, Adapters, Batching, Lora, Parallel
-from megascend.errors import CheckpointError, CollectiveTimeoutError, ConfigError
+from megascend.errors import CheckpointError, ConfigError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from megascend.testing.reference import run_reference
@@ -152,24 +151,6 @@ def test_merged_adapter_matches_peft(parity_folder, tmp_path, arch, parallel):
             torch.testing.assert_close(actual[name], tensor, rtol=1e-6, atol=1e-7)
 
 
-def test_adapter_weights_match_save_adapter(parity_folder, tmp_path):
-    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
-
-    def on_rank():
-        backend = trained_adapter(checkpoint, Parallel(expert=2))
-        backend.save_adapter("a", tmp_path / "adapter")
-        streams = (backend.named_weights("a", adapter_only=True, receivers=receivers) for receivers in ("main", "all"))
-        return [dict(stream) for stream in streams]
-
-    main, other = run_distributed(on_rank, 2, init=False, timeout_s=120)
-    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert len(saved) > 20
-    assert other[0] == {}
-    for factors in (main[0], main[1], other[1]):
-        assert set(factors) == set(saved)
-        assert all(torch.equal(factors[name], tensor) for name, tensor in saved.items())
-
-
 # --- memory ---
 
 
@@ -202,18 +183,6 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def test_the_count_of_live_bytes_counts():
-    existing = torch.zeros(100)
-    with LiveBytes([existing]) as live:
-        view = existing[:50]
-        first = torch.zeros(1000)
-        del first
-        second = torch.ones(500) + torch.ones(500)
-        assert live.now == second.nbytes
-    assert live.peak == 3 * 2000
-    assert view.nbytes == 200
-
-
 def peaks(checkpoint: Path, parallel: Parallel, receivers: str) -> Callable[[], int]:
     """Return the smallest peak of three streams: a Gloo thread may hold a buffer for a moment after its transfer is complete."""
 
@@ -237,40 +206,22 @@ def peaks(checkpoint: Path, parallel: Parallel, receivers: str) -> Callable[[], 
     return on_rank
 
 
-@pytest.mark.parametrize(
-    ("world_size", "parallel", "arch"),
-    [
-        pytest.param(2, Parallel(tensor=2), "qwen3", marks=pytest.mark.nightly),  # covered: PP2
-        (2, Parallel(pipeline=2), "qwen3"),
-        pytest.param(2, Parallel(expert=2), "qwen3_moe", marks=pytest.mark.nightly),  # covered: PP2
-        pytest.param(4, Parallel(tensor=2, pipeline=2), "qwen3", marks=pytest.mark.nightly),  # covered: PP2
-    ],
-    ids=["TP2", "PP2", "EP2", "TP2 x PP2"],
-)
-def test_peak_memory_is_one_layer_on_receivers_and_one_shard_elsewhere(parity_folder, world_size, parallel, arch):
+def test_peak_memory_is_one_layer_on_receivers_and_one_shard_elsewhere(parity_folder):
     """Check that memory does not grow with the number of layers, and other ranks hold only the largest tensor's shard."""
-    shallow = case_checkpoint(parity_folder, arch, vocab_size=64)
-    deep = case_checkpoint(parity_folder, arch, vocab_size=64, num_hidden_layers=8)
+    shallow = case_checkpoint(parity_folder, "qwen3", vocab_size=64)
+    deep = case_checkpoint(parity_folder, "qwen3", vocab_size=64, num_hidden_layers=8)
     shallow_peaks, deep_peaks = (
-        run_distributed(peaks(path, parallel, "main"), world_size, init=False, timeout_s=120)
+        run_distributed(peaks(path, Parallel(pipeline=2), "main"), 2, init=False, timeout_s=120)
         for path in (shallow, deep)
     )
     # 1 KiB: texts that ranks exchange differ in length.
     assert all(abs(a - b) <= 1024 for a, b in zip(shallow_peaks, deep_peaks, strict=True)), (shallow_peaks, deep_peaks)
     source = load_file(shallow / "model.safetensors")
     layer = sum(tensor.nbytes for name, tensor in source.items() if ".layers.1." in name)
-    fused = max(tensor.nbytes for name, tensor in source.items())
-    if arch == "qwen3":
-        fused = sum(source[f"model.layers.1.mlp.{half}_proj.weight"].nbytes for half in ("gate", "up"))
-    else:  # gate and up of half of the experts at once
-        experts = [t.nbytes for name, t in source.items() if ".layers.1.mlp.experts." in name and "down" not in name]
-        fused = sum(experts) // 2
-    small = 4096  # headers
-    assert shallow_peaks[0] <= layer + 2 * fused + small
-    for rank in range(1, world_size):
-        assert shallow_peaks[rank] <= fused + small, (
-            rank
-        )  # experts are separate tensors and sent as one; mcore-bridge 1.4 copies all
+    fused = sum(source[f"model.layers.1.mlp.{half}_proj.weight"].nbytes for half in ("gate", "up"))
+    headers = 4096
+    assert shallow_peaks[0] <= layer + 2 * fused + headers
+    assert shallow_peaks[1] <= fused + headers
 
 
 # --- readers that stop ---
@@ -327,27 +278,6 @@ def test_the_only_reader_may_stop_whenever_it_likes(parity_folder):
     assert other == ([], [])
     assert len(names) == 11 + len(set(names))
     assert all(grad_modes)
-
-
-@pytest.mark.nightly  # covered: weightwire/test_processes.py
-def test_stalled_reader_is_named_in_time(parity_folder, tmp_path):
-    checkpoint, marker = case_checkpoint(parity_folder, "qwen3"), tmp_path / "named"
-
-    def on_rank():
-        backend = make_backend(checkpoint, Parallel(pipeline=2), timeout_s=6)
-        weights = stream(backend)
-        if backend.rank == 0:
-            next(weights)
-            while not marker.exists():
-                time.sleep(0.05)
-            return None
-        with pytest.raises(CollectiveTimeoutError) as raised:
-            copied(weights)
-        marker.touch()
-        return str(raised.value)
-
-    message = run_distributed(on_rank, 2, init=False, timeout_s=180, expect_lost=())[1]
-    assert "Rank 0 has not arrived" in message
 
 
 def test_unexpected_tensors_raise_for_the_reader(parity_folder):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import megascend
@@ -23,7 +22,6 @@ from megascend.testing.parity import (
     Case,
     case_backend,
     case_checkpoint,
-    causal_samples,
     differences,
     hf_reference,
     token_lists,
@@ -74,22 +72,6 @@ def test_its_adapters_are_those_of_peft(parity_folder: Path, checkpoint: Path, t
     assert difference.loss <= case.loss_bound, difference
     assert difference.grad_norm <= case.norm_bound, difference
     assert difference.factors <= 1e-3, difference
-
-
-@pytest.mark.nightly  # covered: it trains as in Hugging Face; selfcheck/test_check.py
-def test_the_self_check_compares_it_and_its_export_has_its_names(checkpoint: Path, tmp_path: Path) -> None:
-    def on_rank() -> Any:
-        with case_backend(Case("parrot", arch="parrot"), checkpoint, self_check=True) as backend:
-            loss = backend.forward_backward(causal_samples(token_lists())).loss
-            backend.export_hf(tmp_path / "out")
-            return backend.self_check.status, loss
-
-    ((status, _),) = run_distributed(on_rank, 1, init=False)
-    assert status == "agrees"
-    source, exported = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    assert "model.layers.1.attn.q_proj.weight" in source
-    assert exported.keys() == source.keys()
-    assert all(torch.equal(exported[name], source[name]) for name in source)
 
 
 def test_megascend_train_takes_it_by_its_plug_in(checkpoint: Path, tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ CASES = [
     Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True)),
     Case("CP2", 2, Parallel(context=2), optimizer={"distributed": False}),
     Case("PP2, padded", 2, Parallel(pipeline=2), packing=False, micro_batch_tokens=200),
-    Case("DP2", 2, optimizer={"distributed": False}),
 ]
 
 
@@ -116,7 +115,6 @@ def gradients_of(expected: dict[str, torch.Tensor], name: str) -> dict[str, torc
     return {key.removeprefix(f"{name}/"): value for key, value in expected.items() if key.startswith(f"{name}/")}
 
 
-@pytest.mark.nightly_cases("DP2")  # covered: TP2 + SP; CP2; step/test_step.py: DP2
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients_of_all_parameters_are_those_of_plain_float64(
     case: Case, expected: dict[str, torch.Tensor], parity_folder: Path
@@ -177,32 +175,6 @@ with megascend.make_backend(engine, model=checkpoint, precision="fp32", platform
             assert float(difference) < 1e-4, (name, key)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda batch: setattr(batch[1], "candidates", None), "'forward_kl' needs candidates, which sample 1 does not"),
-        (
-            lambda batch: batch[2].candidates.ids[PROMPT].fill_(-1),
-            f"sample 2 has no candidate at position {PROMPT}, whose target has a weight",
-        ),
-        (
-            lambda batch: batch[0].candidates.ids[PROMPT].fill_(5000),
-            r"the candidate 5000, outside the vocabulary \[0, ",
-        ),
-    ],
-)
-def test_batch_that_cannot_be_distilled_is_refused(change: Any, message: str, parity_folder: Path) -> None:
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-
-    def on_rank() -> None:
-        batch = samples()
-        change(batch)
-        with case_backend(Case("single"), checkpoint) as backend, pytest.raises(DataError, match=message):
-            backend.forward_backward(batch, "forward_kl")
-
-    run_distributed(on_rank, 1, init=False)
-
-
 def test_forward_scores_the_policy_that_was_sampled(parity_folder: Path) -> None:
     """Log-probabilities and entropies equal those that plain PyTorch computes from the logits of another call."""
     checkpoint = case_checkpoint(parity_folder, "qwen3")
@@ -230,29 +202,44 @@ def test_forward_scores_the_policy_that_was_sampled(parity_folder: Path) -> None
     run_distributed(on_rank, 1, init=False)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda batch: setattr(batch[1], "temperature", 1.0),
-            "sample 1 has the temperature 1, and sample 0 0.7; one call has",
-        ),
-        (
-            lambda batch: setattr(batch[0], "candidates", distilled()[0].candidates),
-            "sample 0 has candidates and allowed",
-        ),
-        (lambda batch: batch[0].allowed.fill_(5000), r"sample 0 allows the token 5000, outside the vocabulary"),
-        (lambda batch: batch[0].allowed.fill_(batch[0].target_ids.max() + 1), "is not among its allowed tokens"),
-    ],
-)
-def test_policy_that_cannot_have_sampled_is_refused(change: Any, message: str, parity_folder: Path) -> None:
+REFUSED: list[tuple[Any, Any, str]] = [
+    (distilled, lambda s: setattr(s[1], "candidates", None), "'forward_kl' needs candidates, which sample 1 does not"),
+    (
+        distilled,
+        lambda s: s[2].candidates.ids[PROMPT].fill_(-1),
+        f"sample 2 has no candidate at position {PROMPT}, whose target has a weight",
+    ),
+    (
+        distilled,
+        lambda s: s[0].candidates.ids[PROMPT].fill_(5000),
+        r"the candidate 5000, outside the vocabulary \[0, ",
+    ),
+    (
+        masked,
+        lambda s: setattr(s[1], "temperature", 1.0),
+        "sample 1 has the temperature 1, and sample 0 0.7; one call has",
+    ),
+    (
+        masked,
+        lambda s: setattr(s[0], "candidates", distilled()[0].candidates),
+        "sample 0 has candidates and allowed",
+    ),
+    (masked, lambda s: s[0].allowed.fill_(5000), "sample 0 allows the token 5000, outside the vocabulary"),
+    (masked, lambda s: s[0].allowed.fill_(s[0].target_ids.max() + 1), "is not among its allowed tokens"),
+]
+"""Samples, a change of them, and words of the error."""
+
+
+def test_samples_that_cannot_be_scored_are_refused(parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     def on_rank() -> None:
-        batch = masked()
-        change(batch)
-        with case_backend(Case("single"), checkpoint) as backend, pytest.raises(DataError, match=message):
-            backend.forward(batch)
+        with case_backend(Case("single"), checkpoint) as backend:
+            for make, change, message in REFUSED:
+                batch = make()
+                change(batch)
+                with pytest.raises(DataError, match=message):
+                    backend.forward_backward(batch, "forward_kl" if make is distilled else LOSSES["policy"])
 
     run_distributed(on_rank, 1, init=False)
 
