@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from megascend import (
-    Adam,
-    Adapters,
     Batching,
     CheckpointError,
     ConfigError,
@@ -28,31 +26,14 @@ from megascend import (
     Schedule,
 )
 from megascend.testing import run_distributed
-from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from megascend.testing.parity import causal_samples, token_lists
 from megascend.training.lora.adapter import Adapter
+from support.adapter_runs import make_backend
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 LORAS = {"a": Lora(rank=4, dropout=0.1, seed=1), "b": Lora(rank=6, dropout=0.1, seed=2)}
 LENGTHS = (9, 14, 7, 12, 11, 8)
-
-
-@pytest.fixture(scope="module")
-def dense(parity_folder):
-    return case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
-
-
-@pytest.fixture(scope="module")
-def moe(parity_folder):
-    return case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
-
-
-def make_backend(checkpoint, parallel=None, **options):
-    from megascend.backends import MegatronBackend
-
-    settings = {"precision": "fp32", "optimizer": Adam(lr=1e-2), "batching": Batching(micro_batch_tokens=48)}
-    settings |= {"adapters": Adapters(max_count=4)} | options
-    return MegatronBackend(checkpoint, parallel or Parallel(), timeout_s=60, **settings)
 
 
 def samples_of(backend, advantage=1.0, spoil=0.0):
@@ -412,11 +393,11 @@ BEFALL_A = [
 LEAVE_A_ALONE = [bad_token, unknown_adapter, loss_raises, another_comes_and_goes, refused_adapters]
 
 
-@pytest.mark.nightly_cases("single", "DP2")  # covered: TP2 + SP
+@pytest.mark.nightly_cases("single")  # covered: TP2 + SP, but for memory that runs out
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
-    [(1, Parallel()), (2, Parallel(tensor=2, sequence=True)), (2, Parallel())],
-    ids=["single", "TP2 + SP", "DP2"],
+    [(1, Parallel()), (2, Parallel(tensor=2, sequence=True))],
+    ids=["single", "TP2 + SP"],
 )
 def test_failures_of_one_tenant_do_not_change_another(dense, tmp_path, world_size, parallel):
     def on_rank():
@@ -444,12 +425,8 @@ def test_failures_of_one_tenant_do_not_change_another(dense, tmp_path, world_siz
     assert run_distributed(on_rank, world_size, init=False, timeout_s=120) == [[]] * world_size
 
 
-@pytest.mark.parametrize(
-    ("world_size", "parallel"),
-    [(2, Parallel(pipeline=2)), (2, Parallel(context=2))],
-    ids=["PP2", "CP2"],
-)
-def test_tenants_are_isolated_with_pipelines_and_split_sequences(dense, world_size, parallel):
+@pytest.mark.parametrize("parallel", [Parallel(pipeline=2), Parallel(context=2)], ids=["PP2", "CP2"])
+def test_tenants_are_isolated_with_pipelines_and_split_sequences(dense, parallel):
     def on_rank():
         backend = make_backend(dense, parallel)
         expected = after(backend, healthy)[0]
@@ -463,16 +440,11 @@ def test_tenants_are_isolated_with_pipelines_and_split_sequences(dense, world_si
         ]
         return [failure.__name__ for failure in failures if after(backend, failure)[0] != expected]
 
-    assert run_distributed(on_rank, world_size, init=False, timeout_s=120) == [[]] * world_size
+    assert run_distributed(on_rank, 2, init=False, timeout_s=120) == [[]] * 2
 
 
-@pytest.mark.nightly_cases("EP2")  # covered: ETP2
-@pytest.mark.parametrize(
-    ("world_size", "parallel"),
-    [(1, Parallel()), (2, Parallel(expert=2)), (2, Parallel(tensor=2))],
-    ids=["single", "EP2", "ETP2"],
-)
-def test_tenants_are_isolated_with_shared_experts(moe, monkeypatch, world_size, parallel):
+@pytest.mark.parametrize("parallel", [Parallel(expert=2), Parallel(tensor=2)], ids=["EP2", "ETP2"])
+def test_tenants_are_isolated_with_shared_experts(moe, monkeypatch, parallel):
     for name, lora in LORAS.items():
         monkeypatch.setitem(LORAS, name, lora.model_copy(update={"dropout": 0.0}))
 
@@ -481,7 +453,7 @@ def test_tenants_are_isolated_with_shared_experts(moe, monkeypatch, world_size, 
         expected = after(backend, healthy)[0]
         return [failure.__name__ for failure in BEFALL_A if after(backend, failure)[0] != expected]
 
-    assert run_distributed(on_rank, world_size, init=False, timeout_s=120) == [[]] * world_size
+    assert run_distributed(on_rank, 2, init=False, timeout_s=120) == [[]] * 2
 
 
 def test_overflow_halves_only_that_tenants_loss_scale(dense):

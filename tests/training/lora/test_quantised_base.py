@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megascend import Adapters, Lora, Parallel
-from megascend.config import Recompute
 from megascend.errors import CheckpointError
 from megascend.testing import run_distributed
 from megascend.testing.artifact_cache import make_once
@@ -26,12 +25,10 @@ QUANTISED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 # Inputs of two ranks that are multiples of both blocks.
 SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 DENSE, EXPERTS = SIZES | {"intermediate_size": 256}, SIZES | {"moe_intermediate_size": 256}
-FULL = Recompute(granularity="full")
 CASES = {
     "TP2 x PP2, nf4": (Case("nf4", 4, Parallel(tensor=2, pipeline=2), overrides=DENSE), "nf4"),
     "EP2, fp8": (Case("fp8", 2, Parallel(expert=2), arch="qwen3_moe", overrides=EXPERTS), "fp8"),
     "one process, fp8": (Case("fp8", overrides=DENSE), "fp8"),
-    "TP2, recomputed, fp8": (Case("fp8", 2, Parallel(tensor=2), recompute=FULL, overrides=DENSE), "fp8"),
     "experts on TP2, nf4": (Case("nf4", 2, Parallel(tensor=2), arch="qwen3_moe", overrides=EXPERTS), "nf4"),
     "grouped experts, nf4": (Case("nf4", arch="qwen3_moe", experts="grouped", overrides=EXPERTS), "nf4"),
 }

@@ -9,9 +9,7 @@ import pytest
 import torch
 from fused_by_hand import HUGGING_FACE, assert_rows_are_in_place, chunk_of, layout_of, megatron_layer
 
-from megascend import Adam, Adapters, Batching, ConfigError, Lora, register_lora_targets
-from megascend.testing import run_distributed
-from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from megascend import ConfigError, register_lora_targets
 from megascend.training.lora.target_maps import find_target_modules, layer_targets
 
 OUTSIDE = """
@@ -78,46 +76,3 @@ def test_an_architecture_has_one_map(outside):
     register_lora_targets("another", layer_targets)
     with pytest.raises(ConfigError, match="another map is registered for model_type 'outside'"):
         register_lora_targets("outside", layer_targets)
-
-
-@pytest.mark.nightly  # covered: engines/megatron/test_registered_architecture.py: its adapters
-@pytest.mark.usefixtures("megatron_imported")
-def test_adapters_of_a_real_model_follow_the_registered_map(parity_folder, outside):
-    """Map only Llama's attention: "all-linear" then means q, k, v and o, and MLPs cannot be named."""
-    checkpoint = case_checkpoint(parity_folder, "llama", num_hidden_layers=2)
-    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-    def train(targets):
-        from megascend.backends import MegatronBackend
-
-        backend = MegatronBackend(
-            checkpoint,
-            precision="fp32",
-            optimizer=Adam(lr=1e-2),
-            self_check=False,
-            adapters=Adapters(),
-            batching=Batching(micro_batch_tokens=64),
-            timeout_s=60,
-        )
-        backend.add_adapter("a", Lora(rank=4, targets=targets))
-        rows = []
-        for _ in range(2):
-            loss = backend.forward_backward(causal_samples(token_lists()), adapter="a").loss
-            rows.append((loss, backend.optimizer_step().grad_norm))
-        if targets == "all-linear":
-            with pytest.raises(ConfigError, match=r"targets 'down_proj'.*those are k_proj, o_proj, q_proj, v_proj"):
-                backend.add_adapter("b", Lora(targets=("down_proj",)))
-        return rows
-
-    def with_the_registered_map():
-        sys.path.insert(0, str(outside))
-        importlib.import_module("outside_targets")
-        return train("all-linear")
-
-    expected = run_distributed(lambda: train(attention), 1, init=False)[0]
-    # Other projections have their place among the gradients there, so that the norm's terms are added up in another order.
-    for (loss, norm), (expected_loss, expected_norm) in zip(
-        run_distributed(with_the_registered_map, 1, init=False)[0], expected, strict=True
-    ):
-        assert loss == pytest.approx(expected_loss, rel=1e-6)
-        assert norm == pytest.approx(expected_norm, rel=1e-6)
