@@ -28,16 +28,6 @@ FSDP: Outcomes = {
     "deepseek_v4": ("eager attention only", "eager attention only"),
 }
 """One of each kind of layer, and of each refusal."""
-FURTHER_FSDP: Outcomes = {
-    "afmoe": ("right", "right"),
-    "minimax": (HYBRID, "right"),
-    "qwen3_5_text": ("right", "right"),
-    "olmo_hybrid": ("right", "right"),
-    "kimi_linear": (HYBRID, "right"),
-    "bailing_hybrid": (HYBRID, "right"),
-    "glm_moe_dsa": ("right", "right"),
-    "qwen4_exp_text": (HYBRID, "cannot be called as this engine calls it"),
-}
 SINGLE = {
     "beam": "changes its logits",
     "deepseek_v4": "right",
@@ -71,14 +61,9 @@ def is_as_expected(outcome: str, expected: str) -> bool:
     return outcome == "right" if expected == "right" else outcome.startswith("refused: ") and expected in outcome
 
 
-@pytest.mark.parametrize(
-    "expected",
-    [FSDP, pytest.param(FURTHER_FSDP, marks=pytest.mark.nightly)],
-    ids=["each kind", "others"],
-)
-def test_engine_fsdp_is_right_or_refuses_before_training(expected: Outcomes, tmp_path: Path) -> None:
-    outcomes = run(tmp_path, "fsdp", *expected)
-    for name, (packed, padded) in expected.items():
+def test_engine_fsdp_is_right_or_refuses_before_training(tmp_path: Path) -> None:
+    outcomes = run(tmp_path, "fsdp", *FSDP)
+    for name, (packed, padded) in FSDP.items():
         assert is_as_expected(outcomes[name]["packed"], packed), (name, outcomes[name])
         assert is_as_expected(outcomes[name]["padded"], padded), (name, outcomes[name])
 
@@ -90,18 +75,17 @@ def test_engine_single_is_right_or_refuses_before_training(tmp_path: Path) -> No
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("engine", ["fsdp", "single", pytest.param("megatron", marks=first_stack_required)])
-def test_no_recurrent_architecture_is_computed_wrongly(engine: str, tmp_path: Path) -> None:
+@first_stack_required
+def test_megatron_trains_the_recurrent_architectures_that_it_knows_and_refuses_others(tmp_path: Path) -> None:
     names = recurrent_models()
     assert len(names) >= RECURRENT_COUNT
     # Their language models, which are in the list too, have the same layers.
     assert set(MULTIMODAL) <= set(names)
-    for name, layouts in run(tmp_path, engine, *(name for name in names if name not in MULTIMODAL)).items():
-        assert layouts.keys() == ({"padded"} if engine == "single" else {"packed", "padded"}), (name, layouts)
+    for name, layouts in run(tmp_path, "megatron", *(name for name in names if name not in MULTIMODAL)).items():
+        assert layouts.keys() == {"packed", "padded"}, (name, layouts)
         for outcome in layouts.values():
             assert outcome == "right" or outcome.startswith("refused: "), (name, layouts)
-            if engine == "megatron":
-                assert (outcome == "right") == (name in ON_MEGATRON), (name, layouts)
+            assert (outcome == "right") == (name in ON_MEGATRON), (name, layouts)
 
 
 @pytest.mark.nightly

@@ -192,25 +192,3 @@ def test_runs_with_and_without_offload_are_equal_bit_for_bit(parity_folder: Path
     checkpoint = str(case_checkpoint(parity_folder, arch))
     counts = run_distributed(compare, world_size, checkpoint, tmp_path, offload, options, init=False, timeout_s=300)
     assert min(counts) > 20
-
-
-def load_in_another_layout(checkpoint: str, folder: Path) -> None:
-    """Raise unless TP2 continues checkpoints of DP2 with and without offload equally, with and without offload."""
-    for offload in (False, True):
-        run_of(checkpoint, folder, offload, trains=True, load=None, precision="bf16")
-    outcomes = [
-        run_of(checkpoint, folder, offload, trains=False, load=load, precision="bf16", parallel=Parallel(tensor=2))[0]
-        for offload, load in ((False, "offload-False"), (False, "offload-True"), (True, "offload-True"))
-    ]
-    expected, state = outcomes[0]
-    for results, values in outcomes[1:]:
-        assert results == expected
-        assert values.keys() == state.keys()
-        assert all(torch.equal(values[key].nan_to_num(7), state[key].nan_to_num(7)) for key in state)
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("megatron_imported", "small_chunks")
-def test_offloaded_state_moves_to_another_layout(parity_folder: Path, tmp_path: Path) -> None:
-    checkpoint = str(case_checkpoint(parity_folder, "qwen3"))
-    run_distributed(load_in_another_layout, 2, checkpoint, tmp_path, init=False, timeout_s=300)

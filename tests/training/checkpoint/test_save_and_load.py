@@ -56,11 +56,6 @@ def run(
     return run_distributed(on_rank, world_size, init=False, timeout_s=400)[0]
 
 
-def marks(layout, distributed):
-    """Mark cases as nightly: in CI the plain optimizer runs on DP2 and EP2 only."""
-    return [] if distributed or layout in ("DP2", "EP2") else [pytest.mark.nightly]
-
-
 @pytest.mark.core_cases("PP2 x VPP2-True")
 @pytest.mark.nightly_cases(
     "single-True",  # covered: reliability/test_resume.py: single
@@ -68,8 +63,7 @@ def marks(layout, distributed):
     "EP2-False",  # covered: EP2-True, DP2-False
 )
 @pytest.mark.parametrize(
-    ("layout", "distributed"),
-    [pytest.param(layout, kind, marks=marks(layout, kind)) for layout in LAYOUTS for kind in (True, False)],
+    ("layout", "distributed"), [*((layout, True) for layout in LAYOUTS), ("DP2", False), ("EP2", False)]
 )
 def test_same_layout_resumes_bit_for_bit(parity_folder, tmp_path, layout, distributed):
     checkpoint = case_checkpoint(parity_folder, LAYOUTS[layout][2])
@@ -78,12 +72,10 @@ def test_same_layout_resumes_bit_for_bit(parity_folder, tmp_path, layout, distri
     assert rest == uninterrupted[3:]
 
 
-@pytest.mark.nightly_cases("False")  # covered: True
-@pytest.mark.parametrize("distributed", [True, False])
-def test_checkpoint_before_the_first_step_resumes_bit_for_bit(parity_folder, tmp_path, distributed):
+def test_checkpoint_before_the_first_step_resumes_bit_for_bit(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
-    uninterrupted = run(checkpoint, "DP2", distributed=distributed, save_to=tmp_path / "step-0", save_after=None)
-    assert run(checkpoint, "DP2", distributed=distributed, load_from=tmp_path / "step-0") == uninterrupted
+    uninterrupted = run(checkpoint, "DP2", save_to=tmp_path / "step-0", save_after=None)
+    assert run(checkpoint, "DP2", load_from=tmp_path / "step-0") == uninterrupted
 
 
 @pytest.mark.nightly_cases("bf16")  # covered: fp16; upstream's reader in bf16
@@ -92,21 +84,6 @@ def test_main_parameters_are_saved(parity_folder, tmp_path, precision):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     uninterrupted = run(checkpoint, "DP2", precision, save_to=tmp_path / "step-3")
     assert run(checkpoint, "DP2", precision, load_from=tmp_path / "step-3", steps=range(3)) == uninterrupted[3:]
-
-
-@pytest.mark.nightly  # covered: training/checkpoint/test_resharding.py
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [("TP2", "single"), ("single", "TP2"), ("DP2", "TP2"), ("PP2", "DP2")],
-)
-def test_other_layout_resumes_from_the_same_numbers(parity_folder, tmp_path, saved, loaded):
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-    uninterrupted = run(checkpoint, saved, save_to=tmp_path / "step-3")
-    rest = run(checkpoint, loaded, load_from=tmp_path / "step-3", steps=range(3))
-    for (loss, norm, lr), (expected_loss, expected_norm, expected_lr) in zip(rest, uninterrupted[3:], strict=True):
-        assert loss == pytest.approx(expected_loss, abs=2e-5)
-        assert norm == pytest.approx(expected_norm, abs=2e-4)
-        assert lr == expected_lr
 
 
 def test_unsuitable_directories_raise_checkpoint_error(parity_folder, tmp_path):
