@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from megascend.config import Adapters, Lora, Parallel, Recompute
+from megascend.config import Parallel, Recompute
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
@@ -105,38 +105,3 @@ def test_uneven_chunks_train_resume_and_export_like_transformers(
     single = replace(case, name="single", world_size=1, parallel=Parallel())
     (curve,) = run_distributed(resume, 1, single, checkpoint, tmp_path, init=False, timeout_s=120)
     compare(curve, expected.losses[1:], expected.grad_norms[1:])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["E|tt|ttt|L", "Et|tt|t|tL"])
-def test_adapters_on_uneven_chunks_train_like_those_of_one_process(
-    layout: str, parity_folder: Path, tmp_path: Path
-) -> None:
-    checkpoint = case_checkpoint(parity_folder, "llama", num_hidden_layers=5)
-
-    def on_rank(case: Case, folder: Path) -> TrainingCurve:
-        backend = case_backend(case, checkpoint, adapters=Adapters())
-        backend.add_adapter("a", Lora(rank=4))
-        samples = [replace(sample, adapter="a") for sample in causal_samples(token_lists())]
-        losses, norms = [], []
-        for number in range(STEPS):
-            if number == 1:
-                backend.save(folder / "saved", wait=True)
-                backend.load(folder / "saved")
-            losses.append(backend.forward_backward(backend.shard(samples)).adapters["a"].loss)
-            norms.append(backend.optimizer_step().adapters["a"].grad_norm)
-        backend.save_adapter("a", folder / "adapter")
-        backend.close()
-        return TrainingCurve(losses, norms, [])
-
-    cases = [Case("single"), Case("uneven", 2, pipeline(layout, 2))]
-    curves, weights = [], []
-    for case in cases:
-        folder = tmp_path / case.name
-        curves.append(run_distributed(on_rank, case.world_size, case, folder, init=False, timeout_s=120)[0])
-        weights.append(load_file(folder / "adapter" / "adapter_model.safetensors"))
-    compare(curves[1], curves[0].losses, curves[0].grad_norms)
-    assert weights[0].keys() == weights[1].keys()
-    assert len(weights[0]) == 5 * 7 * 2
-    for name, weight in weights[0].items():
-        assert float((weights[1][name] - weight).abs().mean()) < 1e-5, name
