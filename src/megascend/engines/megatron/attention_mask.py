@@ -122,7 +122,7 @@ def install(chunks: Sequence[torch.nn.Module], config: Any) -> None:
         # GPTModel.forward begins with input_ids, position_ids, attention_mask.
         mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
         # MindSpeed's; with other providers, decoders are causal.
-        mask_type = getattr(config, "attention_mask_type", "causal")
+        mask_type: MaskType = getattr(config, "attention_mask_type", "causal")
         if mask is None and mask_type == "causal":
             return args, kwargs
         ids = args[0] if args else kwargs["input_ids"]

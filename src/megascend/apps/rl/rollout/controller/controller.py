@@ -307,7 +307,7 @@ class Controller(ClosedOnce):
             claim.renew(self.clock.time())
             self.arm()
 
-    async def _cancellable(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _cancellable(self, work: Awaitable[T]) -> T:
         """Await a claim's call, which ends with its caller and when the controller closes."""
         # A task of its own, which close() can cancel without the caller's.
         task = asyncio.ensure_future(work)
