@@ -169,6 +169,25 @@ def test_a_step_with_nan_on_one_rank_is_skipped_by_all(checkpoint, layout, distr
         assert math.isfinite(last.grad_norm)
 
 
+def test_a_norm_that_is_not_finite_on_one_rank_only_skips_the_step_on_all(checkpoint):
+    """Fake the norm of one rank: a NaN in its gradients would reach the other by their reduction."""
+
+    def on_rank():
+        # The distributed optimizer would gather parameters in a step, in which ranks that differ would wait for each other.
+        backend = make_backend(checkpoint, lr=1e-2, optimizer={"distributed": False})
+        backend.forward_backward(backend.shard(causal_samples(token_lists())))
+        optimizer = backend.engine.optimizer.megatron
+        norm = optimizer.get_grad_norm
+        if backend.rank == 1:
+            optimizer.get_grad_norm = lambda: math.nan * norm()
+        before = [p.clone() for p in backend.engine.bare_chunks[0].parameters()]
+        step = backend.optimizer_step()
+        unchanged = all(map(torch.equal, before, backend.engine.bare_chunks[0].parameters()))
+        return step.skipped, step.skipped_in_a_row, math.isfinite(step.grad_norm), unchanged
+
+    assert run_distributed(on_rank, 2, init=False) == [(True, 1, False, True)] * 2
+
+
 def policy_fields(tokens):
     generator = torch.Generator().manual_seed(5)
     return [
