@@ -181,15 +181,21 @@ def drifting(checkpoint: str) -> dict[str, float]:
 
 
 def resumed(checkpoint: str, folder: str, world_size: int = 2, **options: Any) -> dict[str, Any]:
-    """Train four steps, and two steps, a checkpoint and two more; return whether both agree to the bit."""
+    """Train four steps, and two steps, a checkpoint and two more; return whether both agree to the bit.
+
+    A skipped step before the checkpoint counts in the schedule, and not in the optimizer.
+    """
+    schedule = megascend.Schedule(kind="linear", total_steps=9)
 
     def steps(backend: Any, samples: Any, count: int) -> list[tuple[float, float]]:
         return [(backend.forward_backward(samples).loss, backend.optimizer_step().grad_norm) for _ in range(count)]
 
     def on_rank() -> dict[str, Any]:
-        with make(checkpoint, **options) as backend:
+        with make(checkpoint, schedule=schedule, **options) as backend:
             samples = backend.shard(causal_samples(token_lists()))
             figures = steps(backend, samples, 2)
+            backend.forward_backward(samples, lambda logprobs, inputs: logprobs * math.nan)
+            assert backend.optimizer_step().skipped
             at_save = backend.forward(samples).logprobs
             backend.save(folder, progress={"at": 2}, wait=True)
             figures += steps(backend, samples, 2)
@@ -197,7 +203,7 @@ def resumed(checkpoint: str, folder: str, world_size: int = 2, **options: Any) -
             backend.forward(samples)  # gathers what must not be used after the load
             assert backend.load(folder) == {"at": 2}
             loaded_in_place = equal(at_save, backend.forward(samples).logprobs)
-        with make(checkpoint, seed=99, **options) as backend:
+        with make(checkpoint, schedule=schedule, seed=99, **options) as backend:
             backend.load(folder)
             loaded = equal(at_save, backend.forward(samples).logprobs)
             repeated = steps(backend, samples, 2)

@@ -78,6 +78,12 @@ def test_checkpoint_before_the_first_step_resumes_bit_for_bit(parity_folder, tmp
     assert run(checkpoint, "DP2", load_from=tmp_path / "step-0") == uninterrupted
 
 
+def test_attention_dropout_draws_on_after_a_resume(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3", attention_dropout=0.2)
+    uninterrupted = run(checkpoint, "single", save_to=tmp_path / "step-3")
+    assert run(checkpoint, "single", load_from=tmp_path / "step-3", steps=range(3)) == uninterrupted[3:]
+
+
 @pytest.mark.nightly_cases("bf16")  # covered: fp16; upstream's reader in bf16
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_main_parameters_are_saved(parity_folder, tmp_path, precision):

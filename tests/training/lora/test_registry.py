@@ -7,6 +7,8 @@ import torch
 
 from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.errors import CheckpointError, ConfigError
+from megascend.training.lora.adapter_io import COUNTERS
+from megascend.training.lora.factors import UnshardedAdapter
 from megascend.training.lora.layout import shape_groups
 from megascend.training.lora.optimizer import update
 from megascend.training.lora.registry import AdapterRegistry, AdapterSettings, check_name
@@ -207,6 +209,24 @@ def test_joint_adapter_steps_equal_separate_adamw():
         assert torch.equal(adapter.values, references[adapter.name][0]), adapter.name
         assert adapter.taken == (2 if adapter.name == "not-finite" else 3)
         assert not adapter.grads.any()
+
+
+def test_restored_adapter_continues_after_a_skipped_step():
+    """Count a skipped step in the schedule, and not in AdamW's bias correction."""
+    adam, schedule = Adam(lr=0.1), Schedule(kind="linear", total_steps=9)
+    first, second = (make_registry(adam=adam, schedule=schedule).create("a", Lora(rank=2)) for _ in range(2))
+
+    def step(adapter, number, norm=1.0):
+        adapter.grads.copy_(torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(number)))
+        return update([adapter], [norm], {})["a"]
+
+    step(first, 0)
+    assert step(first, 1, math.inf).skipped
+    counters = {name: getattr(first, name) for name in COUNTERS}
+    second.values.detach().copy_(first.values)
+    second.restore(*(moment.clone() for moment in first.moments()), UnshardedAdapter(first.lora, {}, **counters))
+    assert [step(second, number) for number in (2, 3)] == [step(first, number) for number in (2, 3)]
+    assert torch.equal(second.values, first.values)
 
 
 def test_steps_clip_skip_and_scale_like_adamw_on_the_true_gradient():
