@@ -90,7 +90,7 @@ def assert_all(raised: list[tuple[type, str]], kind: type, *words: str) -> None:
     [
         (lambda: Parallel(tensor=0), ["tensor", "greater than or equal to 1", "got 0"]),
         (lambda: Adam(lr=-1.0), ["lr", "got -1.0"]),
-        (lambda: Adam(overlap_param_gather=True), ["overlap_grad_reduce: true"]),
+        (lambda: Adam(overlap_param_gather=True), ["overlap_param_gather: true", "set both to true"]),
         (lambda: Batching(micro_batch_tokens="many"), ["micro_batch_tokens", "'many'"]),
         (lambda: Adam(learning_rate=1e-4), ["learning_rate: unknown setting", "did you mean lr?"]),
         (lambda: Parallel(tp=2), ["tp: unknown setting", "did you mean tensor?"]),

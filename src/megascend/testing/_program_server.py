@@ -66,6 +66,7 @@ def _program(request: dict[str, Any]) -> int:
     module = types.ModuleType("__main__")
     if path is not None:
         module.__file__ = path
+        sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # the program's neighbours are imported first
     # pickle and dataclasses look up classes of the program by this name.
     sys.modules["__main__"] = module
     code = 0

@@ -18,6 +18,7 @@ from ranks import do_jobs, make, on_ranks
 
 import megascend
 import megascend.engines.fsdp.engine  # ranks find it imported
+from megascend.apps.sampling.request import SampleRequest, SampleResult
 from megascend.engines.fsdp import compilation
 from megascend.models.selfcheck import in_process
 from megascend.reference import fla as reference_fla
@@ -174,6 +175,28 @@ def trained_adapter(engine: str, checkpoint: str, adapter: str, steps: int, out:
     """Train an adapter; see :func:`support.lora_parity.train_one`."""
     with make(checkpoint, engine, adapters=megascend.Adapters(), self_check=False) as backend:
         return train_one(backend, Path(adapter), steps, Path(out))
+
+
+def sampled(
+    engine: str,
+    ranks: int,
+    checkpoint: str,
+    requests: list[SampleRequest],
+    paths: dict[str, str],
+    **options: Any,
+) -> list[tuple[list[SampleResult], list[SampleResult], str | None]]:
+    """Return on every rank the results with the cache and without it, and why no cache was used."""
+
+    def on_rank() -> Any:
+        with make(checkpoint, engine, **options) as backend:
+            for name, path in paths.items():
+                backend.load_adapter(name, path)
+            sampler = megascend.Sampler(backend)
+            results = sampler.generate(requests)
+            return results, megascend.Sampler(backend, cache=False).generate(requests), sampler.cache_unsupported_reason
+
+    megascend.bootstrap("cpu", engine=engine)
+    return on_ranks(on_rank, ranks)
 
 
 if __name__ == "__main__":
