@@ -80,7 +80,7 @@ REFUSED = [
     ("decoder_sparse_step: 2 is ignored", {"decoder_sparse_step": 2}, ("qwen3_5_moe_text",)),
     ("mlp_only_layers: [1] is ignored", {"mlp_only_layers": [1]}, ("qwen3_5_moe_text",)),
     ("num_experts_per_tok: 9 with 8 experts", {"num_experts_per_tok": 9, "num_local_experts": 8}, ("mixtral",)),
-    ("num_shared_experts: 0", {"n_shared_experts": 0}, ("deepseek_v3",)),
+    ("n_shared_experts: 0", {"n_shared_experts": 0}, ("deepseek_v3",)),
     ("conv_kernel: 3 is ignored", {"conv_kernel": 3}, ("nemotron_h",)),
     ("use_conv_bias: False is ignored", {"use_conv_bias": False}, ("nemotron_h",)),
     ("mamba_hidden_act: gelu is ignored", {"mamba_hidden_act": "gelu"}, ("nemotron_h",)),

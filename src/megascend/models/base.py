@@ -387,7 +387,11 @@ class Architecture:
 
 
 def _refusals(rules: Sequence[Rule[ModelSetup]], setup: ModelSetup) -> list[str]:
-    return [rule.message(setup) for rule in rules if rule.when(setup)]
+    refusals = [rule.message(setup) for rule in rules if rule.when(setup)]
+    for name, spellings in ALIASES.items():  # a user looks for the key that config.json has
+        spelling = next((other for other in spellings if other in setup.config), name)
+        refusals = [text.replace(f"{name}:", f"{spelling}:", 1) for text in refusals]
+    return refusals
 
 
 @dataclass(frozen=True)
