@@ -20,6 +20,7 @@ from megascend.apps.rl.rollout.engines.guarded import GuardedProcess
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.runtime.distributed.launch import child_environment
 
+MODULE = "weightwire.vllm"
 TRAINER_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "HCCL_HOST_SOCKET_PORT_RANGE",
@@ -61,11 +62,12 @@ class VllmProcess:
     Args:
         python: the interpreter of vLLM's environment (``scripts/vllm_env.sh`` creates one).
         model: a Hugging Face checkpoint directory.
-        key_file: file with the job's key, mode 0600; default: the key of the environment.
+        key_file: file with the job's key, mode 0600; not needed for a server without weightwire.
         log: file for the output.
         options: additional options of vLLM.
         environment: additional variables, beside those of :func:`engine_environment`.
         port: default: a free one.
+        module: module to run; vLLM's own server is ``vllm.entrypoints.openai.api_server``.
 
     Raises:
         ConfigError: the interpreter does not exist.
@@ -81,10 +83,11 @@ class VllmProcess:
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         port: int | None = None,
+        module: str = MODULE,
     ) -> None:
         require_interpreter(python)
         self._log, self._port = Path(log), port
-        self._command = [str(python), "-m", "weightwire.vllm", "--model", str(model), *options]
+        self._command = [str(python), "-m", module, "--model", str(model), *options]
         self._variables = {
             **engine_environment(python),
             **(environment or {}),
