@@ -1,10 +1,9 @@
-"""Write tables into docs/, between markers: settings, metrics, versions and layouts from code, figures from benchmarks/.
+"""Make the tables of docs/ (settings, metrics, options, versions, layouts, figures) when the site is built.
 
-    python scripts/docs_tables.py            # rewrite the pages
-    python scripts/docs_tables.py --check    # exit with 1 if a page is out of date
+A page has ``<!-- table: NAME -->`` where a table goes; ``docs_hooks.py`` inserts it, by the functions in :data:`TABLES`.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; :data:`TABLES` has a function for each name. The
-requirements in pyproject.toml stand between ``# table: NAME`` and ``# end of table``.
+    python scripts/docs_tables.py            # rewrite what is committed: requirements in pyproject.toml, published models
+    python scripts/docs_tables.py --check    # exit with 1 if the requirements are out of date
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -54,11 +54,10 @@ from support.parity_matrix import family_matrix, matrix
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PROJECT = DOCS.parent / "pyproject.toml"
-MARKED = re.compile(
-    r"(<!-- table: (?P<table>[\w ]+) -->\n).*?(<!-- end of table -->)"
-    r"|( *# table: (?P<requirements>[\w ]+)\n).*?( *# end of table\n)",
-    re.DOTALL,
-)
+PUBLISHED_COUNTS = DOCS.parent / "benchmarks" / "families" / "published.json"
+TORCH_NPU_NAMES = DOCS.parent / "benchmarks" / "integrations" / "torch_npu-names.json"
+MARKED = re.compile(r"^<!-- table: ([\w -]+) -->$", re.MULTILINE)
+REQUIREMENTS = re.compile(r"( *# table: ([\w ]+)\n).*?( *# end of table\n)", re.DOTALL)
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -71,16 +70,27 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 # --- settings ---
 
 
-def settings(kind: type[Section], base: type[Section] | None = None) -> str:
-    """Format the settings of a command, a table for each section; with ``base``, only those that ``kind`` adds or redefines."""
-    names = [name for name in kind.model_fields if base is None or name in kind.__annotations__]
-    return "\n".join(section_tables(kind, names))
+@cache
+def settings() -> dict[str, str]:
+    """Format the settings by command, a table for each section on the first page that has it; later pages link there."""
+    _anchors.clear()
+    kinds: dict[str, tuple[str, type[Section], type[Section] | None]] = {
+        "settings of train and rl": ("settings.md", TrainerConfig, None),
+        "settings of train": ("settings-train.md", RunConfig, TrainerConfig),
+        "settings of rl": ("settings-rl.md", RlConfig, TrainerConfig),
+        "settings of serve": ("settings-serve.md", ServeConfig, None),
+    }
+    tables = {}
+    for name, (page, kind, base) in kinds.items():
+        names = [name for name in kind.model_fields if base is None or name in kind.__annotations__]
+        tables[name] = "\n".join(section_tables(page, kind, names))
+    return tables
 
 
 _anchors: dict[type[BaseModel], str] = {}  # sections that have a table already, which others link to
 
 
-def section_tables(kind: type[BaseModel], names: Iterable[str], prefix: str = "") -> Iterator[str]:
+def section_tables(page: str, kind: type[BaseModel], names: Iterable[str], prefix: str = "") -> Iterator[str]:
     """Yield the table of a section's settings, then those of the sections within that have none yet."""
     nested: list[tuple[str, type[BaseModel]]] = []
     rows = []
@@ -91,16 +101,16 @@ def section_tables(kind: type[BaseModel], names: Iterable[str], prefix: str = ""
         section = section_of(kind, name) or item
         if section is not None:
             if section not in _anchors:
-                _anchors[section] = key.replace(".", "")
+                _anchors[section] = f"{page}#{key.replace('.', '')}"
                 nested.append((key, section))
-            kind_text = f"{'list of [sections]' if item else '[section]'}(#{_anchors[section]})"
+            kind_text = f"{'list of [sections]' if item else '[section]'}({_anchors[section]})"
         else:
             kind_text = type_text(field.annotation, field.metadata, quote="`")
         rows.append([f"`{key}`", kind_text, *default_and_meaning(kind, name)])
-    heading = f"### `{prefix.rstrip('.')}`\n\n" if prefix else ""
+    heading = f"## `{prefix.rstrip('.')}`\n\n" if prefix else ""
     yield heading + table(["key", "type", "default", "meaning"], rows)
     for key, section in nested:
-        yield from section_tables(section, section.model_fields, f"{key}.")
+        yield from section_tables(page, section, section.model_fields, f"{key}.")
 
 
 def default_and_meaning(kind: type[BaseModel], name: str) -> list[str]:
@@ -120,7 +130,7 @@ def constructor_settings() -> str:
     for name, field in EngineSpec.model_fields.items():
         kind_text = type_text(field.annotation, field.metadata, quote="`")
         if name in TrainerConfig.model_fields and (section := section_of(EngineSpec, name)) is not None:
-            kind_text = f"[`{section.__name__}`](#{name})"
+            kind_text = f"[`{section.__name__}`](../settings.md#{name})"
         rows.append([f"`{name}`", kind_text, *default_and_meaning(EngineSpec, name)])
     return table(["setting", "type", "default", "meaning"], rows)
 
@@ -308,11 +318,11 @@ def families() -> str:
     return table(["`model_type`", "beside a plain decoder", "compared with Hugging Face on the Megatron engine"], rows)
 
 
-def published_models(describe: Callable[[str], PublishedModel] | None = None) -> str:
-    """Format the published models of tests/models/published: counts, a layout, and what a rank of it holds.
+def published_rows(describe: Callable[[str], PublishedModel] | None = None) -> list[list[str]]:
+    """Count the published models of tests/models/published: parameters, a layout, and what a rank of it holds.
 
     Args:
-        describe: describes one by its name; default: in a temporary folder.
+        describe: describes one by its name; default: in a temporary folder, which takes a minute for all.
     """
     rows = []
     for name, entry in PUBLISHED.items():
@@ -340,8 +350,13 @@ def published_models(describe: Callable[[str], PublishedModel] | None = None) ->
         text = f"{published / 1e9:.0f} B" if entry["tolerance"] > 0.001 else f"{published:,}"
         model_type = model.config["model_type"]
         rows.append([f"`{model_type}`", entry["model"], f"{info.parameter_count:,}", text, *cells])
+    return sorted(rows)
+
+
+def published_models() -> str:
+    """Format the published models by the committed counts, which tests/models/test_published.py compares."""
     header = ["`model_type`", "model", "parameters", "published", "layout", "parameters of a rank", "memory of a rank"]
-    return table(header, sorted(rows))
+    return table(header, json.loads(PUBLISHED_COUNTS.read_text(encoding="utf-8")))
 
 
 def layout_text(case: Case) -> str:
@@ -401,6 +416,16 @@ def recipes() -> str:
     return table(header, rows)
 
 
+def names_of_torch_npu() -> str:
+    """Format which of torch_npu's public names the simulated device has."""
+    rows = []
+    for module, states in json.loads(TORCH_NPU_NAMES.read_text(encoding="utf-8")).items():
+        for state, found in states.items():
+            if found:
+                rows.append([module, f"{state}: {len(found)}", ", ".join(f"`{name}`" for name in found)])
+    return table(["module", "", "names"], rows)
+
+
 def rules(table_of_rules: Iterable[Rule[Any] | tuple[str, Rule[Any]]]) -> str:
     """Format the settings that an engine, a model or another setting excludes."""
     words = {
@@ -433,20 +458,74 @@ def rules_of_settings() -> str:
     return rules((prefix, rule) for rule, prefix in prefixes.items())
 
 
+# --- commands ---
+
+
+GUIDES = {
+    "init": "train.md#init",
+    "train": "train.md",
+    "prepare": "data.md#prepared-offline",
+    "rl": "rl.md",
+    "generate": "use.md#generate",
+    "chat": "use.md#chat",
+    "eval": "use.md#eval",
+    "rollouts": "watch.md#rollouts",
+    "serve": "serve.md",
+    "plan": "planning.md",
+    "run": "integrations/megatron.md",
+    "job": "jobs.md",
+    "doctor": "process.md#doctor",
+    "show-config": "train.md#show-config",
+    "new-model": "train.md#new-model",
+    "export": "use.md#export",
+    "push": "use.md#push",
+    "simnpu": "simnpu.md",
+}
+"""Pages that explain the commands."""
+
+
+def commands() -> str:
+    """Format every command: what it does, its arguments and its options."""
+    from typer.main import get_command
+
+    from megascend.apps.cli.main import app
+
+    parts = []
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        arguments = " ".join(option.name.upper() for option in command.params if not option.opts[0].startswith("-"))
+        rows = [
+            [
+                ", ".join(f"`{option}`" for option in (*parameter.opts, *parameter.secondary_opts)),
+                "required" if parameter.required else default_text(parameter.default),
+                sentence((parameter.help or "").replace("\n", " ")),
+            ]
+            for parameter in command.params
+        ]
+        usage = " ".join(filter(None, ("megascend", name, arguments, "[OPTIONS]")))
+        text = sentence(command.help.split("\n\n")[0].replace("\n", " "))
+        parts.append(f"## {name}\n\n`{usage}`: {text} ([guide]({GUIDES[name]})).\n\n{table(['option', 'default', 'meaning'], rows)}")
+    return "\n".join(parts)
+
+
+def default_text(default: Any) -> str:
+    """Format the default of an option; none for a flag that is off."""
+    empty = default is None or default is False or default in ((), []) or callable(default)
+    return "" if empty else f"`{default}`"
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    "settings of train and rl": lambda: settings(TrainerConfig),
-    "settings of train": lambda: settings(RunConfig, base=TrainerConfig),
-    "settings of rl": lambda: settings(RlConfig, base=TrainerConfig),
+    "commands": commands,
+    "settings of train and rl": lambda: settings()["settings of train and rl"],
+    "settings of train": lambda: settings()["settings of train"],
+    "settings of rl": lambda: settings()["settings of rl"],
     "settings of constructors": constructor_settings,
     "presets": presets,
-    "settings of serve": lambda: settings(ServeConfig),
+    "settings of serve": lambda: settings()["settings of serve"],
     "metrics of train": lambda: metrics(declared_metrics(StepRecord)),
     "metrics of losses": lambda: metrics(LOSS_METRICS),
     "metrics of rl": lambda: metrics(declared_metrics(RlRecord)),
     "metrics of serve": service_metrics,
     "versions": versions,
-    "requirements": requirements,
-    "requirements of stacks": requirements_of_stacks,
     "compared layouts": compared_layouts,
     "families": families,
     "published models": published_models,
@@ -464,41 +543,36 @@ TABLES: dict[str, Callable[[], str]] = {
         )
     ),
     "recipes": recipes,
+    "names of torch_npu": names_of_torch_npu,
 }
 
 
-def rewritten(text: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
-    """Return a page with its tables as the code declares them; one that is not in ``tables`` stays."""
-    _anchors.clear()
-
-    def block(match: re.Match[str]) -> str:
-        name = match["table"] or match["requirements"]
-        if name in TABLES and name not in tables:
-            return match[0]
-        if match["requirements"]:
-            return f"{match[4]}{tables[name]()}{match[6]}"
-        return f"{match[1]}\n{tables[name]()}\n{match[3]}"
-
-    return MARKED.sub(block, text)
+PACKAGING: dict[str, Callable[[], str]] = {
+    "requirements": requirements,
+    "requirements of stacks": requirements_of_stacks,
+}
 
 
-def outdated(tables: Mapping[str, Callable[[], str]] = TABLES) -> dict[Path, str]:
-    """Return the pages that differ from what the code declares, with the text that they should have."""
-    pages = {page: page.read_text(encoding="utf-8") for page in (PROJECT, *sorted(DOCS.rglob("*.md")))}
-    return {page: text for page, before in pages.items() if (text := rewritten(before, tables)) != before}
+def expanded(page: str) -> str:
+    """Return the Markdown of a page with its tables."""
+    return MARKED.sub(lambda match: f"\n{TABLES[match[1]]()}\n", page)
+
+
+def packaging(text: str) -> str:
+    """Return pyproject.toml with its requirements as the version table has them."""
+    return REQUIREMENTS.sub(lambda match: f"{match[1]}{PACKAGING[match[2]]()}{match[3]}", text)
 
 
 def main() -> None:
-    """Rewrite the pages, or with --check name those that are out of date."""
-    pages = outdated()
+    """Rewrite what is committed, or with --check compare the requirements."""
+    before = PROJECT.read_text(encoding="utf-8")
     if "--check" in sys.argv[1:]:
-        if pages:
-            names = ", ".join(page.name for page in pages)
-            sys.exit(f"out of date: {names}; run: python scripts/docs_tables.py")
+        if packaging(before) != before:
+            sys.exit("pyproject.toml is out of date; run: python scripts/docs_tables.py")
         return
-    for page, text in pages.items():
-        page.write_text(text, encoding="utf-8")
-        print(page)
+    PROJECT.write_text(packaging(before), encoding="utf-8")
+    rows = ",\n ".join(json.dumps(row) for row in published_rows())
+    PUBLISHED_COUNTS.write_text(f"[\n {rows}\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Documentation: links resolve, generated tables are current, and the site builds."""
+"""Documentation: links resolve, requirements are current, pages are short, and the site builds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,14 +36,22 @@ def test_examples_in_testing_page_run(tmp_path: Path) -> None:
     assert "3 passed" in completed.stdout
 
 
+@cache
+def expanded(page: Path) -> str:
+    """Return a page as the site shows it, with its tables."""
+    return docs_tables.expanded(page.read_text(encoding="utf-8"))
+
+
+@cache
 def headings(page: Path) -> set[str]:
     """Return the anchors of a page's headings as mkdocs and GitHub generate them."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", expanded(page), flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text), re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
 
 
-LINKING = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "cookbook" / "README.md"]
+PAGES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+LINKING = [*ROOT.glob("*.md"), *PAGES, ROOT / "cookbook" / "README.md"]
 
 
 @pytest.mark.parametrize("page", sorted(LINKING), ids=lambda page: str(page.relative_to(ROOT)))
@@ -59,10 +68,14 @@ def test_links_between_pages_resolve(page: Path) -> None:
     assert broken == []
 
 
-def test_generated_tables_are_current() -> None:
-    """Compare all but the published models', which ``models/test_published.py`` compares: it has described them."""
-    tables = {name: table for name, table in docs_tables.TABLES.items() if name != "published models"}
-    assert not docs_tables.outdated(tables), "run: python scripts/docs_tables.py"
+@pytest.mark.parametrize("page", sorted(PAGES), ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_are_short(page: Path) -> None:
+    assert expanded(page).count("\n") <= 300
+
+
+def test_requirements_are_those_of_the_version_table() -> None:
+    text = docs_tables.PROJECT.read_text(encoding="utf-8")
+    assert docs_tables.packaging(text) == text, "run: python scripts/docs_tables.py"
 
 
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
@@ -81,4 +94,7 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
     )
     assert completed.returncode == 0, completed.stderr[-4000:]
     assert 'not included in the "nav"' not in completed.stderr
-    assert (tmp_path / "site" / "own-data" / "index.html").is_file()
+    site = tmp_path / "site"
+    assert (site / "own-data" / "index.html").is_file()
+    assert 'id="optimizermuon"' in (site / "settings" / "index.html").read_text(encoding="utf-8")
+    assert (site / "figures" / "numerics" / "index.html").is_file()

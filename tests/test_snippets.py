@@ -228,14 +228,14 @@ def check_nothing(namespace: dict[str, Any]) -> None:
 
 FOLDER: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]] = {
     ("README.md", "megascend.bootstrap()"): (1, with_a_small_model, check_readme),
-    ("docs/cli.md", "class Watch"): (1, nothing, check_callback),
-    ("docs/api.md", "megascend.bootstrap()"): (1, nothing, check_nothing),
-    ("docs/data.md", "sample = megascend.Sample.causal"): (
+    ("docs/watch.md", "class Watch"): (1, nothing, check_callback),
+    ("docs/api/index.md", "megascend.bootstrap()"): (1, nothing, check_nothing),
+    ("docs/losses.md", "sample = megascend.Sample.causal"): (
         1,
         lambda folder: {"token_ids": list(range(20))},
         check_sample,
     ),
-    ("docs/data.md", "def reverse_kl"): (1, with_backend, check_own_loss),
+    ("docs/losses.md", "def reverse_kl"): (1, with_backend, check_own_loss),
     ("docs/lora.md", "megascend.bootstrap()"): (1, with_a_small_model, check_two_adapters),
     ("docs/lora.md", "layers = "): (1, nothing, check_targets),
     ("docs/lora.md", "queue = megascend.AdapterQueue"): (1, with_tenants, check_tenants),
@@ -244,25 +244,25 @@ FOLDER: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None
         nothing,
         check_graphs,
     ),
-    ("docs/serve.md", "sampler = megascend.Sampler"): (1, with_tenants, check_sampled),
+    ("docs/sampling.md", "sampler = megascend.Sampler"): (1, with_tenants, check_sampled),
     ("docs/npu.md", "megascend.bootstrap(parallel="): (1, nothing, check_nothing),
     ("docs/parallelism.md", "megascend.Parallel("): (1, nothing, check_nothing),
     ("docs/quickstart.md", "megascend.bootstrap()"): (2, with_a_small_model, check_trained),
     ("docs/rl.md", "def sorted_digits"): (1, nothing, check_reward),
     ("docs/reliability.md", "pending = backend.save"): (1, with_backend, check_progress),
-    ("docs/contributing.md", "import torch"): (1, nothing, check_loss_is_known),
-    ("docs/contributing.md", "class BigramBackend(megascend.Backend):"): (1, nothing, check_engine_is_known),
-    ("docs/contributing.md", "class MyProvider"): (1, nothing, check_provider_is_known),
-    ("docs/contributing.md", "import json"): (1, nothing, check_tracker_logs),
-    ("docs/contributing.md", "megascend.register_architecture"): (
+    ("docs/extend.md", "import torch"): (1, nothing, check_loss_is_known),
+    ("docs/extend.md", "class BigramBackend(megascend.Backend):"): (1, nothing, check_engine_is_known),
+    ("docs/extend.md", "class MyProvider"): (1, nothing, check_provider_is_known),
+    ("docs/extend.md", "import json"): (1, nothing, check_tracker_logs),
+    ("docs/extend.md", "megascend.register_architecture"): (
         *(1, with_packages_from_outside),
         check_architecture_is_that_of_the_package,
     ),
-    ("docs/contributing.md", "from megascend.training.lora.target_maps"): (1, nothing, check_targets_are_known),
+    ("docs/extend.md", "from megascend.training.lora.target_maps"): (1, nothing, check_targets_are_known),
 }
 """Programs to run: the number of ranks, a setup that builds the namespace, and a check of the result."""
 
-IN_PYTEST = ("docs/contributing.md", "from megascend.config import Parallel")
+IN_PYTEST = ("docs/extend.md", "from megascend.config import Parallel")
 """The test of an architecture, called as pytest would call it."""
 
 
@@ -325,7 +325,7 @@ RL_SETTINGS = {
 @pytest.mark.parametrize("run_file", [b for b in BLOCKS if b.language == "yaml"], ids=str)
 def test_page_run_file_is_valid(run_file: Block) -> None:
     settings = yaml.safe_load(run_file.text)
-    is_rl = run_file.page == "docs/rl.md" or "rollout" in settings
+    is_rl = run_file.page.startswith("docs/rl") or "rollout" in settings
     kind, required = (RlConfig, RL_SETTINGS) if is_rl else (RunConfig, SETTINGS)
     kind.model_validate(required | settings)
 

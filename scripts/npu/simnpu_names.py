@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which of torch_npu's public names the simulated device has: writes the table of docs/simnpu.md.
+"""Which of torch_npu's public names the simulated device has: writes the names behind docs/simnpu.md.
 
     python scripts/npu/simnpu_names.py CHECKOUT     # of torch_npu (github.com/Ascend/pytorch), or MEGASCEND_TORCH_NPU
 
@@ -16,8 +16,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "simnpu.md"
-BEGIN, END = "<!-- names -->\n", "<!-- end of names -->\n"
+NAMES = Path(__file__).resolve().parents[2] / "benchmarks" / "integrations" / "torch_npu-names.json"
 PACKAGES = {
     "torch_npu.npu": "torch_npu/npu/__init__.py",
     "torch_npu.npu.amp": "torch_npu/npu/amp/__init__.py",
@@ -48,19 +47,15 @@ def operators(checkout: Path) -> list[str]:
     )
 
 
-def row(kind: str, names: list[str]) -> str:
-    return f"| {kind} | {len(names)} | {', '.join(f'`{name}`' for name in names) or '-'} |\n"
-
-
-def section(module: str, names: list[str]) -> str:
-    """Format one package's part of the table from the names of its stand-in."""
+def states(module: str, names: list[str]) -> dict[str, list[str]]:
+    """Divide the names of one package by what its stand-in does with them."""
     package = import_module(module)
     calls = RAISES_WHEN_CALLED.get(module, set())
-    available = [name for name in names if hasattr(package, name) and name not in calls]
-    raises = [name for name in names if name in calls]
-    absent = [name for name in names if not hasattr(package, name)]
-    text = f"### {module}: {len(available)} of {len(names)}\n\n| | | names |\n|---|---|---|\n" + row("there", available)
-    return text + (row("raises when called", raises) if raises else "") + row("raises when looked up", absent) + "\n"
+    return {
+        "there": [name for name in names if hasattr(package, name) and name not in calls],
+        "raises when called": [name for name in names if name in calls],
+        "raises when looked up": [name for name in names if not hasattr(package, name)],
+    }
 
 
 def main() -> None:
@@ -70,13 +65,11 @@ def main() -> None:
     import simnpu
 
     simnpu.activate()
-    sections = [section(module, published(checkout / file)) for module, file in PACKAGES.items()]
-    sections.append(section("torch_npu", operators(checkout)).replace("### torch_npu", "### operators in torch_npu", 1))
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + "\n" + "".join(sections) + END + after)
-    print(f"{PAGE}: written", file=sys.stderr)
+    found = {module: states(module, published(checkout / file)) for module, file in PACKAGES.items()}
+    found["operators in torch_npu"] = states("torch_npu", operators(checkout))
+    lines = ",\n".join(f" {json.dumps(module)}: {json.dumps(names)}" for module, names in found.items())
+    NAMES.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    print(f"{NAMES}: written", file=sys.stderr)
 
 
 if __name__ == "__main__":

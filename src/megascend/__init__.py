@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend import errors as _errors
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"
 
 _PUBLIC = {
     "bootstrap": "megascend.runtime.bootstrap",

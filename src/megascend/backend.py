@@ -180,7 +180,7 @@ class Backend:
         Args:
             samples: this data parallel rank's samples; may be empty on some ranks, not on all. Samples of any adapters may
                 be mixed.
-            loss: the name of a built-in loss (``docs/data.md`` has a table) or of a registered one, a :class:`megascend.Loss`, or
+            loss: the name of a built-in loss (``docs/losses.md`` has a table) or of a registered one, a :class:`megascend.Loss`, or
                 a callable ``(logprobs [n], LossInputs) -> losses [n]``. A scalar head needs a loss of values: one with
                 ``of="values"``.
             adapter: the adapter of samples that do not name one (``Sample.adapter``).

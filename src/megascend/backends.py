@@ -215,7 +215,7 @@ class EngineBackend(Backend, ABC):
                 ``owner/name@revision``, which is downloaded.
 
         The others are settings of :class:`megascend.EngineSpec`, under the names that run files have for them; None is the
-        default. docs/settings.md has a table of them.
+        default. docs/api/backends.md has a table of them.
 
         Raises:
             ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError,

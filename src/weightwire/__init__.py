@@ -18,6 +18,6 @@ Importing this package imports no torch.
 
 from __future__ import annotations
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"
 PROTOCOL = 1
 """Version of the wire protocol: the fields of offer, manifest and seal, and the order of messages."""

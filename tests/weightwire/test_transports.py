@@ -188,7 +188,7 @@ class Shouting(GlooTransport):
 
 
 def test_registered_transport_serves_an_update(monkeypatch):
-    """Register a factory under a name on both sides, as docs/contributing.md describes."""
+    """Register a factory under a name on both sides, as docs/extend.md describes."""
     monkeypatch.setattr(base, "TRANSPORTS", dict(base.TRANSPORTS))
     setups = []
 

@@ -67,7 +67,7 @@ SIMULATED_TIMEOUT_FACTOR = 4
 
 
 def cases(simulated: bool, quick: bool) -> list[Case]:
-    """Return the layouts by world size, with the bounds of a card or, if simulated, those of docs/numerics.md."""
+    """Return the layouts by world size, with the bounds of a card or, if simulated, those of benchmarks/numerics.md."""
     by_name = {case.name: case for case in matrix("npu")}
     selected = [by_name[name] for name in (QUICK if quick else FROM_MATRIX)] + ([] if quick else list(ON_EIGHT))
     selected.sort(key=lambda case: case.world_size)

@@ -132,7 +132,7 @@ class TrainerConfig(EngineSettings):
     """Settings shared by ``megascend train`` and ``megascend rl``."""
 
     counterparts: ClassVar[dict[str, str]] = {
-        "head": "a setting of backends; set loss to bradley_terry or classification (docs/data.md, Reward models and critics)"
+        "head": "a setting of backends; set loss to bradley_terry or classification (docs/losses.md, Reward models and critics)"
     }
     """Settings of other programs that are asked for here, and what to set in their place."""
 
@@ -398,7 +398,7 @@ class RunConfig(TrainerConfig):
         ),
         Rule(
             "validation.metric with {classification.problem_type}: it is a metric of "
-            "other classifiers; set loss, or a metric of these (docs/data.md)",
+            "other classifiers; set loss, or a metric of these (docs/preferences.md)",
             lambda s: (
                 s.validation is not None
                 and s.validation.needs_labels

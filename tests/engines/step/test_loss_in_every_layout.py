@@ -125,7 +125,7 @@ def test_padding_adds_nothing_to_sums_over_samples(checkpoint, layout):
 
 
 def reverse_kl(logprobs, inputs):
-    """Compute the loss of the example in docs/data.md."""
+    """Compute the loss of the example in docs/losses.md."""
     log_ratio = logprobs - inputs.extra["teacher"]
     return log_ratio, {"gap": log_ratio.detach().abs()}
 

@@ -204,7 +204,7 @@ def _check_fields(config: RunConfig, samples: Samples, setting: str, loss: Loss)
     if loss.of == "values" and config.head == "lm":
         raise ConfigError(
             f"{setting}: a loss of a scalar head's values; run files support bradley_terry and classification, set one of them "
-            "(docs/data.md, Reward models and critics)"
+            "(docs/losses.md, Reward models and critics)"
         )
 
 

@@ -96,7 +96,7 @@ def model_card(directory: Path) -> str:
         metadata["datasets"] = datasets
     lines = ["---", yaml.safe_dump(metadata, sort_keys=False).strip(), "---", "", f"# {_title(directory)}", ""]
     kind = "LoRA adapter" if is_adapter else "model"
-    lines += [f"A {kind} trained with [megascend](https://github.com/megascend/megascend) {_version()}.", ""]
+    lines += [f"A {kind} trained with megascend {_version()}.", ""]
     facts = {"base model": _name(base)} if base is not None else {}
     if data:
         facts["data"] = ", ".join(map(_name, data))

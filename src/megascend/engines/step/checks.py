@@ -101,7 +101,7 @@ def require_head(engine: Engine, of: Literal["logprobs", "values"], caller: str)
     if of == "values" and engine.info.scalar_head is None:
         raise ConfigError(
             f"{caller} works on values, and this model has no scalar head: construct the backend with head='scalar', or one of "
-            "the new ones (docs/data.md)"
+            "the new ones (docs/losses.md)"
         )
 
 

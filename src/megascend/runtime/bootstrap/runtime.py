@@ -257,7 +257,7 @@ def bootstrap(
     Without ``engine`` and ``provider`` the engine stays open: the first backend decides it, or Megatron-Core's first import.
     On an NPU Megatron is patched at once.
 
-    ``Runtime.changes`` lists all changes to the process; docs/support.md#changes-to-the-process explains them.
+    ``Runtime.changes`` lists all changes to the process; docs/process.md#changes-to-the-process explains them.
 
     Args:
         platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first available of npu, cuda, cpu.
@@ -334,7 +334,7 @@ def _needs(engine: str, provider: str | None) -> EngineEntry:
 
 
 def _patch(runtime: Runtime) -> None:
-    """Make the engine's changes of docs/support.md#changes-to-the-process, in the order that they need."""
+    """Make the engine's changes of docs/process.md#changes-to-the-process, in the order that they need."""
     platform, provider = runtime.platform, runtime.provider
     with gc_paused():
         if provider is not None:

@@ -182,7 +182,7 @@ def require_package(package: str, versions: dict[str, str | None]) -> None:
     """Raise VersionError if the version of ``package`` is outside the table, regardless of other packages."""
     (problem,) = [finding for finding in findings(versions) if finding.package == package]
     if problem.level == "error":
-        raise VersionError(f"{problem.message}. Install a version inside the table of docs/npu.md")
+        raise VersionError(f"{problem.message}. Install a version inside the table of docs/versions.md")
 
 
 def require_supported(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> Stack:

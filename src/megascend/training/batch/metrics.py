@@ -1,4 +1,4 @@
-"""Units and meanings of metrics. docs/settings.md is generated from these declarations."""
+"""Units and meanings of metrics. The tables of docs/metrics.md are made from these declarations."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ ENVIRONMENTS = {
     "a switch in words": command("show-config run.yaml", says="MEGASCEND_DEBUG | boolean", MEGASCEND_DEBUG="maybe"),
 }  # fmt: skip
 RL = {
-    "a head": command("rl rl.yaml --set head=scalar", says="head: a setting of backends | docs/data.md"),
+    "a head": command("rl rl.yaml --set head=scalar", says="head: a setting of backends | docs/losses.md"),
     "a run file of train": command("rl run.yaml", says="data: for megascend train only"),
     "a run file of rl": command("train rl.yaml", says="rollout: for megascend rl only"),
     "no prompts": rl("rollout.prompts=nowhere.jsonl", says="no prompts at | nowhere.jsonl"),

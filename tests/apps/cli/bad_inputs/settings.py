@@ -47,7 +47,7 @@ KEYS = {
     "unknown in a section": settings(
         "optimizer.learning_rate=1", says="optimizer.learning_rate: unknown setting (value 1), did you mean optimizer.lr"
     ),
-    "a head": settings("head=scalar", says="head: a setting of backends | bradley_terry | docs/data.md"),
+    "a head": settings("head=scalar", says="head: a setting of backends | bradley_terry | docs/losses.md"),
     "below a number": settings("steps.every=1", says="--set steps.every=1 | 'steps' is not a section"),
     "a section that is a number": settings("optimizer=3", says="optimizer: a section of settings | 3"),
     "no value": settings("steps", says="--set | KEY=VALUE | 'steps'"),
