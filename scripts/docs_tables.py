@@ -503,7 +503,8 @@ def commands() -> str:
         ]
         usage = " ".join(filter(None, ("megascend", name, arguments, "[OPTIONS]")))
         text = sentence(command.help.split("\n\n")[0].replace("\n", " "))
-        parts.append(f"## {name}\n\n`{usage}`: {text} ([guide]({GUIDES[name]})).\n\n{table(['option', 'default', 'meaning'], rows)}")
+        heading = f"## {name}\n\n`{usage}`: {text} ([guide]({GUIDES[name]}))."
+        parts.append(f"{heading}\n\n{table(['option', 'default', 'meaning'], rows)}")
     return "\n".join(parts)
 
 

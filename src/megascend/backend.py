@@ -180,8 +180,8 @@ class Backend:
         Args:
             samples: this data parallel rank's samples; may be empty on some ranks, not on all. Samples of any adapters may
                 be mixed.
-            loss: the name of a built-in loss (``docs/losses.md`` has a table) or of a registered one, a :class:`megascend.Loss`, or
-                a callable ``(logprobs [n], LossInputs) -> losses [n]``. A scalar head needs a loss of values: one with
+            loss: the name of a built-in loss (``docs/losses.md`` has a table) or of a registered one, a :class:`megascend.Loss`,
+                or a callable ``(logprobs [n], LossInputs) -> losses [n]``. A scalar head needs a loss of values: one with
                 ``of="values"``.
             adapter: the adapter of samples that do not name one (``Sample.adapter``).
             logprobs: also return the log-probabilities of all targets. The call then waits for the device.

@@ -7,7 +7,6 @@ from pathlib import Path
 import typer
 
 import docs_tables
-
 from megascend.apps.cli.main import COMMANDS, app
 
 GOLDEN = Path(__file__).with_name("commands.txt")

@@ -28,8 +28,8 @@ from megascend.runtime.platforms import cpu_products
 BOUND = 2e-5
 """Largest difference, over the largest logit, that counts as agreement.
 
-Both sides compute in fp32. For equivalent computations the largest observed difference is 2e-6 (benchmarks/numerics.md); a setting
-that one side ignores causes a difference of 1e-3 to 1. For a slice that amplifies rounding the bound is :data:`ROUNDINGS_APART`
+Both sides compute in fp32. For equivalent computations the largest observed difference is 2e-6 (benchmarks/numerics.md);
+a setting that one side ignores causes one of 1e-3 to 1. For a slice that amplifies rounding the bound is :data:`ROUNDINGS_APART`
 times the effect of rounding on it."""
 ROUNDINGS_APART = 4
 DEADLINE_S = 300.0
