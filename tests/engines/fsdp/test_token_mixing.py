@@ -170,6 +170,7 @@ WINDOWED = {
     "phimoe": {"sliding_window": 16},
     "qwen2_moe": {"use_sliding_window": True, "sliding_window": 16},
     "mistral": {"sliding_window": 16},
+    "olmoe": {"sliding_window": 16},
 }
 
 
@@ -178,28 +179,49 @@ WINDOWED = {
     [("phimoe", None), ("qwen2_moe", None), ("qwen2_moe", ScalarHead("token", bias=True)), ("mistral", None)],
 )
 def test_sliding_window_only_in_the_mask_is_refused(model_type: str, head: ScalarHead | None) -> None:
-    from transformers import AutoConfig
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    sizes |= {"vocab_size": 64, "intermediate_size": 32}
-
-    def check_model(longest: int, **extra: Any) -> None:
-        config = AutoConfig.for_model(model_type, **sizes | WINDOWED[model_type] | extra)
-        with torch.device("meta"):
-            model = transformers_api.engine_model(config, head)
-        layers = transformers_api.layers(model)
-        check_layers(model, layers, packing=False, context=1, longest=longest)
-
-    check_model(16)
-    check_model(64, sliding_window=None, **({"use_sliding_window": False} if model_type == "qwen2_moe" else {}))
+    check_window(model_type, 16, head)
+    check_window(
+        model_type,
+        64,
+        head,
+        sliding_window=None,
+        **({"use_sliding_window": False} if model_type == "qwen2_moe" else {}),
+    )
     if model_type == "mistral":  # its attention is given the window
-        check_model(64)
+        check_window(model_type, 64, head)
         return
     with pytest.raises(
         ConfigError, match=f"{model_type} has a sliding window of 16 tokens, applied only by a mask"
     ) as caught:
-        check_model(64)
+        check_window(model_type, 64, head)
     assert "set batching.max_length: 16 or less" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "message"),
+    [
+        ("olmoe", {}, "olmoe has sliding_window: 16, which some of transformers' attention functions ignore"),
+        (
+            "qwen2_moe",
+            {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
+            "sliding_window: 0, which",
+        ),
+    ],
+)
+def test_sliding_window_without_a_mask_or_tokens_is_refused(model_type: str, settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_window(model_type, 64, None, **settings)
+
+
+def check_window(model_type: str, longest: int, head: ScalarHead | None, **settings: Any) -> None:
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 64, "intermediate_size": 32}
+    config = AutoConfig.for_model(model_type, **sizes | WINDOWED[model_type] | settings)
+    with torch.device("meta"):
+        model = transformers_api.engine_model(config, head)
+    check_layers(model, transformers_api.layers(model), packing=False, context=1, longest=longest)
 
 
 QUERY = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))

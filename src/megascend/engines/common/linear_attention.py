@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from megascend.changes import patch, patched
 from megascend.engines.common.key_values import DecodeStep, Prefill
+from megascend.errors import ConfigError
 from megascend.models.families.nemotron import step_limits
 from megascend.reference import fla as reference_fla
 from megascend.reference.fla.convolution import causal_conv1d_fn, causal_conv1d_update
@@ -91,6 +92,20 @@ def packing_problem(module: nn.Module) -> Literal["none", "package", "module"]:
         if not variables["is_new_implementation"] or argument not in variables["applicable_params"]:
             problem = "package"
     return problem
+
+
+def check_activation(model: nn.Module) -> None:
+    """Raise ConfigError for a model whose convolutions have another activation than their kernels have."""
+    for module in model.modules():
+        activation = getattr(module, "activation", None)
+        convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
+        if convolves and isinstance(activation, str) and activation not in ("silu", "swish"):
+            settings = model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
+            name = next((name for name, value in settings.items() if value == activation), "hidden_act")
+            raise ConfigError(
+                f"{name}: {activation} with {settings['model_type']}: kernels of causal convolutions have silu only; correct "
+                "config.json"
+            )
 
 
 def use_convolution_of_fla(model: nn.Module) -> None:

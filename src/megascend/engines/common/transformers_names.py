@@ -72,6 +72,12 @@ def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, 
         headers: headers of those tensors of the checkpoint that the model has.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(model).items()}
+    if empty := next((name for name, shape in shapes.items() if 0 in shape), None):
+        numbers = model.config.get_text_config().to_dict().items()
+        zeros = [key for key, value in numbers if value == 0 and key.startswith(("n_", "num_", "moe_num_"))]
+        raise CheckpointError(
+            f"model: {empty} has no values ({', '.join(zeros)}: 0), and engine fsdp divides each tensor; use engine single"
+        )
     slices: dict[str, list[HfSlice]] = {}
     for _, names in groupby(shapes, key=layer_of):
         slices |= _slices_of_layer(model, {name: shapes[name] for name in names}, headers)

@@ -61,11 +61,8 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
             f"engine fsdp: {kind} has layers of kind {CHUNKED}, whose mask is not supported; use engine single"
         )
     window = _window(text)
-    if window is not None and window < longest and _window_is_a_mask(model):
-        raise ConfigError(
-            f"engine fsdp: {kind} has a sliding window of {window} tokens, applied only by a mask, and samples may have "
-            f"{longest}; set batching.max_length: {window} or less"
-        )
+    if window is not None and window < longest:
+        _check_window(model, kind, window, longest)
     # One sample a row on one rank: modules that mix tokens causally are correct.
     if not packing and context == 1:
         return
@@ -83,6 +80,28 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
     outside = next((mixer for mixer in _mixers(model) if mixer not in inside), None)
     if outside is not None:
         _refuse(kind, type(outside).__name__, packing, context, package=False)
+
+
+def _check_window(model: nn.Module, kind: str, window: int, longest: int) -> None:
+    """Raise ConfigError unless a model passes its window to the attention function and builds a mask of it, too."""
+    codes = [forward_code(module) for module in model.modules()]
+    masks = any(WINDOW_MASK in _names(code) for code in codes)
+    passes = any(WINDOW in _keywords(code) for code in codes if REGISTRY in _names(code))
+    if window == 0:
+        raise ConfigError(
+            f"engine fsdp: {kind} has layers with sliding_window: 0, which see no token; correct config.json"
+        )
+    if masks and not passes:
+        raise ConfigError(
+            f"engine fsdp: {kind} has a sliding window of {window} tokens, applied only by a mask, and samples may have "
+            f"{longest}; set batching.max_length: {window} or less"
+        )
+    if passes and not masks:
+        # Its argument acts in flash attention alone; transformers' other functions would attend to all tokens.
+        raise ConfigError(
+            f"engine fsdp: {kind} has sliding_window: {window}, which some of transformers' attention functions ignore for "
+            f"it; set sliding_window: null in config.json"
+        )
 
 
 def _refuse(kind: str, module: str, packing: bool, context: int, *, package: bool) -> None:
@@ -129,15 +148,9 @@ def _window(text: Any) -> int | None:
     """Return the size of the sliding window in tokens; None if no layer has one."""
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, WINDOW, None)
-    return window if isinstance(window, int) and window and (not kinds or "sliding_attention" in kinds) else None
-
-
-def _window_is_a_mask(model: nn.Module) -> bool:
-    """Check whether a model applies its sliding window only by a mask, not by an argument of the attention function."""
-    codes = [forward_code(module) for module in model.modules()]
-    return any(WINDOW_MASK in _names(code) for code in codes) and not any(
-        WINDOW in _keywords(code) for code in codes if REGISTRY in _names(code)
-    )
+    if not isinstance(window, int) or (kinds and "sliding_attention" not in kinds):
+        return None
+    return window if window or kinds else None  # of a model without a list, 0 stands for none
 
 
 def _takes_attention(module: nn.Module) -> bool:

@@ -128,6 +128,7 @@ def engine_model(
         raise ConfigError(
             f"engine fsdp: {kind} {attention}, so that the engine cannot keep samples apart; use engine single"
         ) from error
+    linear_attention.check_activation(model)
     linear_attention.use_convolution_of_fla(model)
     linear_attention.compute_fp32_exactly(model)
     linear_attention.correct_steps(model)
@@ -138,7 +139,11 @@ def engine_model(
     without_bias(model, scalar_head)
     head = output_layer(model)
     if (problem := not_plain(head, scalar_head)) is not None:
-        raise ConfigError(f"engine fsdp: {type(model).__name__} has {problem}, which no engine supports")
+        biases = [
+            name for name, value in config.get_text_config().to_dict().items() if "bias" in name and value is True
+        ]
+        settings = f" (settings of biases: {', '.join(biases)})" if biases else ""
+        raise ConfigError(f"engine fsdp: {type(model).__name__} has {problem}{settings}, which no engine supports")
     if unsharded is None:
         _check_unshared_parameters(model)
     else:

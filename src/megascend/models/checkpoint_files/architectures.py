@@ -12,6 +12,14 @@ from typing import Any, Literal
 from megascend.models import Architecture, architecture_of
 from megascend.models.checkpoint_files.files import read_config
 
+RETURNED = {
+    "return_dict": True,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_router_logits": False,
+}
+"""What transformers' models return is chosen by engines, not by ``config.json``."""
+
 
 def architecture_in(model_dir: Path) -> Architecture:
     """Return the declaration of the model in a directory."""
@@ -19,13 +27,19 @@ def architecture_in(model_dir: Path) -> Architecture:
 
 
 def transformers_config(model_dir: Path) -> Any:
-    """Return transformers' configuration of the model in a directory, without its quantisation: weights are read dequantised."""
+    """Return transformers' configuration of the model in a directory, without what engines choose.
+
+    That is its quantisation, as weights are read dequantised, and what models return (:data:`RETURNED`).
+    """
     from transformers import AutoConfig
 
     make_known_to_transformers(model_dir)
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    for part in (config, config.get_text_config()):
+    for part in (config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))):
         part.__dict__.pop("quantization_config", None)
+        for name, value in RETURNED.items():
+            if hasattr(part, name):
+                setattr(part, name, value)
     return config
 
 
