@@ -3,7 +3,7 @@
 python field_references.py < JOB
 
 JOB: JSON list of ``folder``, ``config`` and ``in_training`` of each. Each folder gets a checkpoint with the configuration as JOB
-has it, and ``reference.json``: ``logprobs`` of TOKENS, or the ``problem`` why transformers cannot compute the model.
+has it, and ``reference.json``: ``logprobs`` of :func:`samples`, or the ``problem`` why transformers cannot compute the model.
 """
 
 from __future__ import annotations
@@ -11,13 +11,36 @@ from __future__ import annotations
 import json
 import sys
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-TOKENS = [(7 * i * i + 3 * i + 5) % 300 + 3 for i in range(41)]
+TEXT = [(7 * i * i + 3 * i + 5) % 300 + 3 for i in range(41)]
+SIDE = 12
+"""Patches in a row and in a column of the image; multiples of every ``spatial_merge_size`` that is tried."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A sample: its tokens, and of one with an image the patches [n, width], which have the grid 1 x SIDE x SIDE."""
+
+    ids: list[int]
+    patches: torch.Tensor | None = None
+
+
+def samples(config: dict[str, Any]) -> list[Tokens]:
+    """Return two texts of different lengths; of a model with images the second has one."""
+    vision, short = config.get("vision_config"), TEXT[5:22]
+    if vision is None:
+        return [Tokens(TEXT), Tokens(short)]
+    width = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    features = [config["image_token_id"]] * (SIDE // vision["spatial_merge_size"]) ** 2
+    image = [config["vision_start_token_id"], *features, config["vision_end_token_id"]]
+    patches = torch.randn(SIDE**2, width, generator=torch.Generator().manual_seed(0))
+    return [Tokens(TEXT), Tokens([*short[:2], *image, *short[2:]], patches)]
 
 
 def fill(model: Any) -> None:
@@ -40,15 +63,20 @@ def fill(model: Any) -> None:
         tensor.copy_(value)
 
 
-def logprobs(model: Any) -> torch.Tensor:
-    ids = torch.tensor([TOKENS])
-    return (
-        model(input_ids=ids[:, :-1], use_cache=False)
-        .logits[0]
-        .float()
-        .log_softmax(-1)
-        .gather(1, ids[0, 1:, None])[:, 0]
-    )
+def logprobs(model: Any, config: dict[str, Any]) -> torch.Tensor:
+    """Return the log-probabilities of the samples' targets that are not features of images, one after the other."""
+    image, values = config.get("image_token_id", -1), []
+    for sample in samples(config):
+        ids = torch.tensor([sample.ids])
+        inputs: dict[str, Any] = {}
+        if "vision_config" in config:
+            inputs = {"mm_token_type_ids": (ids[:, :-1] == image).int()}
+        if sample.patches is not None:
+            inputs |= {"pixel_values": sample.patches, "image_grid_thw": torch.tensor([[1, SIDE, SIDE]])}
+        logits = model(input_ids=ids[:, :-1], use_cache=False, return_dict=True, **inputs).logits[0]
+        chosen = logits.float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        values.append(chosen[ids[0, 1:] != image])
+    return torch.cat(values)
 
 
 @torch.no_grad()
@@ -60,8 +88,8 @@ def reference(folder: Path, config: dict[str, Any], in_training: bool) -> dict[s
     fill(model)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    values = logprobs(model)
-    acts = in_training and not torch.equal(values, logprobs(model.train()))
+    values = logprobs(model, config)
+    acts = in_training and not torch.equal(values, logprobs(model.train(), config))
     return {"logprobs": values.tolist(), "acts_in_training": acts}
 
 

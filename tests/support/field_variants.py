@@ -12,30 +12,14 @@ from megascend.models import architecture_named, expert_count
 from megascend.testing.tiny_models import tiny_config
 
 NOT_COMPUTED = {
-    *(
-        "_name_or_path",
-        "architectures",
-        "chunk_size_feed_forward",
-        "dtype",
-        "id2label",
-        "is_encoder_decoder",
-        "label2id",
-    ),
-    *("model_type", "output_attentions", "output_hidden_states", "problem_type", "return_dict", "transformers_version"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "output_router_logits"),
-    *(
-        "pretraining_tp",
-        "router_aux_loss_coef",
-        "num_logits_to_keep",
-        "use_mamba_kernels",
-        "rope_parameters",
-        "rope_theta",
-    ),
-    *("mamba_ssm_cache_dtype", "num_nextn_predict_layers", "mtp_layers_block_type", "rescale_prenorm_residual"),
-    # Starting values of new models' steps.
-    *("time_step_min", "time_step_max", "time_step_floor"),
+    # Names, and what describes files.
+    *("_name_or_path", "architectures", "model_type", "transformers_version", "id2label", "label2id", "problem_type"),
+    # Set by run files: precision, and moe.aux_loss with its coefficient (docs/numerics.md).
+    *("dtype", "output_router_logits", "router_aux_loss_coef"),
+    # With variants of their own: rope_variants, and tests/models/test_mtp.py for heads of multi-token prediction.
+    *("rope_parameters", "rope_theta", "num_nextn_predict_layers", "mtp_layers_block_type"),
 }
-"""Fields that describe files, generation or new weights, or have variants of their own (:func:`rope_variants`)."""
+"""Fields that are not swept."""
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu", "relu2", "swish", "tanh")
 VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ACTIVATIONS,
@@ -43,6 +27,21 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "mlp_hidden_act": ("relu", "silu"),
     "hidden_size": (96,),
     "vocab_size": (323, 384),
+    "pad_token_id": (5,),
+    "initializer_range": (0.5,),
+    "chunk_size_feed_forward": (2,),
+    "pretraining_tp": (2,),
+    "mamba_ssm_cache_dtype": ("bfloat16",),
+    # Of vision towers, and of the tokens that stand for images.
+    "depth": (2, 4),
+    "in_channels": (1,),
+    "num_heads": (1, 4),
+    "num_position_embeddings": (4, 64),
+    "patch_size": (2, 8),
+    "temporal_patch_size": (1, 4),
+    "spatial_merge_size": (1, 4),
+    "out_hidden_size": (32,),
+    "deepstack_visual_indexes": ([1], [0, 1, 2]),
     "num_hidden_layers": (2,),
     "num_attention_heads": (8, 2),
     "num_key_value_heads": (1, 4),
@@ -146,7 +145,7 @@ class Variant:
     """A configuration in which one field has another value.
 
     Attributes:
-        field: its name, dotted for one of RoPE's parameters; empty for the family's own configuration.
+        field: its name, dotted for a field of a nested section; empty for the family's own configuration.
         label: name and value.
         config: content of ``config.json``.
     """
@@ -178,7 +177,28 @@ def variants(model_type: str) -> list[Variant]:
     for field, candidates in read_by_stack.items():
         if field not in full:
             found += [_variant(base, {field: value}, field) for value in candidates]
-    return found + list(rope_variants(base, full))
+    found += rope_variants(base, full)
+    if "vision_config" in base:
+        found += image_variants(base, json.loads(config.to_json_string(use_diff=False)))
+    return found
+
+
+def image_variants(base: dict[str, Any], full: dict[str, Any]) -> Iterator[Variant]:
+    """Return variants of the tower (``vision_config``) and of the settings beside both sections."""
+    for section, settings in (("", full), ("vision_config", full["vision_config"])):
+        for field, current in sorted(settings.items()):
+            if field in NOT_COMPUTED or field in ("text_config", "vision_config", "tie_word_embeddings"):
+                continue
+            for value in values(field, current):
+                if value == current:
+                    continue
+                config = copy.deepcopy(base)
+                (config[section] if section else config)[field] = value
+                name = f"{section or 'beside'}.{field}"
+                yield Variant(name, f"{name}={json.dumps(value)}", config)
+    config = copy.deepcopy(base)
+    config["vision_config"]["rope_parameters"] = full["vision_config"]["rope_parameters"] | {"rope_theta": 500.5}
+    yield Variant("vision_config.rope_parameters", "vision_config.rope_parameters.rope_theta", config)
 
 
 def values(field: str, current: Any) -> tuple[Any, ...]:
@@ -187,6 +207,8 @@ def values(field: str, current: Any) -> tuple[Any, ...]:
         return VALUES[field]
     if isinstance(current, bool):
         return (not current,)
+    if field.endswith("_token_id"):
+        return (318,)
     if isinstance(current, int) and field.endswith("_dim"):
         return (2 * current, current // 2)
     if isinstance(current, int):
@@ -201,6 +223,12 @@ def rope_variants(base: dict[str, Any], full: dict[str, Any]) -> Iterator[Varian
     current = full.get("rope_parameters")
     if not current:
         return
+    kinds = [kind for kind, section in current.items() if isinstance(section, dict)]
+    for kind in kinds:  # a section for each kind of layer
+        for name, change in (("rope_theta", {"rope_theta": 500.5}), ("linear", {"rope_type": "linear", "factor": 4.0})):
+            sections = current | {kind: current[kind] | change}
+            yield _variant(base, {"rope_parameters": sections}, f"rope_parameters.{kind}.{name}")
+    current = current[kinds[0]] if kinds else current
     theta = current.get("rope_theta", 10000.0)
     own = {key: value for key, value in current.items() if key.startswith(("mrope", "partial"))}
     plain = {"rope_type": "default", "rope_theta": theta} | own
@@ -267,6 +295,8 @@ def _variant(base: dict[str, Any], changes: dict[str, Any], field: str) -> Varia
             )
         if name in config and name == "tie_word_embeddings":
             config[name] = value
+        if name == "hidden_size" and "vision_config" in config:  # the tower's features are its inputs
+            config["vision_config"]["out_hidden_size"] = value
     name, _, rest = field.partition("=")
     label = f"{name}={json.dumps(next(iter(changes.values())))}" if "." not in field else field
     return Variant(name.split(",")[0] if not rest else name, label, config)
