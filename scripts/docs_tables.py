@@ -35,6 +35,7 @@ from megascend.engines.rules import MEGATRON, MEGATRON_MODEL, ON_TRANSFORMERS
 from megascend.models.base import IndexedAttention, LatentAttention, expert_count
 from megascend.models.checkpoint_files.info import TRAINED_HEAD
 from megascend.models.families.qwen3_vl import UNDECLARED
+from megascend.models.families.sparse_attention import REFUSED
 from megascend.models.memory.parameters import stages
 from megascend.models.registry import BUILT_IN
 from megascend.runtime.bootstrap.megatron_adaptor import provider as megatron_adaptor_provider
@@ -307,14 +308,10 @@ def families() -> str:
             compared = "with images, in the layouts of [Images](images.md#what-is-trained)"
         rows.append([f"`{model_type}`", ", ".join(filter(None, parts)), compared])
     rows += [[f"`{model_type}`", "vision tower", f"refused: {reason}"] for model_type, reason in UNDECLARED.items()]
-    parts = "compressed attention, hyper-connections, experts chosen by token ids"
-    rows.append(
-        [
-            "`deepseek_v4`",
-            parts,
-            "refused: [no release of Megatron-Core has its layers](#deepseek-v4); engine single only",
-        ]
-    )
+    for architecture in REFUSED:
+        lacking, remedy = architecture.unreleased or ("", "")
+        cell = f"refused: [no release of Megatron-Core has its layers](#deepseek-v4-and-glm-53-flash); {remedy}"
+        rows.append([f"`{architecture.model_type}`", lacking, cell])
     return table(["`model_type`", "beside a plain decoder", "compared with Hugging Face on the Megatron engine"], rows)
 
 
@@ -349,7 +346,8 @@ def published_rows(describe: Callable[[str], PublishedModel] | None = None) -> l
         published = entry["parameters"]
         text = f"{published / 1e9:.0f} B" if entry["tolerance"] > 0.001 else f"{published:,}"
         model_type = model.config["model_type"]
-        rows.append([f"`{model_type}`", entry["model"], f"{info.parameter_count:,}", text, *cells])
+        names = ", ".join([entry["model"], *entry.get("same_configuration", [])])
+        rows.append([f"`{model_type}`", names, f"{info.parameter_count:,}", text, *cells])
     return sorted(rows)
 
 

@@ -76,15 +76,29 @@ def test_older_stack_is_refused_by_name(arch: str, parity_folder: Path) -> None:
     assert "megascend[stack-0-19]" in message
 
 
-def test_deepseek_v4_is_refused_with_the_modules_that_megatron_core_lacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("deepseek_v4", r"0\.19 lack compressed attention and hyper-connections; use engine single"),
+        (
+            "deepseek_v41",
+            r"0\.19 lack its compressed attention and lookup tables; wait for the next one, and transformers'",
+        ),
+        ("glm5_next", r"0\.19 lack pooled indexers and its hyper-connections; wait for the release after it"),
+    ],
+)
+def test_unreleased_family_is_refused_by_name(model_type: str, reason: str, tmp_path: Path) -> None:
     from megascend.engines.megatron.build import check_architecture
 
-    settings = {"model_type": "deepseek_v4", "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32}
+    settings = {"model_type": model_type, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32}
+    if model_type != "deepseek_v4":
+        settings = {"model_type": model_type, "text_config": settings | {"model_type": f"{model_type}_text"}}
     (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    with pytest.raises(
-        ConfigError, match=r"deepseek_v4: mcore-bridge builds it on a development version .* engine single"
-    ):
+    with pytest.raises(ConfigError, match=f"{model_type}: mcore-bridge builds it on a development version .*{reason}"):
         check_architecture(tmp_path)
+
+
+def test_megatron_core_lacks_the_modules_of_deepseek_v4() -> None:
     variants = "megatron.core.transformer.experimental_attention_variant"
     lacking = (
         f"{variants}.csa",

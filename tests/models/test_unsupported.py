@@ -54,6 +54,11 @@ REFUSED = [
         {"num_experts_per_tok": 1, "norm_topk_prob": True, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
         ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe"),
     ),
+    (
+        "sliding_window: 0 with layers of kind sliding_attention",
+        {"sliding_window": 0, "layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2},
+        ("qwen2_moe",),
+    ),
     ("decoder_sparse_step: 99", {"decoder_sparse_step": 99}, ("qwen2_moe", "qwen3_moe")),
     ("norm_topk_prob: false", {"norm_topk_prob": False}, ("deepseek_v3", "glm4_moe", "dots1")),
     ("norm_topk_prob: True is ignored", {"norm_topk_prob": True}, ("deepseek_v2",)),

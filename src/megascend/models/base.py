@@ -98,6 +98,7 @@ class Architecture:
         megatron: module that registers the model with mcore-bridge when it is imported, after Megatron. None: mcore-bridge has
             the model.
         megatron_core: oldest Megatron-Core that has the model's layers, as ``0.19``; None: every one that is supported.
+        unreleased: what the releases of Megatron-Core lack of the family, and the remedy; None: what it needs is released.
         lora_targets: ``module:function``, a map from one of Megatron's layers to its adapter targets
             (:data:`megascend.training.lora.target_maps.TargetMap`). None: the map of plain decoders.
         model_class: transformers' class of the causal language model, as in ``architectures`` of ``config.json``.
@@ -134,6 +135,7 @@ class Architecture:
     transformers: str | None = None
     megatron: str | None = None
     megatron_core: str | None = None
+    unreleased: tuple[str, str] | None = None
     lora_targets: str | None = None
     model_class: str | None = None
     router: Literal["softmax", "sigmoid"] | None = None
@@ -320,6 +322,11 @@ class Architecture:
     # Of settings that would otherwise fail late, or make Megatron compute another function than transformers does.
     rules: ClassVar[tuple[Rule[ModelSetup], ...]] = (
         Rule(
+            "model_type: mcore-bridge builds it on a development version of Megatron-Core, releases up to 0.19 lack {lacking}; "
+            "{until}",
+            lambda s: s.architecture.unreleased is not None,
+        ),
+        Rule(
             f"layer_types with {{model_type}}: no test covers {{unknown_layers}} on engine megatron; {OTHER_ENGINE}",
             lambda s: bool(s.unknown_layers),
         ),
@@ -343,6 +350,10 @@ class Architecture:
                 and s["num_experts_per_tok"] == 1
                 and bool(s.architecture.fixed.get("norm_topk_prob", s["norm_topk_prob"]))
             ),
+        ),
+        Rule(
+            "sliding_window with layers of kind sliding_attention: they would see no token; correct config.json",
+            lambda s: s["sliding_window"] == 0 and "sliding_attention" in (s["layer_types"] or ()),
         ),
         Rule(
             "decoder_sparse_step with mlp_only_layers={mlp_only_layers}: no layer has experts, though there are "
@@ -408,6 +419,16 @@ class ModelSetup:
         """Return a size of the layout, an attribute or a setting of the configuration."""
         name = key.removeprefix("parallel.")
         return getattr(self, name) if hasattr(self, name) else self.config.get(name)
+
+    @property
+    def lacking(self) -> str:
+        """Return what the releases of Megatron-Core lack."""
+        return (self.architecture.unreleased or ("",))[0]
+
+    @property
+    def until(self) -> str:
+        """Return the remedy for a family that needs what is not released."""
+        return (self.architecture.unreleased or ("",))[-1]
 
     @property
     def unknown_layers(self) -> str:

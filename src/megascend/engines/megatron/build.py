@@ -39,6 +39,7 @@ from megascend.errors import (
 from megascend.models import Architecture, architecture_named, architecture_of, text_config
 from megascend.models.base import OTHER_ENGINE
 from megascend.models.checkpoint_files.architectures import transformers_config
+from megascend.models.checkpoint_files.files import read_config
 from megascend.models.checkpoint_files.scalar_head import ScalarHead
 from megascend.models.families.qwen3_vl import undeclared
 from megascend.runtime.platforms.base import Platform
@@ -76,6 +77,11 @@ SILU = ("silu", "swish")
 
 def check_architecture(model_dir: Path) -> None:
     """Check that the model of ``config.json`` can be built, before ranks communicate. Imports its registered modules."""
+    raw = read_config(model_dir)
+    declared = architecture_of(raw)
+    if declared.unreleased is not None:  # transformers may not know it either
+        problems = declared.unsupported({**raw, "model_type": declared.model_type})
+        raise ConfigError(f"{model_dir}/config.json: {problems[0]}")
     try:
         config = transformers_config(model_dir)
     except ConfigError:

@@ -1,6 +1,6 @@
 """DeepSeek-V3.2 and GLM-5: latent attention to the keys that an indexer chooses for each query (sparse attention, DSA).
 
-DeepSeek-V4, whose attention has compressed keys as well, is refused here with the reason.
+Families whose layers no release of Megatron-Core has are refused here with the reason.
 
 The indexer scores all earlier tokens with a few small heads. Its choice has no gradient, and transformers computes it without
 one: fine-tuning leaves its weights as they are, on every engine.
@@ -139,22 +139,23 @@ FAMILIES = (
 )
 
 
-@dataclass(frozen=True)
-class CompressedAttention(Architecture):
-    """DeepSeek-V4, which no release of Megatron-Core computes: mcore-bridge 1.6.5 builds it on a development version.
-
-    Releases up to 0.19 lack its compressed attention (modules csa, deepseek_v4_hybrid_attention), its hyper-connections (module
-    hyper_connection) and experts chosen by token ids (moe_n_hash_layers).
-    """
-
-    rules = (
-        Rule(
-            "model_type: mcore-bridge builds it on a development version of Megatron-Core, and releases up to 0.19 lack its "
-            "layers; use engine single",
-            lambda s: True,
+REFUSED = (
+    Architecture(("deepseek_v4",), unreleased=("compressed attention and hyper-connections", "use engine single")),
+    Architecture(
+        ("deepseek_v41",),
+        unreleased=(
+            "its compressed attention and lookup tables",
+            "wait for the next one, and transformers' release with it",
         ),
-    )
+    ),
+    Architecture(
+        ("glm5_next",),
+        text_type="glm5_next_text",
+        unreleased=("pooled indexers and its hyper-connections", "wait for the release after it"),
+    ),
+)
+"""Declarations of families that engine megatron only refuses: mcore-bridge 1.6.5 builds them on a development version.
 
-
-REFUSED = (CompressedAttention(("deepseek_v4",)),)
-"""Declarations of families that engine megatron only refuses; other engines train them as undeclared ones."""
+DeepSeek-V4, V4.1-Flash and GLM-5.3-Flash need modules ``csa``, ``deepseek_v4_hybrid_attention`` and ``hyper_connection``, and
+GLM-5.3-Flash a patch of them that mcore-bridge ships. Other engines train DeepSeek-V4 as an undeclared family.
+"""
