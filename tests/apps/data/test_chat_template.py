@@ -49,6 +49,20 @@ QWEN_THINKS = """{%- set last = namespace(question=-1) %}
 {%- else %}{{ message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+# In the style of Qwen3.8: an effort in the system's turn, thoughts of all turns, and answers that begin with the end of thoughts.
+QWEN_EFFORT = """{%- set effort = reasoning_effort | default('xhigh') %}
+{%- if effort not in ('xhigh', 'medium', 'low') %}{{ raise_exception('no effort ' ~ effort) }}{% endif %}
+{%- if enable_thinking | default(true) and effort != 'medium' %}
+{{- '<|im_start|>system\\nThink: ' + effort + '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{{ '<think>\\n' }}
+{%- if enable_thinking | default(true) %}(OPEN)
+{{- (message.reasoning_content or '') + '\\n</think>\\n\\n' + message.content + '<|im_end|>' }}(CLOSE)
+{%- else %}{{ '\\n</think>\\n\\n' }}(OPEN){{ message.content + '<|im_end|>' }}(CLOSE){% endif %}{{ '\\n' }}
+{%- else %}{{ message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}
+{%- if not enable_thinking | default(true) %}{{ '\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+
 # In the style of Llama 3.1: headers, one call a message, and the turn that calls ends with another token.
 LLAMA = """{%- macro head(role) %}{{ '<|start|>' + role + '<|stop|>\\n\\n' }}{% endmacro %}
 {{- '<|begin|>' }}{%- if tools %}{{ head('system') }}
@@ -73,6 +87,7 @@ GEMMA = """{{- '<bos>' }}{% for message in messages %}
 FAMILIES: dict[str, tuple[str, list[str], str]] = {
     "Qwen": (QWEN, [], "<|im_end|>"),
     "Qwen thinks": (QWEN_THINKS, [], "<|im_end|>"),
+    "Qwen3.8": (QWEN_EFFORT, [], "<|im_end|>"),
     "Llama": (LLAMA, ["<|begin|>", "<|start|>", "<|stop|>", "<|eot|>", "<|eom|>"], "<|eot|>"),
     "Gemma": (GEMMA, ["<bos>", "<turn>", "</turn>", "<eos>"], "<eos>"),
 }
@@ -129,6 +144,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen, tools": ("Qwen", {"messages": [SYSTEM, *TOOLS], "tools": [TOOL]}),
     "Qwen thinks, chat": ("Qwen thinks", {"messages": CHAT}),
     "Qwen thinks, thoughts": ("Qwen thinks", {"messages": THOUGHTS}),
+    "Qwen3.8, thoughts": ("Qwen3.8", {"messages": THOUGHTS}),
+    "Qwen3.8, low effort": ("Qwen3.8", {"messages": THOUGHTS, "chat_template_kwargs": {"reasoning_effort": "low"}}),
+    "Qwen3.8, no thoughts": ("Qwen3.8", {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}),
     "Llama, chat": ("Llama", {"messages": [SYSTEM, *CHAT]}),
     "Llama, tools": ("Llama", {"messages": TOOLS, "tools": [TOOL]}),
     "Gemma, chat": ("Gemma", {"messages": CHAT}),
@@ -140,6 +158,8 @@ LEARNED = {
         "Bye.<|im_end|>",
     ],
     "Qwen thinks, thoughts": ["zwei, 二, two<|im_end|>", "<think>\none more\n</think>\n\ndrei<|im_end|>"],
+    "Qwen3.8, thoughts": ["count up\n</think>\n\nzwei, 二, two<|im_end|>", "one more\n</think>\n\ndrei<|im_end|>"],
+    "Qwen3.8, no thoughts": ["zwei, 二, two<|im_end|>", "drei<|im_end|>"],
     "Llama, tools": [
         '{"name": "look", "parameters": {"where": "up", "how": "<|im_start|>no"}}<|eom|>',
         "Blue.<|eot|>",
@@ -155,8 +175,9 @@ def test_tokens_and_mask_match_transformers(name: str, blocks: bool) -> None:
     """Compare both variants with transformers' mask for the template with generation blocks."""
     family, record = CASES[name]
     with_blocks = tokenizer_of(family, blocks=True)
+    options = {"tools": record.get("tools")} | record.get("chat_template_kwargs", {})
     reference = with_blocks.apply_chat_template(
-        record["messages"], tools=record.get("tools"), return_dict=True, return_assistant_tokens_mask=True
+        record["messages"], return_dict=True, return_assistant_tokens_mask=True, **options
     )
     tokenizer = tokenizer_of(family, blocks)
     sample, remarks = encode(record, tokenizer)
@@ -284,6 +305,11 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
         BARE.replace("messages %}", "messages if m.role != 'system' %}"),
         {"messages": [SYSTEM, *CHAT]},
         r"message 0 \(system\): the chat template does not write its words",
+    ),
+    "an effort that Qwen3.8 does not have": (
+        QWEN_EFFORT.replace("(OPEN)", "").replace("(CLOSE)", ""),
+        {"messages": CHAT, "chat_template_kwargs": {"reasoning_effort": "high"}},
+        "the chat template refuses the conversation: TemplateError: no effort high",
     ),
     "a template that refuses": (
         "{{ raise_exception('roles must alternate') }}",
