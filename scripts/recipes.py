@@ -50,6 +50,7 @@ RECIPES = (
     Recipe("sft", "qwen3-30b-a3b", 2, "h100", 8192, 32, lora=16),
     Recipe("sft", "glm-4.5-air", 8, "h100", 8192, 64, lora=16),
     Recipe("sft", "qwen3.5-35b-a3b", 8, "ascend-910b", 4096, 64, lora=16),
+    Recipe("sft", "qwen3.8-27b", 8, "h100", 8192, 64, lora=16),
     Recipe("rl", "qwen3.5-4b", 8, "h100", 4096, 128),
     Recipe("pretrain", "deepseek-v3", 1024, "h100", 4096, 8192),
 )

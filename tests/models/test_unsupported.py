@@ -59,6 +59,8 @@ REFUSED = [
         {"sliding_window": 0, "layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2},
         ("qwen2_moe",),
     ),
+    ("sliding_window: null with layers of kind", {"sliding_window": None}, ("gpt_oss",)),
+    ("attention_bias: False is ignored for gpt_oss", {"attention_bias": False}, ("gpt_oss",)),
     ("decoder_sparse_step: 99", {"decoder_sparse_step": 99}, ("qwen2_moe", "qwen3_moe")),
     ("norm_topk_prob: false", {"norm_topk_prob": False}, ("deepseek_v3", "glm4_moe", "dots1")),
     ("norm_topk_prob: True is ignored", {"norm_topk_prob": True}, ("deepseek_v2",)),
@@ -125,7 +127,11 @@ HONOURED = [
     ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 3]}, ("qwen2_moe", "qwen3_moe", "qwen3_next")),
     ({"norm_topk_prob": False}, ("qwen3_next",)),
     ({"hidden_act": "silu", "decoder_sparse_step": 1, "norm_topk_prob": True}, ("qwen3_5_moe_text",)),
-    ({"layer_types": ["full_attention", "sliding_attention"] * 2, "num_hidden_layers": 4}, ("qwen3", "gpt_oss")),
+    (
+        {"layer_types": ["full_attention", "sliding_attention"] * 2, "num_hidden_layers": 4, "sliding_window": 8}
+        | {"use_sliding_window": True},
+        ("qwen3", "gpt_oss"),
+    ),
 ]
 
 

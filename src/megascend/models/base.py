@@ -257,6 +257,9 @@ class Architecture:
         missing = {self.images.merge, "temporal_patch_size", "patch_size"} - tower.keys()
         if missing:
             raise ConfigError(f"the model config ({kind}): vision_config has no {', '.join(sorted(missing))}")
+        width, hidden = tower.get("out_hidden_size"), text_config(config).get("hidden_size")
+        if width not in (None, hidden):
+            raise ConfigError(f"vision_config.out_hidden_size: {width} is not text_config.hidden_size: {hidden}")
         channels = tower.get("in_channels", tower.get("in_chans", 3))
         width = channels * tower["temporal_patch_size"] * tower["patch_size"] ** 2
         return ImageLayout(config[self.images.token], tower[self.images.merge], width)
@@ -353,7 +356,7 @@ class Architecture:
         ),
         Rule(
             "sliding_window with layers of kind sliding_attention: they would see no token; correct config.json",
-            lambda s: s["sliding_window"] == 0 and "sliding_attention" in (s["layer_types"] or ()),
+            lambda s: not s.config.get("sliding_window", 1) and "sliding_attention" in (s["layer_types"] or ()),
         ),
         Rule(
             "decoder_sparse_step with mlp_only_layers={mlp_only_layers}: no layer has experts, though there are "

@@ -88,7 +88,7 @@ FAMILIES = (
         biases="all",
         lora_targets="megascend.training.lora.target_maps:layer_targets_of_interleaved_experts",
         interleaved_experts=True,
-        fixed={"swiglu_alpha": 1.702, "norm_topk_prob": True},
+        fixed={"swiglu_alpha": 1.702, "norm_topk_prob": True, "attention_bias": True},
         passed={"activation_func_clamp_value": "swiglu_limit"},
         tiny={
             "num_local_experts": 4,
