@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import megascend
-from megascend.apps.cli.dry_run_text import Style, report_rl
 from megascend.apps.rl.learn import step_samples
 from megascend.apps.rl.reference import ESTIMATORS, KL_WEIGHTS, ReferenceModel, check_reference, with_kl
 from megascend.apps.rl.rollout.group import Trajectory, TrajectoryGroup
@@ -30,7 +29,7 @@ from megascend.testing import write_tiny_checkpoint
 from megascend.training.batch.loss import LossInputs
 from megascend.training.batch.losses import resolve
 from support.forked_programs import run_forked
-from support.rl_runs import SAMPLING_METRICS, TIMINGS, RecordedEngine, dry, in_a_fork, rollouts, rows, run
+from support.rl_runs import SAMPLING_METRICS, TIMINGS, RecordedEngine, in_a_fork, rollouts, rows, run
 from support.rl_runs import settings as loop_settings
 from weightwire.engine import RoutedExperts
 
@@ -486,27 +485,12 @@ def test_resumed_run_has_the_reference_of_its_beginning(folder: Path, tmp_path: 
     assert "are not those that the run began with" in in_a_fork(resume)[0]
 
 
-def test_dry_run_states_the_memory_of_the_reference(folder: Path, tmp_path: Path) -> None:
-    plan = dry(loop_settings(folder, str(tmp_path / "dry"), reference={}))
-    assert plan.memory.items["reference"] == 2 * plan.memory.items["parameters"]
-    lines = list(report_rl(plan, Style(colour=False)))
-    assert "reference base; k2 in the loss, coefficient 0.001" in lines
-    adapter = dry(loop_settings(folder, str(tmp_path / "dry"), reference={}, lora={"rank": 4}))
-    assert "reference" not in adapter.memory.items
-
-
 # --- settings ---
 
 
 def config(checkpoint: Path, **changes: Any) -> RlConfig:
     rollout = {"prompts": "prompts.jsonl", "reward": "reward.py:reward"}
     return RlConfig(**{"model": checkpoint, "output": "out", "steps": 1, "rollout": rollout} | changes)
-
-
-def test_default_estimator_is_that_of_the_penalty() -> None:
-    assert ReferenceSettings(penalty="reward").kl_estimator == "k1"
-    assert ReferenceSettings().kl_estimator == "k2"
-    assert ReferenceSettings(model="base").model == "base"
 
 
 def test_reference_must_be_a_model_like_the_policy(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import multiprocessing
 import os
 import random
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +26,8 @@ from megascend.apps.rl.rollout.engines.local import LocalEngine
 from megascend.apps.rl.rollout.group import Trajectory, TrajectoryGroup
 from megascend.apps.rl.train import train_rl
 from megascend.apps.train.learner import RunResult
-from megascend.config import RunConfig as TrainConfig
-from megascend.config.rl import COUNTERPARTS, RlConfig
-from megascend.errors import ConfigError, DataError, EngineError, EngineLostError, EngineTimeoutError
+from megascend.config.rl import RlConfig
+from megascend.errors import ConfigError, DataError, EngineError, EngineTimeoutError
 from megascend.testing import faults, run_distributed
 from support.objective_formulas import Formula, expected_advantages, reference
 from support.rl_runs import (
@@ -220,31 +217,6 @@ def test_sigterm_while_waiting_saves_and_resumes(
     resumed = in_a_fork(lambda: run(config, RecordedEngine, resume="auto"))[0]
     assert (resumed.steps, resumed.stopped) == (4, None)
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4]
-
-
-def test_sigterm_while_engines_are_awaited_saves_and_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop before the first step, and in another directory than that of the checkpoint to resume from."""
-    monkeypatch.setattr("megascend.apps.rl.engines.CONNECT_S", 0.2)
-    evaluation = {"prompts": folder / "prompts.jsonl", "every": 9}
-    config = settings(folder, "awaited", steps=2, checkpoint={"every": 2}, evaluation=evaluation)
-    branch = config.model_copy(update={"output": folder / "awaited-branch", "steps": 4})
-
-    class AbsentEngine(RecordedEngine):
-        async def version(self) -> int:
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise EngineLostError(f"{self.name} refused the connection")
-
-    def stop_and_resume(config: RlConfig, resume: str | None = None) -> tuple[int, RunResult[Totals]]:
-        stopped = in_a_fork(lambda: run(config, AbsentEngine, resume=resume))[0]
-        assert stopped.stopped == "SIGTERM"
-        return stopped.steps, in_a_fork(lambda: run(config, RecordedEngine, resume="auto"))[0]
-
-    steps, resumed = stop_and_resume(config)
-    assert (steps, resumed.steps, resumed.stopped) == (0, 2, None)
-    assert math.isfinite(resumed.totals.reward_before)
-    steps, resumed = stop_and_resume(branch, resume=str(config.output))
-    assert (steps, resumed.steps) == (2, 4)
-    assert [row["step"] for row in rows(branch)] == [3, 4]
 
 
 @pytest.mark.parametrize("measured", [0, 1, 2], ids=["before step 1", "after step 2", "after the last step"])
@@ -558,51 +530,6 @@ def test_parts_of_a_reward_and_evaluations_are_recorded_and_a_profile_is_written
     top = (config.output / "profile" / "top-rank-0.txt").read_text()
     assert top.startswith("steps 1 to 3: 3 steps")
     assert "aten::" in top
-
-
-def test_settings_of_train_are_refused_with_those_of_rl(folder: Path) -> None:
-    names = TrainConfig.model_fields.keys() - RlConfig.model_fields.keys()
-    assert names == COUNTERPARTS.keys()
-    for name in names:
-        with pytest.raises(ConfigError, match=f"{name}: for megascend train only; "):
-            settings(folder, "refused", **{name: 1})
-
-
-def test_environment_brings_its_own_examples(folder: Path) -> None:
-    code = f"{ECHO}\n\nclass Own(Echo):\n    examples = [{{'prompt': f'own {{number}}:'}} for number in range(3)]\n"
-    (folder / "own_examples.py").write_text(code)
-    environment = {"name": f"{folder / 'own_examples.py'}:Own"}
-    changes = {"reward": None, "prompts": None}
-    config = settings(folder, "own", rollout={**changes, "environment": environment}, steps=2)
-    run(config, RecordedEngine)
-    lines = rollouts(config)
-    assert {line["prompt"] for line in lines} <= {"own 0:", "own 1:", "own 2:"}
-    assert len({line["prompt"] for line in lines}) > 1
-    missing = {"name": f"{folder / 'own_examples.py'}:Echo"}
-    with pytest.raises(ConfigError, match=r"rollout.prompts: .*:Echo brings no examples of its own"):
-        run(settings(folder, "none", rollout={**changes, "environment": missing}))
-
-
-def test_killed_and_resumed_run_of_an_environment_is_bitwise_equal(folder: Path) -> None:
-    def config(name: str, **changes: Any) -> RlConfig:
-        return with_environment(
-            folder, name, rollout={"in_order": True}, checkpoint={"every": 2, "keep_last": 5}, **changes
-        )
-
-    uninterrupted, resumed = config("environment-whole"), config("environment-resumed", steps=3)
-    for run_config in (uninterrupted, resumed):
-        in_a_fork(lambda run_config=run_config: run(run_config, RecordedEngine))
-    # As after a kill in step 4: the checkpoint of step 2 is the last one, and the files have lines of step 3.
-    [checkpoint] = (resumed.output / "checkpoints").glob("*3")
-    shutil.rmtree(checkpoint)
-    in_a_fork(lambda: run(config("environment-resumed"), RecordedEngine, resume="auto"))
-    figures, records = [], []
-    for run_config in (uninterrupted, resumed):
-        figures.append([{key: row[key] for key in row.keys() - TIMINGS - SAMPLING_METRICS} for row in rows(run_config)])
-        # With which weights a response was sampled depends on timing, too.
-        records.append([{key: line[key] for key in line.keys() - {"versions", "lag"}} for line in rollouts(run_config)])
-    assert figures[0] == figures[1]
-    assert records[0] == records[1]
 
 
 def test_records_rotate_by_size_and_are_read_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 
 from megascend.apps.rl.learner import Totals
-from megascend.apps.rl.rollout.controller.controller import Controller
-from megascend.apps.rl.rollout.controller.server import ControllerServer
 from megascend.apps.rl.rollout.engines.local import LocalEngine
 from megascend.apps.rl.train import train_rl
 from megascend.apps.train.learner import RunResult
@@ -27,7 +25,6 @@ from support.rl_runs import DEADLINE_S, rollouts, rows, settings
 from weightwire.engine import Completion
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import ManifestError
-from weightwire.keys import ENVIRONMENT, Key, generate_key
 
 pytestmark = [pytest.mark.usefixtures("megatron_imported"), pytest.mark.waiting]
 EXACT = 1e-5
@@ -241,62 +238,6 @@ class Faulty(MortalEngine):
         return {"version": "newest", "locations": 3, "commit": ["soon"]}
 
 
-FAULTS = [
-    (call, kind)
-    for call in ("locations", "begin_update", "verify", "commit", "drop", "version")
-    for kind in ("hangs", "nonsense")
-]
-FAULTS_IN_CI = [("begin_update", "hangs"), ("verify", "nonsense"), ("commit", "hangs")]
-PHASE = {
-    "locations": "push: ",
-    "begin_update": r"was not (begun|sent)|waiting",
-    "verify": "was not (verified|committed everywhere)",
-    "commit": "was not committed everywhere",
-}
-
-
-@pytest.mark.nightly_cases("commit*")  # covered: begin_update, verify
-@pytest.mark.parametrize(
-    ("call", "kind"),
-    [pytest.param(*fault, marks=() if fault in FAULTS_IN_CI else pytest.mark.nightly) for fault in FAULTS],
-)
-def test_run_goes_on_without_an_engine_that_reports_its_version_and_takes_no_weights(
-    folder: Path,
-    call: str,
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It holds up two updates, of which one is for it alone, and is named with phase, seconds and setting."""
-    monkeypatch.setattr("megascend.apps.rl.rollout.engine_pool.VERDICT_S", 1)
-    timeout_s = 3
-    config = settings(folder, f"faulty-{call}-{kind}", steps=12, rollout={"max_lag": 0}, sync={"timeout_s": timeout_s})
-    # An update is dropped where it has failed, and an engine is asked for its version where it has died.
-    other = {"drop": ("verify", 2, "before"), "version": ("generate", 3, "before")}.get(call, ("", 0, ""))
-    # The first update asks for the locations twice: whether it is worth a plan, and for the transport.
-    first = {"drop": 1, "locations": 3}.get(call, 2)
-    faulty = Faulty(folder / "model", name="faulty", fault=(call, first, kind), death=other)
-    sound = [MortalEngine(folder / "model", name=f"sound {number}", seed=number) for number in (1, 2)]
-    with caplog.at_level(logging.WARNING):
-        assert run(config, faulty, *sound).steps == 12
-    assert max(row["mismatch_max"] for row in rows(config)) < EXACT
-    learned = [line for line in rollouts(config) if line["outcome"] == "learned"]
-    late = {line["engine"] for line in learned if line["step"] > 6}
-    assert late == {"sound 1", "sound 2"} if call != "drop" else "sound 1" in late
-    # Not again and again: each failure takes its deadline, and the time in which an engine drops what it has.
-    assert sum(row["sync_s"] > 1 for row in rows(config)) <= 2
-    assert sum(row["sync_s"] for row in rows(config)) < 4 * timeout_s + 12
-    if call in PHASE:
-        message, *later = (message for message in caplog.messages if message.startswith("faulty is lost"))
-        # Nonsense holds up nothing, so that the engine is asked again soon.
-        assert kind == "nonsense" or not later
-        assert f"took no weights, twice (sync.timeout_s: {timeout_s})" in message
-        assert re.search(PHASE[call], message)
-        assert "faulty" in message.partition("twice")[2]
-        if kind == "hangs":
-            assert f"did not answer within {timeout_s} s" in message
-
-
 def test_engine_that_takes_weights_again_is_used_again(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -459,123 +400,6 @@ def test_killed_local_engine_is_started_again_a_bounded_number_of_times(
         with pytest.raises(EngineError, match=r"has ended with exit code -9, after 1 restarts within 3600 s"):
             thread.run(engine.revive())
         thread.run(engine.close())
-
-
-def test_engine_that_never_answered_is_not_started_again(folder: Path) -> None:
-    def dead(config: RlConfig) -> list[LocalEngine]:
-        engine = LocalEngine(folder / "model", name="dead")
-        kill(engine)
-        return [engine]
-
-    with pytest.raises(EngineError, match=r"dead: its process \d+ has ended with exit code -9 before it answered"):
-        train_rl(settings(folder, "dead"), engines=dead)
-
-
-class Host:
-    """A controller with its engines, started, killed and started again beside a run."""
-
-    def __init__(self, folder: Path, publish: Path, key: str) -> None:
-        self.engines = [MortalEngine(folder / "model", name=f"engine {number}", seed=number) for number in range(2)]
-        self._publish, self._key = publish, Key(key)
-        self.thread = LoopThread("controller")
-        self.server: ControllerServer | None = None
-
-    def start(self) -> None:
-        async def start() -> ControllerServer:
-            server = ControllerServer(Controller(self.engines), self._key, publish=self._publish)
-            await server.start()
-            return server
-
-        self.server = self.thread.run(start())
-
-    def stop(self) -> None:
-        assert self.server is not None
-        self.thread.run(self.server.close())
-
-    def restart_engine(self, number: int, seconds: float) -> None:
-        engine = self.engines[number]
-        self.thread.run(engine.die())
-        time.sleep(seconds)
-        assert self.thread.run(engine.revive())
-
-    def close(self) -> None:
-        self.stop()
-        for engine in self.engines:
-            self.thread.run(engine.close())
-        self.thread.close()
-
-
-@pytest.mark.nightly  # covered: run without any engine waits; engine that joins later
-def test_engines_and_controller_may_start_later_end_and_come_back(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    key = generate_key()
-    monkeypatch.setenv(ENVIRONMENT, key)
-    host = Host(folder, folder / "controller.json", key)
-    config = settings(
-        folder,
-        "controlled",
-        steps=30,
-        rollout={
-            "controller": str(folder / "controller.json"),
-            "max_lag": 0,
-            "reward": slow_reward(folder),
-            "drop_equal": False,
-        },
-        sync={"timeout_s": 20},
-    )
-    metrics, events = config.output / "metrics.jsonl", []
-
-    def wait_for_steps(count: int) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while (not metrics.exists() or len(rows(config)) < count) and time.monotonic() < end:
-            time.sleep(0.05)
-
-    def disturb() -> None:
-        time.sleep(1)
-        host.start()
-        wait_for_steps(2)
-        host.restart_engine(0, seconds=1)
-        events.append(("engine", len(rows(config))))
-        wait_for_steps(len(rows(config)) + 4)
-        host.stop()
-        time.sleep(1)
-        host.start()
-        events.append(("controller", len(rows(config))))
-
-    thread = threading.Thread(target=disturb)
-    thread.start()
-    try:
-        with caplog.at_level(logging.WARNING):
-            assert train_rl(config).steps == 30
-    finally:
-        thread.join()
-        versions = [host.thread.run(engine.version()) for engine in host.engines]
-        host.close()
-    assert [name for name, _ in events] == ["engine", "controller"]
-    assert all(step < 30 for _, step in events)
-    assert versions == [31, 31]
-    assert max(row["mismatch_max"] for row in rows(config)) < EXACT
-    losses = [message for message in caplog.messages if "is lost, and is asked again" in message]
-    # A controller that is back within the time of a call is asked again without its engines being lost.
-    assert [message.split(" is lost")[0] for message in losses][:1] == [
-        f"engine 0 of the controller {folder / 'controller.json'}"
-    ]
-    assert len(losses) <= 3
-    # Both answer after all of it.
-    learned = [line for line in rollouts(config) if line["step"] > events[1][1] + 2]
-    assert {line["engine"].split(" of ")[0] for line in learned} == {"engine 0", "engine 1"}
-
-
-def test_controller_that_never_starts_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENVIRONMENT, generate_key())
-    rollout = {"controller": str(folder / "nowhere.json"), "engines_lost_s": 1}
-    with pytest.raises(
-        EngineLostError, match=r"rollout.controller: no answer from .*nowhere.json.* \(1 s, rollout.engines_lost_s\)"
-    ):
-        train_rl(settings(folder, "nowhere", rollout=rollout))
 
 
 def test_engine_that_joins_later_with_weights_of_another_run_is_not_used(

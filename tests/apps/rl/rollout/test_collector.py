@@ -19,7 +19,6 @@ import pytest
 from megascend.apps.rl.rollout import collector
 from megascend.apps.rl.rollout.buffer import RolloutBuffer
 from megascend.apps.rl.rollout.collector import RolloutCollector, Task
-from megascend.apps.rl.rollout.controller import client
 from megascend.apps.rl.rollout.episodes import GradedResponses
 from megascend.errors import DataError, EngineError, EngineLostError
 from weightwire.engine import Completion, Sampling
@@ -117,32 +116,6 @@ def test_prompt_whose_logprobs_are_not_finite_is_answered_by_another_engine(valu
         rollouts.take(0, DEADLINE_S)
 
 
-def test_prompt_of_an_evaluation_that_fails_at_one_engine_is_answered_by_another(monkeypatch):
-    failing, sound = Engine("one", fails=EngineError), Engine("two")
-    with collecting(monkeypatch, failing, sound) as rollouts:
-        groups = rollouts.evaluate([{"prompt": number} for number in range(100, 104)], 1.0, 2).result(DEADLINE_S)
-        assert [group.trajectories[0].prompt_tokens for group in groups] == [(100,), (101,), (102,), (103,)]
-        sound.fails = EngineError
-        with pytest.raises(EngineError, match="has failed"):
-            rollouts.evaluate([{"prompt": 104}], 1.0, 2).result(DEADLINE_S)
-        assert [*failing.requests, *sound.requests].count(104) == collector.ATTEMPTS
-
-
-def test_an_engine_that_does_not_close_is_left_with_a_warning(monkeypatch, caplog):
-    """Log a warning when closing takes too long, so that the run's own error is not masked."""
-
-    async def hang() -> None:
-        await asyncio.Event().wait()
-
-    engine = Engine("one")
-    engine.close = hang
-    assert client.RELEASE_S < collector.CLOSE_S
-    monkeypatch.setattr(collector, "CLOSE_S", 0.05)
-    with caplog.at_level(logging.WARNING), collecting(monkeypatch, engine) as rollouts:
-        rollouts.take(0, DEADLINE_S)
-    assert "did not close within 0.05 s" in caplog.text
-
-
 def test_prompt_failed_by_all_engines_raises_the_engines_error(monkeypatch):
     engines = Engine("one", fails=EngineError), Engine("two", fails=EngineError)
     with collecting(monkeypatch, *engines) as rollouts, pytest.raises(EngineError, match="has failed"):
@@ -182,21 +155,6 @@ def test_groups_without_signal_end_the_run_at_the_bound(reward, expected, monkey
     assert len(engine.requests) < 50
 
 
-def test_truncated_responses_are_reported(monkeypatch):
-    class CutOff(Engine):
-        async def generate(self, tokens, sampling, n):
-            return [
-                replace(completion, finish_reason="length")
-                for completion in await super().generate(tokens, sampling, n)
-            ]
-
-    with (
-        collecting(monkeypatch, CutOff("one"), reward=lambda response, prompt: 0.0, max_equal_groups=4) as rollouts,
-        pytest.raises(DataError, match="8 of them were cut off at max_tokens: 1"),
-    ):
-        rollouts.take(0, DEADLINE_S)
-
-
 def test_group_with_signal_resets_the_count(monkeypatch):
     """Give every seventh prompt a signal: the limit of 11 is never reached and batches of four fill."""
     reward = lambda response, prompt: float(response) * (prompt["prompt"] % 7 == 6)  # noqa: E731
@@ -204,21 +162,6 @@ def test_group_with_signal_resets_the_count(monkeypatch):
         groups = rollouts.take(0, DEADLINE_S)
     assert groups is not None
     assert [group.number % 7 for group in groups] == [6, 6, 6, 6]
-
-
-@pytest.mark.parametrize("bounded", [True, False], ids=["kept", "no bound"])
-def test_groups_without_signal_are_warned_of_without_a_bound(bounded, monkeypatch, caplog):
-    """Warn also where the groups are trained on."""
-    settings = {"drop_equal": False, "max_equal_groups": 8} if bounded else {}
-    reward = lambda response, prompt: float(response) * (prompt["prompt"] >= 50)  # noqa: E731
-    engine = Engine("one")
-    with caplog.at_level(logging.WARNING), collecting(monkeypatch, engine, reward=reward, **settings) as rollouts:
-        for step in range(12 if bounded else 1):
-            engine.weights = step
-            rollouts.updated(step)
-            assert rollouts.take(step, DEADLINE_S) is not None
-    assert [message.split(" groups")[0].split()[-1] for message in caplog.messages] == ["20", "40"]
-    assert "no limit is set" in caplog.messages[0]
 
 
 def test_equal_groups_that_have_a_signal_are_neither_warned_of_nor_dropped(monkeypatch, caplog):
@@ -244,23 +187,6 @@ def test_reward_error_names_the_prompt_line(monkeypatch):
         pytest.raises(DataError, match=r"^p.jsonl:\d: the reward function .* returned None, not a finite number"),
     ):
         rollouts.take(0, DEADLINE_S)
-
-
-def test_a_reward_that_never_returns_is_named(monkeypatch):
-    never = threading.Event()
-
-    def stuck(response, prompt):
-        never.wait()
-        return 0.0
-
-    with collecting(monkeypatch, Engine("one"), reward=stuck, locate=lambda prompt: "p.jsonl:3") as rollouts:
-        assert rollouts.take(0, 0.2) is None
-        assert "stuck has not returned for 0 s for the prompt at p.jsonl:3" in rollouts.describe_wait()
-        never.set()
-    with collecting(monkeypatch, Engine("one")) as rollouts:
-        assert rollouts.take(0, DEADLINE_S) is not None
-        assert rollouts.describe_wait() == "no engine has answered"
-        assert rollouts.completed_episodes() >= 4
 
 
 def test_a_reward_that_never_returns_for_one_prompt_is_reported(monkeypatch, caplog):

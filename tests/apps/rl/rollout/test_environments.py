@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import random
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from apps.rl.rollout.test_collector import DEADLINE_S, Engine, Prompts, Seeded
 from megascend.apps.cli.random_checkpoint import byte_tokenizer
-from megascend.apps.rl.rollout import collector, environments
+from megascend.apps.rl.rollout import collector
 from megascend.apps.rl.rollout.buffer import RolloutBuffer
 from megascend.apps.rl.rollout.collector import RolloutCollector, Task
 from megascend.apps.rl.rollout.environments import (
@@ -36,7 +32,7 @@ from megascend.apps.rl.rollout.environments import (
     joined_experts,
     load_environment,
 )
-from megascend.apps.rl.rollout.group import Trajectory, TrajectoryGroup
+from megascend.apps.rl.rollout.group import Trajectory
 from megascend.apps.rl.rollouts import SharedRollouts
 from megascend.errors import ConfigError, DataError, EngineError
 from megascend.models.checkpoint_files.tokenizer import following_tokens
@@ -141,22 +137,6 @@ def test_conversation_keeps_sampled_tokens_and_adds_what_the_template_writes(tem
     assert len(set(seeds)) == 2
 
 
-def test_text_conversation_appends_texts_as_they_are() -> None:
-    class Guess:
-        async def run(self, policy: Policy, example: Mapping[str, Any]) -> Trajectory:
-            conversation = policy.conversation("secret? ")
-            while not conversation.full and "b" not in await conversation.reply():
-                conversation.add(" no ")
-            return conversation.trajectory(1.0 / len(conversation.replies))
-
-    tokenizer = byte_tokenizer(4096)
-    engine = ScriptedEngine("a", "c", "b", tokenizer=tokenizer)
-    [trajectory] = play(Guess(), engine, tokenizer)
-    assert tokenizer.decode(engine.contexts[2]) == "secret? a no c no "
-    assert tokenizer.decode(trajectory.tokens) == "a no c no b"
-    assert trajectory.reward == pytest.approx(1 / 3)
-
-
 def test_conversation_is_full_at_the_longest_trajectory() -> None:
     class Talk:
         async def run(self, policy: Policy, example: Mapping[str, Any]) -> Trajectory:
@@ -244,32 +224,6 @@ def test_too_many_failed_episodes_end_the_run() -> None:
         pytest.raises(DataError, match=r"of the last \d+ episodes failed, more than the share 0.4 .*no such tool"),
     ):
         learn_from(rollouts, engine, 20)
-
-
-def test_episodes_that_fail_after_the_last_tolerated_one_are_not_logged_as_unretrieved(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(environments, "FEWEST", 1)
-
-    class Fails:
-        runs, failed = 0, False
-
-        async def run(self, policy: Policy, example: Mapping[str, Any]) -> Trajectory:
-            self.runs += 1
-            first = self.runs == 1
-            while self.runs < 4 or not (first or self.failed):
-                await asyncio.sleep(0)
-            self.failed = True
-            if not first:
-                for _ in range(3):
-                    await asyncio.sleep(0)  # the first error reaches the group,
-                time.sleep(0.3)  # which cancels the other episodes before their errors are known
-            raise KeyError("no such tool")
-
-    with collecting(Fails(), Engine("one"), max_failed=0.0) as rollouts, pytest.raises(DataError, match="no such tool"):
-        rollouts.take(0, DEADLINE_S)
-    gc.collect()
-    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 def learn_from(rollouts: RolloutCollector, engine: Engine, steps: int) -> None:
@@ -417,24 +371,6 @@ def test_unusable_environments_raise_config_errors(tmp_path: Path) -> None:
             load_environment(f"{code}:{name}", options)
 
 
-def test_what_an_environment_writes_into_its_example_stays_its_own() -> None:
-    class Changing:
-        async def run(self, policy: Policy, example: dict[str, Any]) -> Trajectory:
-            assert example == {"messages": [{"role": "user", "content": "go"}]}
-            conversation = policy.conversation(example["messages"])
-            example["messages"][0]["content"] += await conversation.reply()
-            example["messages"].append(example)
-            return conversation.trajectory(1.0)
-
-    tokenizer, prompt = byte_tokenizer(4096), {"messages": [{"role": "user", "content": "go"}]}
-    episodes = EnvironmentEpisodes(Changing(), PromptRenderer(tokenizer), EpisodeLimits(20, 4, 0.2, 400))
-    try:
-        assert len(asyncio.run(episodes.run(Engine("one"), prompt, Sampling(4, seed=1), 6))) == 6
-    finally:
-        episodes.close()
-    assert prompt == {"messages": [{"role": "user", "content": "go"}]}
-
-
 def test_responses_of_all_turns_and_episodes_have_seeds_of_their_own() -> None:
     class Talk:
         async def run(self, policy: Policy, example: Mapping[str, Any]) -> Trajectory:
@@ -507,15 +443,3 @@ def test_tokens_that_stop_responses_are_those_of_the_middle_of_a_text() -> None:
     raw = Tokenizer(models.BPE(vocab={"<unk>": 0, "▁": 1, ".": 2, "▁.": 3}, merges=[("▁", ".")], unk_token="<unk>"))
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     assert following_tokens(".", PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")) == [2]
-
-
-def test_trajectory_of_numpy_and_torch_can_be_saved() -> None:
-    ids: Any = np.array([3, 4])
-    logprobs: Any = torch.tensor([-0.5, 0.0])
-    sampled: Any = np.array([True, False])
-    trajectory = Trajectory(tuple(ids), ids, tuple(logprobs), 1.0, "stop", 0, 0, sampled=sampled)
-    group = TrajectoryGroup(1, (trajectory,))
-    assert TrajectoryGroup.from_json(json.loads(json.dumps(group.to_json()))) == group
-    for wrong in ({"tokens": (1.5, 2)}, {"logprobs": (None, 0.0)}, {"logprobs": (float("nan"), 0.0)}):
-        with pytest.raises(DataError):
-            replace(trajectory, **wrong)

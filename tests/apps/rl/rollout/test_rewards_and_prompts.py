@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import warnings
-from datetime import date
 from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +18,8 @@ from megascend.apps.cli.random_checkpoint import byte_tokenizer
 from megascend.apps.data.columns import parse_record
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.samples import Encoder, SampleLimits
-from megascend.apps.rl.rollout.advantages import ESTIMATORS, advantages
 from megascend.apps.rl.rollout.prompts import parse_prompt, prompt_tokens, read_prompts
 from megascend.apps.rl.rollout.rewards import checked, load_reward, reward_name
-from megascend.apps.rl.set_up import no_reward, read_and_check
-from megascend.config.rl import RlConfig
 from megascend.errors import ConfigError, DataError
 
 CODE = """
@@ -90,34 +84,6 @@ def test_unusable_rewards_raise_config_error(code: Path) -> None:
         load_reward(f"{code}:right")
 
 
-def test_reward_may_be_an_instance_or_a_function_without_signature(code: Path) -> None:
-    assert checked(load_reward(f"{code}:grader"), "a", {}) == (0.5, {})
-    with pytest.raises(DataError, match="raised TypeError"):
-        checked(load_reward("builtins:max"), "a", {"b": 1})
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(1, True, 1.0, Fraction(1), Decimal("1.0")),
-        *(np.float32(1), np.float64(1), np.float16(1), np.int8(1), np.uint64(1), np.bool_(True), np.longdouble(1)),
-        *(np.array(1.0), np.array(1), np.array(True)),
-        *(torch.tensor(1.0), torch.tensor(1), torch.tensor(True), torch.tensor(1.0, dtype=torch.bfloat16)),
-        torch.tensor(1.0, requires_grad=True) * 1,
-    ],
-    ids=lambda value: f"{value!r:.16}",  # without addresses, which differ from worker to worker
-)
-def test_numbers_of_every_kind_are_rewards(value: object) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        reward, _ = checked(lambda response, example: value, "abc", {})  # type: ignore[arg-type, return-value]
-        parts = {"reward": 2, "exact": value}
-        graded = checked(lambda response, example: parts, "abc", {})  # type: ignore[arg-type, return-value]
-    assert (reward, type(reward)) == (1.0, float)
-    assert graded == (2.0, {"exact": 1.0})
-    assert type(graded[1]["exact"]) is float
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -137,30 +103,6 @@ def test_non_finite_reward_raises_with_value_function_and_response(value: object
         checked(grade, "abc", {})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "value", [1e308, -1e308, 1.1e18, 10**30, Decimal("1e300"), torch.tensor(3e38)], ids=lambda value: f"{value!r:.24}"
-)
-def test_a_reward_whose_advantage_would_overflow_raises(value: object) -> None:
-    with pytest.raises(DataError, match=r"returned .*, beyond 1e\+18, so that its advantage would overflow: scale it"):
-        checked(lambda response, example: value, "abc", {})  # type: ignore[arg-type, return-value]
-    for estimator in ESTIMATORS:
-        with pytest.raises(DataError, match=r"response 1 is .*; beyond 1e\+18"):
-            advantages([[0.0, float(value)]], estimator)  # type: ignore[arg-type]
-        (values,) = advantages([[1e18, -1e18, 0.0]], estimator)
-        assert all(abs(advantage) < 3e38 for advantage in values)
-
-
-def test_mapping_without_reward_raises_with_its_names() -> None:
-    """A sum of all values, as it might be expected, would count an accuracy twice."""
-    message = (
-        "returned a mapping without 'reward', the number that is learned from; its names: score, acc; the response was"
-    )
-    with pytest.raises(DataError, match=message):
-        checked(lambda response, example: {"score": 1.0, "acc": 1.0}, "abc", {})
-    with pytest.raises(DataError, match="returned 'no' as 'exact', not a finite number"):
-        checked(lambda response, example: {"reward": 1.0, "exact": "no"}, "abc", {})  # type: ignore[dict-item, return-value]
-
-
 def test_reward_exception_is_reported_with_function_and_response(code: Path) -> None:
     broken = load_reward(f"{code}:broken")
     with pytest.raises(DataError, match=r"my_rewards.py:broken raised KeyError: 'missing'; the response was 'abc'"):
@@ -168,18 +110,6 @@ def test_reward_exception_is_reported_with_function_and_response(code: Path) -> 
     assert reward_name(functools.partial(broken)) == "my_rewards.py:broken"
     assert reward_name(load_reward(f"{code}:grader")) == "my_rewards.py:Grader"
     assert reward_name(max) == "max"  # type: ignore[reportArgumentType]
-
-
-def test_coroutine_reward_raises_data_error(code: Path) -> None:
-    """Refuse the coroutine that a plain function returns from an async one."""
-
-    async def later() -> float:
-        return 1.0
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that it was never awaited
-        with pytest.raises(DataError, match="returned <coroutine object"):
-            checked(lambda response, example: later(), "abc", {})  # type: ignore[arg-type, return-value]
 
 
 def test_prompt_files(tmp_path: Path) -> None:
@@ -278,47 +208,6 @@ def test_a_prompt_is_tokenised_as_in_supervised_training(text: str, closes: bool
     assert tokenizer.decode(ids[len(prompt) :]) == "4<|im_end|>"
 
 
-def test_text_prompt_with_tools_is_remarked() -> None:
-    findings = Findings()
-    tokens = prompt_tokens({"prompt": "2+2=", "tools": [{"name": "add"}]}, tokenizer_with_bos(), None, findings, "p:1")
-    assert tokens == prompt_tokens({"prompt": "2+2="}, tokenizer_with_bos())
-    (line,) = findings.lines()
-    assert line == "p:1: tools left out: only a prompt with 'messages' is rendered with them"
-
-
-def test_a_chat_is_tokenised_as_in_supervised_training() -> None:
-    """Add no second BOS token, write the run's date, and report messages that the template omits."""
-    tokenizer = tokenizer_with_bos()
-    tokenizer.chat_template = (
-        "{{ bos_token + strftime_now('%Y-%m-%d') }}{% for m in messages if m.role != 'developer' %}"
-        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    messages = [{"role": "developer", "content": "brief"}, {"role": "user", "content": "2+2?"}]
-    findings, day = Findings(), date(2024, 2, 29)
-    prompt = prompt_tokens({"messages": messages}, tokenizer, day, findings, "p:1")
-    assert tokenizer.decode(prompt) == "<s>2024-02-29<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    assert findings.lines()[0].startswith("p:1: messages of the role 'developer' are left out")
-    record = {"messages": [*messages, {"role": "assistant", "content": "4"}]}
-    encoder = Encoder(tokenizer, SampleLimits(99), Findings(), template_date=day)
-    [sample] = encoder.encode(parse_record(record, "f:1"))
-    assert [int(sample.input_ids[0]), *sample.target_ids.tolist()][: len(prompt)] == prompt
-    tokenizer.chat_template = "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(DataError, match=r"message 1 \(user\): the chat template does not write its words"):
-        prompt_tokens({"messages": messages}, tokenizer, day, findings, "p:1")
-
-
-CALLS = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
-
-
-def test_calls_of_a_prompt_that_the_template_does_not_write_raise_data_error() -> None:
-    messages = [{"role": "user", "content": "up?"}, CALLS, {"role": "tool", "content": "blue"}]
-    tokenizer = byte_tokenizer(4096)
-    tokenizer.chat_template = str(tokenizer.chat_template).replace("message['tool_calls']", "[]")
-    with pytest.raises(DataError, match="'tool_calls': the model's chat template does not write them"):
-        prompt_tokens({"messages": messages}, tokenizer, None, Findings(), "p:1")
-
-
 def test_tools_and_template_variables_of_a_prompt_are_rendered_as_by_transformers() -> None:
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = (
@@ -342,44 +231,3 @@ def test_tools_and_template_variables_of_a_prompt_are_rendered_as_by_transformer
     for broken in ({"prompt": "a\ud83d"}, {"messages": [{"role": "user", "content": "a\ud83d"}]}):
         with pytest.raises(DataError, match="is half of a surrogate pair"):
             prompt_tokens(broken, tokenizer)
-
-
-def test_all_problems_of_prompts_are_raised_at_once(tmp_path: Path) -> None:
-    """Report one line, malformed lines beside good ones that are too long, and both files."""
-    learned, held_out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    roles = [
-        {"role": "usr", "content": "x"},
-        {"role": "user", "content": "x", "loss": 1},
-        {"role": "Tool", "content": "x"},
-    ]
-    learned.write_text(f"{json.dumps({'messages': roles})}\n{{\n{json.dumps({'prompt': 'x' * 99})}\n")
-    held_out.write_text("[]\n")
-    config = RlConfig(
-        model=tmp_path,
-        output=tmp_path / "o",
-        steps=1,
-        rollout={"prompts": learned, "reward": "a.py:b", "max_tokens": 8},
-        evaluation={"prompts": held_out},
-    )
-    with pytest.raises(DataError, match=r"^6 problems in the prompts") as caught:
-        read_and_check(config, byte_tokenizer(4096), SampleLimits(50), no_reward)
-    message = str(caught.value)
-    for words in (
-        "role 'usr'",
-        "only the assistant's",
-        "role 'Tool'",
-        ":2: not valid JSON",
-        "99 tokens",
-        "b.jsonl:1: expected",
-    ):
-        assert words in message
-    assert "train_on_prompt" not in message
-
-    held_out.unlink()
-    learned.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
-    training_only = config.model_copy(update={"evaluation": None})
-    tokenizer = byte_tokenizer(4096)
-    first = read_and_check(training_only, tokenizer, SampleLimits(50), no_reward)
-    assert read_and_check(training_only, tokenizer, SampleLimits(50), no_reward).digest == first.digest
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert read_and_check(training_only, tokenizer, SampleLimits(50), no_reward).digest != first.digest

@@ -22,7 +22,7 @@ from megascend.apps.cli.random_checkpoint import ModelSize, byte_tokenizer, writ
 from megascend.apps.rl.rollout import verifiers
 from megascend.apps.rl.rollout.environments import EnvironmentEpisodes, EpisodeLimits, PromptRenderer
 from megascend.apps.rl.rollout.group import Trajectory
-from megascend.errors import ConfigError, DataError, EngineLostError
+from megascend.errors import ConfigError, DataError
 from megascend.testing import run_distributed
 from support.rl_runs import in_a_fork, rows, run, settings
 from weightwire.engine import Completion, RoutedExperts, Sampling
@@ -247,19 +247,6 @@ def test_environment_that_hangs_is_cancelled_with_its_requests(silent: bool) -> 
     # The same environment plays again, on another event loop.
     [trajectory] = play(letters() if not silent else environment, ScriptedEngine("ab", tokenizer=tokenizer), tokenizer)
     assert trajectory.reward == 1.0
-
-
-def test_engine_that_fails_is_not_the_environments_fault() -> None:
-    class FailingEngine(ScriptedEngine):
-        async def generate(self, tokens: Sequence[int], sampling: Sampling, n: int) -> list[Completion]:
-            raise EngineLostError("lost")
-
-    tokenizer = byte_tokenizer(4096)
-    played = episodes(letters(), tokenizer)
-    with pytest.raises(EngineLostError, match="lost"):
-        asyncio.run(played.run(FailingEngine(tokenizer=tokenizer), {"idx": 0}, Sampling(5), 1))
-    played.close()
-    assert (played.failed, played.completed) == (0, 0)
 
 
 def test_requests_that_would_change_the_distribution_fail_by_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,6 @@ import pytest
 from controller_doubles import KEY, Served, a_seal, an_offer
 
 from megascend.apps.rl.rollout.controller.client import ControllerEngine
-from megascend.apps.rl.rollout.controller.routes import CONTROLLER_CALLS, PREFIX, ROUTES
 from weightwire.keys import ENVIRONMENT, load_key
 
 pytestmark = pytest.mark.waiting
@@ -43,13 +42,3 @@ def test_the_program_of_a_trainer_runs(tmp_path: Path, monkeypatch: pytest.Monke
         assert asyncio.run(names["trainer"]()) == 2  # type: ignore[operator]
         assert [engine.in_force for engine in served.engines] == ["a", "a"]
         assert served.engines[0].calls[-2:] == ["pause 30", "resume"]
-
-
-def test_every_route_is_listed_with_its_arguments() -> None:
-    rows = [line.split("|")[1:3] for line in PAGE.splitlines() if line.startswith("| `/v1/")]
-    entries = {
-        route: set(re.findall(r"`(\w+)`", cells)) for names, cells in rows for route in re.findall(r"`([^`]+)`", names)
-    }
-    assert entries.keys() == set(ROUTES)
-    for name, call in CONTROLLER_CALLS.items():
-        assert set(call.model_fields) <= entries[PREFIX + name], name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from controller_doubles import (
     KEY,
     BlockingClient,
     ManualClock,
-    NotingEngine,
     Served,
     a_seal,
     an_offer,
@@ -22,24 +20,20 @@ from controller_doubles import (
 )
 
 from megascend.apps.rl.rollout import connections
-from megascend.apps.rl.rollout.controller.client import ControllerClient, ControllerEngine
-from megascend.apps.rl.rollout.controller.controller import Controller, ControllerLimits
-from megascend.apps.rl.rollout.controller.messages import BEARER, new_id, write_call
-from megascend.apps.rl.rollout.controller.server import ControllerServer, HttpLimits
+from megascend.apps.rl.rollout.controller.client import ControllerEngine
+from megascend.apps.rl.rollout.controller.messages import BEARER
+from megascend.apps.rl.rollout.controller.server import HttpLimits
 from megascend.errors import (
     ConfigError,
     ControllerBusyError,
     ControllerError,
     ControllerLostError,
-    ControllerRestartedError,
     EngineError,
     EngineLostError,
-    MessageError,
     RolloutTaskError,
 )
 from weightwire import asgi
-from weightwire.auth import ANSWER_HEADER, sign
-from weightwire.engine import Completion, Sampling
+from weightwire.auth import sign
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import AuthError
 from weightwire.keys import Key
@@ -109,26 +103,6 @@ def test_an_engine_of_the_controller_claims_again_after_its_claim_was_lost() -> 
         assert client.status()["engines"]["one"]["owner"] is None
 
 
-def test_engine_whose_logprobs_are_not_finite_gets_no_further_prompts() -> None:
-    class OneToken(NotingEngine):
-        logprob = -1.0
-
-        async def generate(self, *_: object) -> list[Completion]:
-            return [Completion((5,), (self.logprob,), "length", 0, 0)]
-
-    broken = OneToken("one")
-    broken.logprob = float("nan")
-    with (
-        Served(engines=[broken, OneToken("two")]) as served,
-        served.client() as client,
-        client.claim("trainer") as claim,
-    ):
-        with pytest.raises(EngineError, match=r"engine 'one' gave .* log-probability nan"):
-            claim.generate([1], Sampling(1))
-        for _ in range(4):
-            assert claim.generate([1], Sampling(1))[0].logprobs == (-1.0,)
-
-
 async def _count_renewals(served: Served) -> list[str]:
     renewals, renew = [], served.controller.renew
 
@@ -138,37 +112,6 @@ async def _count_renewals(served: Served) -> list[str]:
 
     served.controller.renew = counting  # type: ignore[method-assign]
     return renewals
-
-
-def test_many_completions_each_sent_twice() -> None:
-    """Complete futures of the controller's process, each twice: both calls get the same answer."""
-    with Served() as served:
-
-        async def expect() -> list[asyncio.Future]:
-            return [served.controller.tasks.expect(f"r{number}", 600) for number in range(150)]
-
-        async def wait(futures: list[asyncio.Future]) -> list[dict]:
-            return await asyncio.wait_for(asyncio.gather(*futures), 120)
-
-        async def work() -> None:
-            client = ControllerClient(served.where, served.key, caller="worker")
-            await client.status()
-            places = asyncio.Semaphore(32)
-
-            async def complete(number: int) -> None:
-                body = served.call("/v1/rollouts/complete", rollout=f"r{number}", result={"number": number})
-                async with places:
-                    first, second = await asyncio.gather(
-                        *(client._deliver("/v1/rollouts/complete", body) for _ in range(2))
-                    )
-                    assert first == second == {}
-
-            await asyncio.gather(*(complete(number) for number in range(150)))
-
-        futures = served.thread.run(expect())
-        asyncio.run(work())
-        assert [result["number"] for result in served.thread.run(wait(futures))] == list(range(150))
-        assert served.controller.tasks.status() == {"in_flight": 0, "kept": 0, "kept_bytes": 0}
 
 
 def test_remote_trainer_gets_results_as_they_complete() -> None:
@@ -187,45 +130,6 @@ def test_remote_trainer_gets_results_as_they_complete() -> None:
         with pytest.raises(RolloutTaskError, match="fetched or given up"):
             worker.complete("b", {})
         assert served.controller.tasks.status() == {"in_flight": 0, "kept": 0, "kept_bytes": 0}
-
-
-def test_result_that_expired_costs_no_other() -> None:
-    clock = ManualClock()
-    with Served(clock=clock) as served, served.client() as client:
-        client.expect(["a", "b", "c"], 3600)
-        client.complete("a", {"n": 1})
-        served.thread.run(clock.advance(601))  # its trainer was in a long step
-        client.complete("b", {"n": 2})
-        results = client.results(["a", "b", "c"])
-        first = dict([next(results), next(results)])
-        client.complete("c", {"n": 3})
-        assert isinstance(first["a"], RolloutTaskError)
-        assert "nobody fetched its result" in str(first["a"])
-        assert {"b": first["b"], **dict(results)} == {"b": {"n": 2}, "c": {"n": 3}}
-
-
-def test_waiting_costs_no_processor_time() -> None:
-    """Wait with forty requests for results that never arrive: the process uses no CPU time."""
-    with Served() as served:
-
-        async def wait() -> float:
-            client = ControllerClient(served.where, served.key, caller="trainer")
-            names = [f"r{number}" for number in range(40)]
-            await client.expect(names, deadline_s=600)
-            waiting = [asyncio.ensure_future(anext(client.results([name]))) for name in names]
-            while served.server._requests < 40:
-                await asyncio.sleep(0.01)
-            elapsed: list[float] = []
-            while len(elapsed) < 5 and min(elapsed, default=1.0) >= 0.3:  # other threads of this process may be leaving
-                before = time.process_time()
-                await asyncio.sleep(1.0)
-                elapsed.append(time.process_time() - before)
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-            return min(elapsed)
-
-        assert asyncio.run(wait()) < 0.3  # CPU seconds of both sides within one second of waiting
 
 
 def test_a_repeated_call_has_its_first_answer_and_no_effect() -> None:
@@ -274,17 +178,6 @@ def test_call_of_a_disconnected_caller_completes_and_keeps_its_answer() -> None:
         assert engine.paused
 
 
-@pytest.mark.parametrize("age", ["old", "ahead"])
-def test_call_outside_the_time_window_is_not_executed(age: str) -> None:
-    with Served() as served:
-        created = time.time() + (-121 if age == "old" else 200)
-        body = write_call(served.controller.instance, new_id(lambda: created), "test", {"owner": "t", "lease_s": 60.0})
-        status, answer = served.send(served.request("/v1/claim", body))
-        assert (status, answer["error"]["kind"]) == (400, "malformed")
-        assert ("after 120 s" if age == "old" else "clocks differ") in answer["error"]["message"]
-        assert served.state()[0] == []
-
-
 def test_sizes_are_bounded() -> None:
     limits = HttpLimits(max_body_bytes=2000, max_head_bytes=4000, max_buffered_bytes=3000)
     with Served(limits=limits) as served:
@@ -323,21 +216,6 @@ def test_sizes_are_bounded() -> None:
                 "too many large requests at once; retry later",
             )
         until(served.idle)
-
-
-def test_a_claim_on_too_many_names_and_too_many_calls_are_refused() -> None:
-    with (
-        Served(max_replies=3, controller=ControllerLimits(max_tasks=2)) as served,
-        served.client(timeout_s=2.0) as client,
-    ):
-        client.expect(["a", "b"], deadline_s=60)
-        with pytest.raises(ControllerBusyError, match="2 rollouts are in flight"):
-            client.expect(["c"], deadline_s=60)
-        client.complete("a", {})
-        client.complete("b", {})
-        with pytest.raises(ControllerBusyError, match="3 calls arrived within 120 s"):
-            client.fail("c", "")
-        assert client.status()["rollouts"]["kept"] == 2  # calls without an effect are still answered
 
 
 def test_idle_connections_do_not_block_other_callers() -> None:
@@ -379,30 +257,6 @@ def test_callers_that_stop_halfway_or_do_not_read_are_cut_off(monkeypatch: pytes
             assert "the body did not arrive within 1.5 s" in read_response(no_body)[1]["error"]["message"]
             until(served.idle)
         assert dict(client.results(["large"]))["large"]["text"] == "x" * 12_000_000  # type: ignore[index]
-
-
-def test_late_body_gets_an_unsigned_408_and_can_be_retried() -> None:
-    with Served(limits=HttpLimits(body_timeout_s=0.2)) as served, served.connect() as connection:
-        connection.sendall(served.request("/v1/status", served.call("/v1/status"))[:-1])
-        answer = b"".join(iter(lambda: connection.recv(65536), b""))
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert ANSWER_HEADER.encode().lower() not in answer.lower()
-
-
-def test_idle_connections_do_not_evict_waiting_callers() -> None:
-    """Let six callers wait with a limit of eight: idle connections share one owner, which has the most and is evicted."""
-    with Served(limits=HttpLimits(max_connections=8)) as served, served.client() as client:
-        client.expect(["a"], deadline_s=60)
-        waiting = [served.connect() for _ in range(6)]
-        for connection in waiting:
-            call = served.call("/v1/rollouts/wait", rollouts=["a"], timeout_s=60.0)
-            connection.sendall(served.request("/v1/rollouts/wait", call))
-        until(lambda: served.server._requests == 6)
-        strangers = [served.connect() for _ in range(6)]
-        client.complete("a", {"text": "x"})
-        assert [read_response(connection)[0] for connection in waiting] == [200] * 6
-        for connection in (*waiting, *strangers):
-            connection.close()
 
 
 def test_too_many_concurrent_requests_raise_controller_busy_error() -> None:
@@ -499,38 +353,6 @@ def test_port_in_use_is_named_and_free_port_is_published(tmp_path: Path) -> None
         pass
 
 
-def test_wildcard_host_requires_an_advertised_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="set advertise= to the one"):
-        Served(host="0.0.0.0", publish=tmp_path / "controller.json")
-    with Served(host="0.0.0.0", advertise="localhost", publish=tmp_path / "controller.json") as served:
-        assert "not encrypted" in caplog.text
-        with BlockingClient(tmp_path / "controller.json", served.key, caller="x") as client:
-            assert client.status()["instance"] == served.controller.instance
-
-
-def test_other_instance_raises_controller_restarted_error() -> None:
-    with Served() as served, served.client() as client:
-        client.status()
-        client.target.instance = "0" * 16
-        with pytest.raises(ControllerRestartedError, match="not 0000000000000000: it was restarted"):
-            client.expect(["a"], deadline_s=60)
-        assert served.controller.tasks.status()["in_flight"] == 0
-        client.expect(["a"], deadline_s=60)  # the restart was reported once; the next call goes to the new instance
-
-
-def test_non_json_arguments_raise_message_error() -> None:
-    with Served() as served, served.client() as client:
-        for wrong in ({"x": float("nan")}, {"x": object()}, {"x": b""}):
-            with pytest.raises(MessageError, match="JSON"):
-                client.complete("a", wrong)
-        with pytest.raises(MessageError, match=r"arguments: deadline_s: Input should be greater than 0"):
-            client.expect(["a"], deadline_s=-1)
-        with pytest.raises(MessageError, match="unknown route POST /v1/unknown"):
-            client.call("/v1/unknown")
-        with pytest.raises(EngineError, match="unknown engine 'x'; known: one, two"), client.claim("o", ["x"]):
-            pass
-
-
 def test_internal_error_is_returned_to_the_caller(caplog: pytest.LogCaptureFixture) -> None:
     with Served() as served, served.client() as client:
 
@@ -542,15 +364,3 @@ def test_internal_error_is_returned_to_the_caller(caplog: pytest.LogCaptureFixtu
             client.status()
         assert "a call of 'test' failed" in caplog.text
         assert KEY not in caplog.text
-
-
-def test_a_server_without_engines_serves_rollouts() -> None:
-    async def run() -> None:
-        async with ControllerServer(Controller(), Key(KEY)) as server:
-            client = ControllerClient(str(server.address), Key(KEY), caller="x")
-            await client.expect(["a"], deadline_s=60)
-            async with ControllerEngine(str(server.address), Key(KEY), owner="o") as engine:
-                with pytest.raises(EngineError, match="a claim on no engine"):
-                    await engine.quantised()
-
-    asyncio.run(run())

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[5]
-VERL_PYTHON = Path(os.environ.get("MEGASCEND_VERL_PYTHON") or ROOT / ".venv-verl" / "bin" / "python")
 DEADLINE_S = 60.0
 
 SERVER = """#!{python}
@@ -166,63 +165,3 @@ def test_exited_program_reports_its_code_and_leaves_no_watcher(tmp_path: Path, s
     assert missing.process.wait(DEADLINE_S) == 127
     assert "No such file" in (tmp_path / "out").read_text()
     missing.release()
-
-
-RAY = """
-import os, sys, time
-import ray
-
-server, folder, how = sys.argv[1:]
-
-@ray.remote(num_cpus=0)
-class Rollout:
-    def start(self):
-        from megascend.apps.rl.rollout.engines.vllm_process import VllmProcess
-        self.process = VllmProcess(server, "model", log=folder + "/log")
-
-ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error")
-actor = Rollout.remote()
-ray.get(actor.start.remote(), timeout=600)
-while not os.path.exists(folder + "/pids") or len(open(folder + "/pids").readlines()) < 4:
-    time.sleep(0.1)
-if how == "killed":
-    ray.kill(actor)
-elif how == "given up":
-    del actor
-print("started", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("how", ["killed", "given up", "shut down"])
-def test_nothing_is_left_of_a_ray_actors_engine(tmp_path: Path, server: Path, how: str) -> None:
-    """Kill, drop, or shut down an actor of verl's environment."""
-    if not VERL_PYTHON.exists():
-        pytest.skip(
-            f"no ray: {VERL_PYTHON} does not exist; bash scripts/verl_env.sh makes it, or set MEGASCEND_VERL_PYTHON"
-        )
-    variables = {"PYTHONPATH": str(ROOT / "src"), "RAY_TMPDIR": "/tmp", "RAY_enable_worker_prestart": "0"}
-    variables["RAY_raylet_start_wait_time_s"] = "600"  # a busy machine takes its time
-    driver = subprocess.Popen(
-        [VERL_PYTHON, "-c", RAY, str(server), str(tmp_path), how],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | variables,
-    )
-    try:
-        assert driver.stdout is not None
-        assert "started" in driver.stdout.readline()
-        if how == "shut down":
-            driver.communicate(timeout=DEADLINE_S)
-        engine = {*kinds(tmp_path).values()}
-        assert len(engine) == len(KINDS)
-        # Not psutil.pid_exists: an orphan that has ended stays a zombie until init reaps it, which took a minute here.
-        wait_for(
-            lambda: not any(process.pid in engine for process in running_processes(tmp_path)),
-            "processes of the engine are left",
-        )
-    finally:
-        if driver.poll() is None:
-            driver.communicate(timeout=DEADLINE_S)

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from megascend.apps.rl.rollout.engines.placement import (
@@ -92,66 +86,3 @@ def test_named_gpus_are_those_of_engines_and_trainer() -> None:
 def test_impossible_placement_is_refused_by_name(gpus, trainers, engines, settings, message) -> None:
     with pytest.raises(ConfigError, match=message):
         place_engines([str(number) for number in range(gpus)], trainers, engines, **settings)
-
-
-@pytest.fixture
-def recipe() -> Any:
-    """Import ``cookbook/async_grpo.py``."""
-    path = Path(__file__).parents[5] / "cookbook" / "async_grpo.py"
-    spec = importlib.util.spec_from_file_location("async_grpo", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SHARED_GPU = ["--dtype=bfloat16", "--max-num-seqs=128", "--max-model-len=64", "--gpu-memory-utilization=0.35"]
-SEPARATE_GPU = [*SHARED_GPU[:3], "--gpu-memory-utilization=0.7"]
-ON_THE_CPU = ["--enforce-eager", "--dtype=float32", "--max-num-seqs=128", "--max-model-len=64"]
-
-
-@pytest.mark.parametrize(
-    ("device", "gpus", "ranks", "platform", "environment", "options", "waits"),
-    [
-        ("cuda", ["0"], "1", "auto", {"CUDA_VISIBLE_DEVICES": "0"}, SHARED_GPU, True),
-        ("cuda", ["0", "1"], "1", "auto", {"CUDA_VISIBLE_DEVICES": "1"}, SEPARATE_GPU, False),
-        ("cuda", ["0", "1"], "2", "cuda", {"CUDA_VISIBLE_DEVICES": "0"}, SHARED_GPU, True),
-        ("cuda", ["3"], "1", "cpu", {"CUDA_VISIBLE_DEVICES": "3"}, SEPARATE_GPU, False),
-        ("cpu", ["0"], "1", "auto", {}, ON_THE_CPU, False),
-        ("cpu", [], "1", "auto", {}, ON_THE_CPU, False),
-    ],
-    ids=["one GPU", "two GPUs", "two GPUs, two ranks", "trainer on the CPU", "vLLM for the CPU", "no GPU"],
-)
-def test_recipe_starts_vllm_for_the_device_that_it_is_built_for(
-    recipe, device, gpus, ranks, platform, environment, options, waits, tmp_path, monkeypatch
-) -> None:
-    started: list[dict[str, Any]] = []
-
-    class Server:
-        def __init__(self, python: Path, model: Path, **settings: Any) -> None:
-            started.append(settings | {"python": python, "waited": False})
-
-        def wait_until_listening(self, timeout_s: float) -> None:
-            started[-1]["waited"] = True
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(recipe, "VllmProcess", Server)
-    monkeypatch.setattr(recipe, "vllm_device", lambda python: device)
-    monkeypatch.setattr(recipe, "gpus_here", lambda: gpus)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    command = ["async_grpo.py", "--model", "m", "--output", str(tmp_path), "--platform", platform, "--vllm-python", "p"]
-    command.append("--vllm-option=--seed=1")
-    monkeypatch.setattr(sys, "argv", command)
-    with ExitStack() as stack:
-        recipe.start_servers(recipe.parse_arguments(), stack)
-    (server,) = started
-    assert (server["environment"], server["waited"]) == (environment, waits)
-    assert server["options"] == [*options, "--seed=1"]
-
-
-def test_recipe_takes_the_interpreter_from_the_environment(recipe, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["async_grpo.py", "--model", "m"])
-    monkeypatch.setenv("MEGASCEND_VLLM_PYTHON", "/vllm/python")
-    assert recipe.parse_arguments().vllm_python == Path("/vllm/python")

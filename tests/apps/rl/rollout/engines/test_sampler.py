@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.utils import generic
 
 from megascend.apps.rl.rollout.engines.local_model import load
 from megascend.apps.rl.rollout.engines.sampler import draw, make_rows, sample, sequence_logprobs
@@ -70,15 +69,6 @@ def test_response_says_from_which_tokens_each_was_drawn(model: Any) -> None:
     plain = make_rows(PROMPTS[0], Sampling(max_tokens=2, seed=3), 1, 0)
     sample(model, plain, version_0)
     assert plain[0].completion().allowed is None
-
-
-def test_sampling_uses_no_deprecated_name_of_the_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(generic.logger, "warning_once", warnings.append)
-    rows = make_rows(PROMPTS[0], Sampling(max_tokens=4, seed=3), 1, 0)
-    sample(model, rows, version_0)
-    assert len(rows[0].tokens) == 4
-    assert warnings == []
 
 
 def test_samples_do_not_depend_on_other_rows_of_the_batch(model: Any) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +10,14 @@ from typing import Any
 import pytest
 
 from megascend.apps.rl.rollout.engines.vllm_process import (
-    CAUSE,
     VllmProcess,
     engine_environment,
-    first_error,
     vllm_device,
 )
 from megascend.errors import ConfigError, EngineLostError
 from weightwire.vllm import contract
 
 ROOT = Path(__file__).parents[5]
-VERL_PYTHON = Path(os.environ.get("MEGASCEND_VERL_PYTHON") or ROOT / ".venv-verl" / "bin" / "python")
 
 
 def environment_of_a_server(folder: Path, **options: Any) -> dict[str, str]:
@@ -173,21 +167,6 @@ def test_error_of_an_ended_server_has_the_first_error_and_the_end(tmp_path: Path
     assert "See root cause above" in end
 
 
-def test_error_of_an_ended_server_without_logged_errors_is_the_end(tmp_path: Path) -> None:
-    text = str(ended_server(tmp_path, "python: No module named vllm\n"))
-    assert "first error" not in text
-    assert text.endswith("python: No module named vllm\n")
-
-
-def test_long_first_error_keeps_its_first_line_and_its_end() -> None:
-    prefix = "ERROR 06-30 13:53:19 [core.py:515] "
-    lines = ["EngineCore failed to start.", *(f"  File {number}" for number in range(1000)), "ValueError: too large"]
-    cause = first_error("".join(f"{prefix}{line}\n" for line in lines))
-    assert cause.startswith("EngineCore failed to start.\n[...]\n")
-    assert cause.endswith("\n  File 999\nValueError: too large")
-    assert len(cause) < 2 * CAUSE
-
-
 def test_ray_cluster_address_is_passed_to_the_server(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     in_a_cluster(monkeypatch, "10.0.0.7:6379")
@@ -196,48 +175,3 @@ def test_ray_cluster_address_is_passed_to_the_server(tmp_path, monkeypatch):
     assert environment_of_a_server(tmp_path, **options)["RAY_ADDRESS"] == "named:1"
     monkeypatch.setenv("RAY_ADDRESS", "variable:2")
     assert environment_of_a_server(tmp_path)["RAY_ADDRESS"] == "variable:2"
-
-
-def test_uninitialized_ray_sets_no_address(tmp_path, monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    in_a_cluster(monkeypatch, "10.0.0.7:6379", initialized=False)
-    assert "RAY_ADDRESS" not in environment_of_a_server(tmp_path)
-
-
-@pytest.mark.nightly
-def test_real_ray_cluster_reports_its_address(tmp_path):
-    """Start a process from an actor without RAY_ADDRESS: the process joins the actor's cluster."""
-    if not VERL_PYTHON.exists():
-        pytest.skip(
-            f"no ray: {VERL_PYTHON} does not exist; bash scripts/verl_env.sh makes it, or set MEGASCEND_VERL_PYTHON"
-        )
-    program = """
-import json, os, subprocess, sys
-import ray
-
-@ray.remote
-class Trainer:
-    def child(self):
-        from megascend.apps.rl.rollout.engines.vllm_process import ray_address
-        handed = ray_address(sys.modules.get("ray"))
-        code = "import ray; ray.init(logging_level='error'); print(ray.get_runtime_context().gcs_address)"
-        done = subprocess.run([sys.executable, "-c", code], env=os.environ | handed, capture_output=True, text=True, timeout=120)
-        return "RAY_ADDRESS" in os.environ, handed, done.stdout.split()[-1:]
-
-ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error")
-own = ray.get_runtime_context().gcs_address
-print(json.dumps([own, *ray.get(Trainer.remote().child.remote(), timeout=150)]))
-"""
-    completed = subprocess.run(
-        [VERL_PYTHON, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "RAY_TMPDIR": "/tmp"},
-        check=False,
-    )
-    assert completed.returncode == 0, completed.stderr[-3000:]
-    address, had_address, environment, child_addresses = json.loads(completed.stdout.strip().splitlines()[-1])
-    assert environment == {"RAY_ADDRESS": address}
-    assert child_addresses == [address]
-    assert not had_address
