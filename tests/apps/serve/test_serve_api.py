@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,45 +192,12 @@ def test_a_name_is_never_a_path(system, tmp_path, name) -> None:
     assert "error" not in system.alice.fetch(system.alice.forward_backward(model, 2, 10))
 
 
-def test_directory_named_like_a_record_hides_no_checkpoint(system) -> None:
-    model = system.alice.model()
-    path = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
-    directory = next(system.service.checkpoints.root.rglob("one")).with_name("two.json")
-    directory.mkdir()
-    assert [entry["tinker_path"] for entry in system.alice.get("checkpoints").json()["checkpoints"]] == [path]
-    assert "error" not in system.alice.ask("save_weights", {"model_id": model, "path": "three", "seq_id": 2})
-    system.tick(601)  # looks for expired checkpoints
-
-
-def test_save_over_an_unreadable_record_fails_alone(system) -> None:
-    model = system.alice.model()
-    save = {"model_id": model, "path": "one", "seq_id": 1}
-    path = system.alice.ask("save_weights", save)["path"]
-    next(system.service.checkpoints.root.rglob("one.json")).write_text("{")
-    later = system.alice.forward_backward(model, 3, 10)  # arrives first, and runs in the same turn as the save
-    for _ in range(2):  # sent again by a client that got no answer
-        answer = system.alice.ask("save_weights", {**save, "seq_id": 2})
-        assert (answer["category"], "cannot be read" in answer["error"]) == ("server", True)
-    assert "error" not in system.alice.fetch(later)
-    assert system.alice.ask("save_weights", {**save, "seq_id": 4, "overwrite": True})["path"] == path
-
-
 def test_record_that_cannot_be_written_fails_its_save(system) -> None:
     model = system.alice.model()
     record = run_directory(system.service.checkpoints.root, "alice", model) / "weights" / "one.json"
     record.mkdir(parents=True)  # in its way
     answer = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
     assert (answer["category"], "cannot be written: Is a directory" in answer["error"]) == ("server", True)
-
-
-def test_internal_error_in_an_answer_is_logged(system, monkeypatch, caplog) -> None:
-    model = system.alice.model()
-    monkeypatch.setattr(system.service.checkpoints, "commit", lambda tenant, record: 1 // 0)
-    answer = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
-    assert answer == {"error": "internal error (ZeroDivisionError)", "category": "server"}
-    (entry,) = [entry for entry in caplog.records if entry.name == "megascend.apps.serve"]
-    assert entry.exc_info is not None
-    assert "save_weights" in entry.getMessage()
 
 
 def test_bad_data_fail_only_their_step(system) -> None:
@@ -260,20 +226,6 @@ def test_a_step_that_is_not_made_is_an_error(system) -> None:
         name = system.alice.post("optim_step", content=content.replace("inf", "Infinity")).json()["request_id"]
         assert system.alice.fetch(name)["category"] == "user"
     assert steps(system)[-1] == ("discard", "a1")  # nothing is left for the step after it
-
-
-def test_errors_of_creating_and_saving_have_their_category(system) -> None:
-    session = system.alice.post("create_session", {}).json()["session_id"]
-    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 65}}
-    assert system.alice.ask("create_model", body)["category"] == "user"
-    assert system.service.tenancy.models == {}
-    assert system.alice.post("create_model", {**body, "base_model": "/etc"}).status_code == 400
-    model = system.alice.model()
-    full = system.alice.ask("save_weights", {"model_id": model, "path": "disk-full", "seq_id": 1})
-    assert full == {"error": "no space left", "category": "server"}
-    saves = [{"model_id": model, "path": "one", "seq_id": number} for number in (2, 3)]
-    assert system.alice.ask("save_weights", saves[0])["path"].endswith("/weights/one")
-    assert "exists" in system.alice.ask("save_weights", saves[1])["error"]
 
 
 def test_requests_over_the_limits_are_refused(tmp_path) -> None:
@@ -319,45 +271,6 @@ def test_saves_in_progress_keep_to_the_quota(tmp_path) -> None:
         )
     with served(tmp_path / "storage", limits={"storage_bytes": 12}) as service:
         assert service.service.checkpoints.total_bytes("alice") == 10
-
-
-def test_saves_in_progress_reserve_what_an_earlier_one_took(tmp_path) -> None:
-    with served(tmp_path / "storage", limits={"storage_bytes": 12}) as service:
-        model = service.alice.model()
-        service.alice.ask("save_weights", {"model_id": model, "path": "first", "seq_id": 1})
-        late = [{"model_id": model, "path": f"p{number}", "seq_id": number} for number in (4, 3, 2)]
-        names = [service.alice.post("save_weights", body).json()["request_id"] for body in late][::-1]
-        answers = [service.alice.fetch(name) for name in names]
-        assert ["12 are allowed" in answer.get("error", "") for answer in answers] == [False, True, True]
-        assert [call[0] for call in service.backend.calls].count("save") == 2, "nothing is written beyond the quota"
-        service.alice.get(f"training_runs/{model}/checkpoints/weights/p2", "DELETE")
-        assert "error" not in service.alice.ask("save_weights", {"model_id": model, "path": "p5", "seq_id": 5})
-
-
-def test_replacement_that_is_larger_keeps_to_the_quota(tmp_path, monkeypatch) -> None:
-    with served(tmp_path / "storage", limits={"storage_bytes": 12}) as service:
-        save = {"model_id": service.alice.model(), "path": "one", "overwrite": True}
-        service.alice.ask("save_weights", {**save, "seq_id": 1})
-        original = service.backend.save_adapter
-
-        def larger(name: str, path: str, optimizer: bool = True) -> None:
-            original(name, path, optimizer)
-            (Path(path) / "optimizer.safetensors").write_bytes(b"1234567890")
-
-        monkeypatch.setattr(service.backend, "save_adapter", larger)
-        assert "12 are allowed" in service.alice.ask("save_weights", {**save, "seq_id": 2})["error"]
-        assert service.service.checkpoints.total_bytes("alice") == 0
-        assert list((tmp_path / "storage").rglob("*.safetensors")) == []
-
-
-def test_requests_that_fill_gaps_keep_to_the_limit(tmp_path) -> None:
-    with served(tmp_path / "storage", limits={"pending": 4}) as service:
-        model = service.alice.model()
-        service.backend.gate.clear()
-        service.alice.forward_backward(model, 100, 10)
-        codes = [service.alice.post("forward_backward", train_body(model, n, 10)).status_code for n in range(1, 8)]
-        assert codes == [200] * 3 + [429] * 4
-        service.backend.gate.set()
 
 
 def test_server_whose_storage_is_gone_is_not_ready(tmp_path) -> None:
@@ -446,18 +359,6 @@ def test_a_silent_session_ends_and_its_models_go(system) -> None:
     assert list(system.backend.adapters) == ["a2"]
 
 
-def test_sessions_end_after_an_error_of_an_earlier_sweep(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(application, "TICK_S", 0.01)
-    with served(tmp_path / "storage", log="none") as service:
-        shutil.rmtree(tmp_path / "storage")  # unmounted, say
-        service.clock.now += application.SWEEP_S + 1
-        wait_until(lambda: "timeouts could not be applied" in caplog.text)
-        (tmp_path / "storage").mkdir()
-        service.alice.post("create_session", {})
-        service.clock.now += service.service.settings.session_timeout_s + 1
-        wait_until(lambda: not service.service.tenancy.sessions)
-
-
 def test_sessions_survive_a_server_that_could_not_hear_their_clients(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(application, "TICK_S", 0.1)
     monkeypatch.setattr(application, "LATE_S", 1.0)
@@ -487,15 +388,6 @@ def test_answers_are_forgotten_some_time_after_they_were_fetched(system) -> None
     system.tick(121)
     assert system.alice.post("retrieve_future", {"request_id": name}).status_code == 410
     assert "no longer kept" in system.alice.post("forward_backward", train_body(model, 1, 10)).text
-
-
-def test_model_is_not_replaced_once_the_answer_to_its_creation_is_dropped(system) -> None:
-    model = system.alice.model()
-    system.tick(121)
-    body = {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
-    refused = system.alice.post("create_model", {"session_id": model.partition(":")[0], **body})
-    assert (refused.status_code, "no longer kept" in refused.text) == (400, True)
-    assert list(system.backend.adapters) == [system.service.tenancy.models[model].adapter] == ["a1"]
 
 
 def test_unloading_a_model_fails_its_waiting_requests(system) -> None:

@@ -175,18 +175,6 @@ def test_damage_to_the_database_is_reported_or_changes_nothing(killed) -> None:
         assert read_or_refused(copy, rows)
 
 
-def test_damaged_request_content_raises_checkpoint_error(killed) -> None:
-    path, _ = killed
-    rows_of(path)
-    data = path.read_bytes()
-    for content in (b"made", bytes(range(9)), b"create_model", b"alice"):
-        position = data.index(content)
-        copy = copied(path, b"")
-        copy.write_bytes(data[:position] + bytes([data[position] ^ 0x01]) + data[position + 1 :])
-        with pytest.raises(CheckpointError, match="differs from its checksum"):
-            rows_of(copy)
-
-
 def test_missing_database_with_a_log_raises_checkpoint_error(killed) -> None:
     path, _ = killed
     path.unlink()

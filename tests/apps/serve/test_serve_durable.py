@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recording_backend import Served, served, train_body, wait_until
+from recording_backend import Served, served, wait_until
 
 from megascend.apps.sampling.request import SampledSequence, SampleResult
 from megascend.apps.serve import operations
@@ -23,7 +22,6 @@ from megascend.apps.serve.scheduler.inbox import Inbox
 from megascend.apps.serve.served_model import ServedModel
 from megascend.apps.serve.server import http_server, keys_of
 from megascend.apps.serve.store import durability, recovery
-from megascend.apps.serve.store.database import StoredRow
 from megascend.apps.serve.store.recovery import NAME
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
@@ -108,24 +106,6 @@ def test_save_bounds_the_replayed_steps(disks) -> None:
                 assert third.service.tenancy.models[model].steps == 6
 
 
-def test_another_programs_request_under_a_used_number_is_refused_after_a_restart(disks) -> None:
-    """Requests 1 to 6 are covered by a save, 7 and 8 are executed again."""
-    with disks(durable_steps=3) as first:
-        model = first.alice.model()
-        train(first, model, 1, 4)
-        wait_for_saves(first, 1)
-        with disks(storage_of(first), durable_steps=3) as second:
-            for number in (1, 7):
-                assert second.alice.forward_backward(model, number, number % 7) == f"{model}:request:{number}"
-                body = train_body(model, number, number % 7 + 1)
-                refused = second.alice.post("forward_backward", body)
-                assert (refused.status_code, "earlier request with another content" in refused.text) == (400, True)
-            create = {"session_id": model.partition(":")[0], "model_seq_id": 0, "base_model": "tiny"}
-            for rank, status in ((4, 200), (8, 400)):
-                answer = second.alice.post("create_model", {**create, "lora_config": {"rank": rank}})
-                assert answer.status_code == status, answer.text
-
-
 def wait_for_saves(server: Served, count: int) -> None:
     """Wait until there are so many and the database has them, which is a moment later."""
     saves, durability = storage_of(server) / NAME / "saves", server.service.durability
@@ -167,19 +147,6 @@ def test_cursor_of_an_earlier_server_acknowledges_nothing(disks, monkeypatch, ah
         name = sample(second, 4)
         assert poll(second, cursor)[0] == [name]
         assert poll(second, poll(second, cursor)[1])[0] == []
-
-
-def test_clients_that_join_a_sampler_after_a_restart_get_numbers_of_their_own(disks) -> None:
-    def join(server: Served) -> int:
-        return server.alice.post("join_sampling_session", {"sampling_session_id": sampler}).json()["client_counter"]
-
-    with disks() as first:
-        session = first.alice.post("create_session", {}).json()["session_id"]
-        body = {"session_id": session, "sampling_session_seq_id": 0}
-        sampler = first.alice.post("create_sampling_session", body).json()["sampling_session_id"]
-        assert [join(first), join(first)] == [1, 2]
-        with disks(storage_of(first)) as second:
-            assert join(second) == 3
 
 
 def test_replay_repeats_no_client_save_and_loads_the_same_state(disks) -> None:
@@ -246,33 +213,6 @@ def test_recorded_responses_survive_a_restart(disks) -> None:
                 second.service.sequences.find("alice", session.name, "one")
 
 
-def test_missing_request_is_given_up_once(disks) -> None:
-    with disks() as first:
-        model = first.alice.model()
-        late = first.alice.optim_step(model, 2, 1.0)
-        first.tick(200)
-        failure = first.alice.fetch(late)
-        assert "did not arrive" in failure["error"]
-        with disks(storage_of(first)) as second:
-            assert second.alice.fetch(late) == failure
-            train(second, model, 3, 1)
-            assert steps_of(second) == [3.0]
-
-
-def test_sessions_that_ended_stay_ended(disks) -> None:
-    with disks(durable_steps=1) as first:
-        ended, unloaded = first.alice.model(), first.alice.model()
-        train(first, ended, 1, 1)
-        wait_for_saves(first, 1)
-        first.alice.post(f"sessions/{ended.partition(':')[0]}/finish")
-        first.alice.ask("unload_model", {"model_id": unloaded})
-        wait_for_saves(first, 0)
-        with disks(storage_of(first)) as second:
-            assert second.alice.get("sessions").json()["sessions"] == [unloaded.partition(":")[0]]
-            assert second.alice.post("get_info", {"model_id": unloaded}).status_code == 404
-            assert second.backend.calls == []
-
-
 @pytest.fixture
 def largest_file() -> Iterator[Callable[[int | None], None]]:
     """Return a function that limits the file size of this process, as a full disk would; None: no limit."""
@@ -317,17 +257,6 @@ def test_requests_are_refused_while_the_disk_is_full(disks, monkeypatch, largest
             assert steps_of(second) == [1.0]
 
 
-def test_requests_are_refused_after_an_internal_error_of_the_writer(disks) -> None:
-    with disks() as first:
-        model = first.alice.model()
-        first.service.durability._writer.enqueue(StoredRow("session", "s", {"tenant": object()}))
-        wait_until(lambda: first.service.durability.stalled)
-        first.service.durability._writer._wait_s = 0.1
-        refused = first.alice.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
-        assert refused.status_code == 503
-        assert "internal error (TypeError)" in refused.json()["detail"]
-
-
 def test_state_that_cannot_be_resumed_raises_config_error(disks, monkeypatch) -> None:
     monkeypatch.setattr(recovery, "LOCK_S", 0.0)
     with disks(durable_steps=1) as first:
@@ -365,19 +294,6 @@ def test_second_server_on_a_storage_is_refused(disks, tmp_path, monkeypatch) -> 
         for second in (served(storage_of(first), durable=True), server(storage_of(first))):
             with pytest.raises(ConfigError, match="another server uses"), second:
                 pass
-
-
-def test_writer_that_hangs_counts_as_stalled(disks, monkeypatch) -> None:
-    with disks() as first:
-        writer, held = first.service.durability._writer, threading.Event()
-        write = writer._database.write
-        monkeypatch.setattr(writer._database, "write", lambda changes: held.wait(60) and write(changes))
-        monkeypatch.setattr(writer, "_wait_s", 0.1)
-        first.service.ready = True
-        assert first.alice.post("create_session", {}).status_code == 503
-        wait_until(lambda: first.client.get("/readyz").status_code == 503)
-        held.set()
-        wait_until(lambda: first.client.get("/readyz").status_code == 200)
 
 
 def test_the_state_of_an_earlier_version_is_refused(tmp_path) -> None:

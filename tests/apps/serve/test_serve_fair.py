@@ -136,13 +136,3 @@ def test_tenants_take_turns(waiting: str, expected: list[list[int]]) -> None:
         order.append([command.number for command in selected])
         left = [command for command in left if command not in selected]
     assert order == expected
-
-
-def test_least_recently_served_tenant_is_first() -> None:
-    turns, order = SampleTurns(), []
-    left = [respond(number, tenant) for number, tenant in enumerate("abcabcabcabc")]
-    while left:
-        selected = turns.take(left, 2)
-        order += [command.tenant for command in selected]
-        left = [command for command in left if command not in selected]
-    assert order == list("abcabcabcabc")

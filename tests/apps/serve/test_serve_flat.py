@@ -16,8 +16,6 @@ from recording_backend import Clock, Served, served
 from megascend.apps.serve import figures
 from megascend.apps.serve.api.wire import TrainAnswer
 from megascend.apps.serve.scheduler import futures
-from megascend.apps.serve.scheduler.commands import Remove
-from megascend.apps.serve.scheduler.inbox import Inbox
 
 LIVES = 16
 CONTAINERS = (dict, list, set, deque, OrderedDict)
@@ -115,14 +113,6 @@ def test_lives_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch) -
         assert grown(before, within_s=30.0) == {}
 
 
-def test_a_model_that_is_removed_as_it_is_answered_is_not_waited_for_later() -> None:
-    inbox = Inbox(window_s=0.0, max_tokens=100)
-    for number in range(10):
-        inbox.submit(Remove(2 * number, f"a{number}"))
-        inbox.mark_answered([f"a{number}", "stays"])  # the ranks executed its last step in the meantime
-    assert list(inbox._answer_times) == ["stays"]
-
-
 @pytest.fixture
 def retained() -> futures.Futures:
     return futures.Futures(Clock(), 3600.0, max_bytes=10 * 2**20 + 2**16)
@@ -158,16 +148,6 @@ def test_unfetched_answers_block_their_tenant(retained) -> None:
     assert retained._accounts == {}
 
 
-def test_internal_futures_are_forgotten_at_once(retained) -> None:
-    future = answered(retained, 1, internal=True)
-    assert (future.ended, retained.get("m1", "alice"), retained.by_number(future.number), retained._accounts) == (
-        0.0,
-        None,
-        None,
-        {},
-    )
-
-
 def test_tenant_over_its_answer_bytes_is_refused(tmp_path: Path) -> None:
     with served(tmp_path / "storage", limits={"answer_bytes": 10_000}) as service:
         model, other = service.alice.model(), service.bob.model()
@@ -179,14 +159,3 @@ def test_tenant_over_its_answer_bytes_is_refused(tmp_path: Path) -> None:
         for name in names:
             service.alice.fetch(name)
         service.alice.fetch(service.alice.optim_step(model, 6))
-
-
-def test_the_answer_holds_nothing_of_the_batch(tmp_path: Path) -> None:
-    with served(tmp_path / "storage") as server:
-        model = server.alice.model()
-        name = server.alice.forward_backward(model, 1, 10)
-        server.alice.fetch(name)
-        future = server.service.futures.get(name, "alice")
-        assert future is not None
-        assert all(array.base is None for array in future.answer.logprobs)
-        assert future.then is future.answer_of is futures._already_ended

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from recording_backend import RecordingBackend
 
 from megascend.apps.sampling.request import SampleRequest, SampleResult, SamplingParams
-from megascend.apps.serve.scheduler import inbox as inbox_module
 from megascend.apps.serve.scheduler.commands import (
     Cancel,
     Command,
@@ -90,19 +87,6 @@ def test_steps_run_between_the_slices_of_long_responses(backend) -> None:
     assert waited == {1: None, 2: None, 3: 1, 4: 1, 5: 1, 6: 0}
 
 
-def test_an_adapter_is_removed_once_it_is_not_sampled_from(backend) -> None:
-    lines = lines_of(backend)
-    assert lines.add([respond(1, "p", 2 * SLICE_TOKENS)]) == []
-    assert lines.run_once() == []
-    assert lines.add([Remove(2, "p"), Remove(3, "b")]) == [Outcome(3)]
-    assert [outcome.number for outcome in lines.run_once()] == [1, 2]
-    assert [call for call in backend.calls if call[0] != "discard"] == [
-        ("slice", 1), ("remove", "b"), ("slice", 1), ("remove", "p"),
-    ]  # fmt: skip
-    assert set(backend.adapters) == {"a"}
-    assert lines.idle
-
-
 def test_sampling_out_of_memory_is_retried_one_by_one(backend) -> None:
     outcomes = run(lines_of(backend, room=1), [respond(number, "p", 5) for number in (1, 2, 3)])
     assert [(outcome.number, outcome.error) for outcome in outcomes] == [(1, None), (2, None), (3, None)]
@@ -161,21 +145,6 @@ def test_batch_waits_for_models_that_return_at_once() -> None:
     )  # the batch is full; there is none
     inbox.submit(Remove(4, "a"))
     assert [command.number for command in inbox.take(wait=False, ready=10) or ()] == [4]
-
-
-def test_a_model_that_was_waited_for_in_vain_is_not_the_next_time(monkeypatch) -> None:
-    monkeypatch.setattr(inbox_module, "time", SimpleNamespace(monotonic=lambda: 7.0))  # it returns at once
-    inbox = Inbox(window_s=0.05, max_tokens=100)
-    for number in (1, 2):
-        inbox.mark_answered(["a"])
-        inbox.submit(step(number, "a")[0])
-        assert inbox.take(wait=False)
-        assert inbox._pauses["a"] < math.inf
-        inbox.mark_answered(["a"])
-        assert inbox.take(wait=False, ready=10) == []  # in vain
-        inbox.submit(step(number, "a")[0])
-        assert inbox._pauses["a"] == math.inf
-        assert inbox.take(wait=False, ready=10)
 
 
 def test_cancelled_requests_are_skipped_or_end_with_the_slice(backend) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from tinker import types
-from tinker.proto import tinker_public_pb2 as messages
 
 from megascend.apps.serve.api import keys, wire
 from megascend.apps.serve.api.bodies import AdamParams, SampleBody, parse_adam
@@ -205,21 +204,6 @@ def test_number_for_sampling_that_is_null_or_not_finite_is_refused(value: float 
         assert name in problem
 
 
-@pytest.mark.parametrize("field", ["loss_fn_config", "loss_fn_config_v2"])
-@pytest.mark.parametrize("value", NOT_FINITE)
-def test_number_of_a_protobuf_setting_that_is_missing_or_not_finite_is_refused(field: str, value: float | None) -> None:
-    message = messages.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="ppo")
-    if field == "loss_fn_config":
-        message.loss_fn_config["clip_low_threshold"] = float("nan") if value is None else value
-    elif value is None:
-        message.loss_fn_config_v2["clip_low_threshold"].SetInParent()
-    else:
-        message.loss_fn_config_v2["clip_low_threshold"].number = value
-    request = wire.train_request_of_protobuf(message.SerializeToString(), 10)
-    with pytest.raises(ConfigError, match="clip_low"):
-        loss_of(request.loss, request.settings)
-
-
 def test_switches_mean_layers_of_the_model() -> None:
     names = (
         "model.layers.0.self_attn.q_proj",
@@ -265,15 +249,3 @@ def test_answers_do_not_wait_for_the_clients_acknowledgement(tmp_path) -> None:
             return await asyncio.wait_for(options.get(), 20)
 
     assert asyncio.run(set_at_the_server()) != 0
-
-
-def test_a_port_that_is_taken_is_found_out_before_the_model_is_loaded(tmp_path) -> None:
-    import socket
-
-    from megascend.apps.serve.server import check_address
-    from megascend.config.serve import ServeConfig
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*; choose another --port"):
-            check_address(ServeConfig(model=tmp_path, port=port))

@@ -6,13 +6,9 @@ import io
 import json
 import os
 import re
-import resource
-import sys
 import tarfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +18,8 @@ from recording_backend import KEYS, Served, served, train_body
 
 import megascend
 from megascend.apps.serve import server, tenancy
-from megascend.apps.serve.api import keys, reading, wire
+from megascend.apps.serve.api import reading, wire
 from megascend.apps.serve.api.application import ABSENT
-from megascend.apps.serve.api.bodies import LONGEST_S
-from megascend.apps.serve.api.catalogue import MAX_DOWNLOADS
-from megascend.apps.serve.api.guard import Audit
 from megascend.apps.serve.api.reading import MAX_CONTAINERS
 from megascend.apps.serve.checkpoints import new_session
 from megascend.apps.serve.errors import RequestRefusedError
@@ -330,79 +323,6 @@ def test_an_archive_holds_the_checkpoints_files_and_nothing_else(system, tmp_pat
 # --- keys ---
 
 
-def test_a_tenants_downloads_at_a_time_are_bounded(system, monkeypatch) -> None:
-    """Bound downloads, because a slow reader keeps a temporary file."""
-    model = system.alice.model()
-    system.alice.ask("save_weights", {"model_id": model, "path": "one"})
-    route = f"training_runs/{model}/checkpoints/weights/one/archive"
-    for _ in range(2 * MAX_DOWNLOADS):
-        assert system.alice.get(route).status_code == 200
-    assert system.service.downloads["alice"] == 0, "what was sent does not count"
-    monkeypatch.setattr("megascend.apps.serve.api.catalogue.pack", lambda directory: 1 / 0)
-    assert system.alice.get(route).status_code == 500
-    assert system.service.downloads["alice"] == 0
-    monkeypatch.undo()
-    system.service.downloads["alice"] = MAX_DOWNLOADS
-    assert system.alice.get(route).status_code == 429
-    system.service.downloads["alice"] = 0
-    assert system.alice.get(route).status_code == 200
-
-
-def test_lifetime_beyond_any_date_is_refused(system) -> None:
-    model = system.alice.model()
-    save = {"model_id": model, "path": "one", "ttl_seconds": LONGEST_S}
-    assert system.alice.ask("save_weights", save)["type"] == "save_weights"
-    ttl_path = f"/api/v1/training_runs/{model}/checkpoints/weights/one/ttl"
-    response = system.client.put(ttl_path, json={"ttl_seconds": 2**61}, headers=system.alice.headers)
-    assert response.status_code == 422
-    assert system.alice.get("checkpoints").status_code == 200
-
-
-def instructions(call: Callable[[], object]) -> int:
-    """Count the Python instructions that a call executes, including callees: its work, independent of the machine's load."""
-    count = 0
-
-    def trace(frame: Any, event: str, _: object) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
-def shared_bytes(first: bytes, second: bytes) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=True)))
-
-
-def test_the_work_for_a_key_does_not_tell_which_key_it_is_or_nearly_is() -> None:
-    """Compare the first and last of 200 keys, and wrong keys whose digests share a prefix with a valid one."""
-    valid_keys = [f"tml-known-{number}" for number in range(200)]
-    lookup = keys.Keys({keys.key_digest(key): f"t{number}" for number, key in enumerate(valid_keys)})
-    assert len({instructions(lambda key=key: lookup.tenant(key)) for key in valid_keys}) == 1
-    starts: dict[int, list[str]] = {}
-    digests = [bytes.fromhex(keys.key_digest(key)) for key in valid_keys]
-    for number in range(3000):
-        wrong = f"tml-wrong-{number:06}"
-        digest = bytes.fromhex(keys.key_digest(wrong))
-        shared = max(shared_bytes(digest, digest_of_key) for digest_of_key in digests)
-        starts.setdefault(shared, []).append(wrong)
-    assert sorted(starts)[:2] == [0, 1], (
-        "keys whose digests share nothing with any, and such that share their first byte"
-    )
-    counts = {instructions(lambda key=guesses[0]: lookup.tenant(key)) for guesses in starts.values()}
-    assert len(counts) == 1
-    assert {
-        instructions(lambda key=key: lookup.tenant(key)) for key in ("tml-", "x" * 100, valid_keys[0] + "x")
-    } == counts
-
-
 def test_a_request_has_one_key_in_one_header(system) -> None:
     good, bad = KEYS["alice"], "tml-wrong-0123456789abcdef"
     for headers in (
@@ -454,27 +374,6 @@ def test_requests_are_answered_while_the_audit_log_cannot_be_written(tmp_path, c
         route = f"training_runs/{model}/checkpoints/weights/one"
         assert server.alice.get(route, "DELETE").status_code == 204  # which makes room
     assert caplog.text.count("audit log") == 1
-
-
-def test_audit_log_continues_behind_a_partial_entry(tmp_path, caplog) -> None:
-    audit, limits = Audit(tmp_path / "audit.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def write(*statuses: int) -> None:
-        for status in statuses:
-            audit.write("alice", "POST", "/api/v1/optim_step", status, "")
-
-    write(201)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "audit.jsonl").stat().st_size + 10, limits[1]))
-        write(202, 203)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    write(204, 205)
-    audit.close()
-    first, partial, *later = (tmp_path / "audit.jsonl").read_text().splitlines()
-    assert [json.loads(line)["status"] for line in (first, *later)] == [201, 204, 205]
-    assert len(partial) == 10
-    assert "entries of 2 requests are missing" in caplog.text
 
 
 def test_internal_error_reveals_nothing_and_is_audited(tmp_path, monkeypatch) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +17,13 @@ from megascend.apps.serve.errors import Failure
 from megascend.apps.serve.samplers.vllm import Probe, Servers, VllmSampling, check
 from megascend.apps.serve.samplers.vllm_server import (
     RefusedError,
-    ServerFailedError,
     UnknownModelError,
     VllmServer,
     body_of,
     result_of,
 )
 from megascend.apps.serve.scheduler.commands import Create, Outcome, Remove, Respond
-from megascend.errors import ConfigError, EngineError, EngineLostError
+from megascend.errors import ConfigError, EngineLostError
 
 REQUEST = SampleRequest(
     [5, 6, 7],
@@ -291,60 +289,3 @@ def test_a_server_with_another_model_is_refused() -> None:
 def test_an_address_that_is_none(address) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
         VllmServer(address)
-
-
-def answered(status: int, body: Any, call: Callable[[VllmServer], Any], key: str | None = None) -> tuple[Any, str]:
-    """Return the result or error of ``call`` on a server with this answer, and the request it received."""
-
-    async def main() -> tuple[Any, str]:
-        request_parts: list[bytes] = []
-
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            request_parts.append(head + await reader.readexactly(length))
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
-            await writer.drain()
-            writer.close()
-
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        try:
-            result: Any = await call(VllmServer(f"http://127.0.0.1:{port}", key))
-        except EngineError as error:
-            result = error
-        server.close()
-        return result, b"".join(request_parts).decode()
-
-    return asyncio.run(main())
-
-
-def test_server_errors_include_the_address() -> None:
-    def of(status: int, message: str) -> Any:
-        body = {"error": {"message": message, "type": "BadRequestError", "code": status}}
-        return answered(status, body, lambda server: server.sample(REQUEST, "m"))[0]
-
-    refused, unknown, broken = of(400, "the prompt is too long"), of(404, "no model m"), of(500, "out of memory")
-    assert isinstance(refused, RefusedError)
-    assert isinstance(unknown, UnknownModelError)
-    assert isinstance(broken, ServerFailedError)
-    for error, text in ((refused, "too long"), (unknown, "no model m"), (broken, "status 500: out of memory")):
-        assert text in str(error)
-        assert "vLLM at 127.0.0.1:" in str(error)
-    unreadable, _ = answered(200, {"choices": []}, lambda server: server.sample(REQUEST, "m"))
-    assert "the answer cannot be read" in str(unreadable)
-
-
-def test_adapters_are_loaded_by_name_and_directory_with_the_key() -> None:
-    result, request = answered(200, b"Success", lambda server: server.load_adapter("n", "/storage/a"), key="secret")
-    assert result is None
-    assert request.startswith("POST /v1/load_lora_adapter HTTP/1.1")
-    assert "Authorization: Bearer secret" in request
-    assert json.loads(request.split("\r\n\r\n")[1]) == {"lora_name": "n", "lora_path": "/storage/a"}
-    missing = {"error": {"message": "No adapter found for /storage/a", "code": 404}}
-    error, _ = answered(404, missing, lambda server: server.load_adapter("n", "/storage/a"))
-    assert "No adapter found for /storage/a" in str(error)
-    assert "storage at the same path" in str(error)
-    twice = {"error": {"message": "The lora adapter 'n' has already been loaded.", "code": 400}}
-    assert answered(400, twice, lambda server: server.load_adapter("n", "/storage/a"))[0] is None

@@ -20,7 +20,7 @@ from recording_backend import Clock
 
 from megascend.apps.rl.rollout.availability import FIRST_S
 from megascend.apps.sampling.request import SampleRequest, SamplingParams
-from megascend.apps.serve.samplers import vllm, vllm_server
+from megascend.apps.serve.samplers import vllm
 from megascend.apps.serve.samplers.vllm import Pool, Servers
 from megascend.apps.serve.samplers.vllm_server import RefusedError, ServerFailedError, VllmServer
 from megascend.apps.serve.scheduler.inbox import Inbox
@@ -183,24 +183,6 @@ def test_a_server_that_fails_at_loading_is_no_better(failure) -> None:
 
     run([bad, good], work)
     assert bad.samples() == 0
-
-
-@pytest.mark.nightly  # covered: another server answers
-def test_one_that_is_still_ill_when_its_time_is_over_is_found_out_by_its_health(monkeypatch) -> None:
-    monkeypatch.setattr(vllm_server, "HEALTH_S", 2.0)
-    bad, good = Double(1, "hangs"), Double(2)
-
-    async def work(pool: Pool, clock: Clock) -> None:
-        assert await token(pool) == 2
-        clock.now += FIRST_S
-        assert await token(pool) == 2
-        clock.now += FIRST_S
-        assert await token(pool) == 2
-        assert bad.targets.count("/health") == 1, "it is left out for twice as long the second time"
-
-    bad.failing = "/v1/completions /health"
-    run([bad, good], work)
-    assert bad.samples() == 1
 
 
 def test_a_request_that_fails_is_sent_once_more_and_one_that_cannot_be_sent_to_all() -> None:
