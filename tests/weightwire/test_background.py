@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import os
-import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -84,31 +80,3 @@ def test_event_loop_outlives_a_coroutine_that_exits() -> None:
         with pytest.raises(SystemExit):
             thread.run(exits())
         assert thread.run(answers()) == "loop"
-
-
-def interpreter(version: str) -> str | None:
-    """Return an interpreter of a version that starts: a name on PATH may be a shim of pyenv's that does not."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    candidates = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"{version}.*/bin/python")))]
-    starts = (
-        path for path in candidates if path and not subprocess.run([path, "-c", ""], capture_output=True).returncode
-    )
-    return sys.executable if sys.version.startswith(f"{version}.") else next(starts, None)
-
-
-@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12"])
-def test_line_of_a_thread_at_a_backward_jump(version: str) -> None:
-    """Read the line of a thread in a loop many times: before Python 3.12 a frame has none at the jump to the head of the loop."""
-
-    python = interpreter(version)
-    if python is None:
-        pytest.skip(f"no Python {version} on PATH or among pyenv's versions")
-    program = (
-        "import threading\nfrom megascend.runtime.diagnostics.watchdog import PhaseStack\n"
-        "stack, done, lines = PhaseStack(threading.get_ident()), [], []\n"
-        "def watch():\n    while len(lines) < 300: lines.append(stack.line())\n    done.append(1)\n"
-        "thread = threading.Thread(target=watch)\nwords = [str(i) for i in range(2000)]\n"
-        "def count():\n    total = 0\n    for word in words:\n        if word:\n            total += 1\n"
-        "thread.start()\nwhile thread.is_alive(): count()\nassert done and ':None)' not in str(lines), lines[:3]\n"
-    )
-    subprocess.run([python, "-c", program], env={"PYTHONPATH": str(SOURCE)}, timeout=120, check=True)

@@ -243,37 +243,6 @@ def test_64_ranks_to_8_engines_of_published_models(name, experts):
                 )
 
 
-@pytest.mark.nightly  # covered: in bf16; experts in blocks arrive once with their scales
-@pytest.mark.parametrize("experts", ["tp", "ep"])
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3-235B-A22B"])
-def test_64_ranks_to_8_engines_in_fp8_blocks(name, experts):
-    """Qwen3's experts by width have 192 rows on a worker, which end within a block."""
-    model = {"DeepSeek-V3": DEEPSEEK_V3, "Qwen3-235B-A22B": QWEN3_235B}[name]
-    plain = specs(model)
-    plain_sides = [megatron(model, tensor=4, pipeline=4, expert=8, data=4)(), vllm(model, 8, experts=experts)]
-    table, (holdings, engine) = in_fp8_blocks(plain, plain_sides)
-    cut = any(
-        table[piece.tensor].name.endswith("_scale_inv") and piece.sizes == table[piece.tensor].shape
-        for piece in engine[1]
-        if "experts.0.gate" in table[piece.tensor].name
-    )
-    assert cut == (name.startswith("Qwen") and experts == "tp")
-    needs = [engine[worker % 8] for worker in range(64)]
-    start = time.perf_counter()
-    result = plan(table, holdings, needs, chunk_bytes=256 * 2**20)
-    text = report(f"{name} in fp8 blocks, experts by {experts}", result, time.perf_counter() - start)
-    assert result.imbalance <= 1.2, text
-    per_worker = [bytes_of(need, table) for need in engine]
-    first_out, first_in, forwarded, relayed = result.traffic
-    assert [a + b for a, b in zip(first_in[64:], relayed[64:], strict=True)] == per_worker * 8
-    assert sum(first_out) + sum(forwarded) == 8 * sum(per_worker)
-    # Half the bytes of bf16, but for embeddings, norms and routers.
-    assert sum(per_worker) < 0.54 * sum(bytes_of(need, plain) for need in plain_sides[1])
-    shares = result.shares()
-    for worker in (0, 37, 63):
-        check_share(shares[64 + worker], needs[worker], table, f"worker {worker}")
-
-
 def candidates(piece: Region, table: Sequence[TensorSpec], model: Model):
     """Yield the slices of the trainer that contain a piece."""
     spec = table[piece.tensor]

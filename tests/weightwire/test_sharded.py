@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 import threading
 import time
@@ -17,7 +15,6 @@ from wire_members import cross_messages, run_members
 
 from weightwire.errors import (
     BaseError,
-    CommitError,
     DigestError,
     ManifestError,
     PeerLostError,
@@ -391,20 +388,6 @@ def test_a_reverted_commit_leaves_no_base():
         receivers[0].open(trainer.offers(Manifest(3, SPECS, 256), NEW, base=2)[0])
 
 
-def test_memory_of_the_base_is_reused():
-    receivers, needs, engines = workers(1, 1)
-    trainer = ShardedTrainer(receivers, needs, keep=True)
-    addresses = set()
-    for version in range(1, 5):
-        commit(receivers, engines, trainer.push(version, NEW if version % 2 else OLD))
-        memory = receivers[0]._memory.spare
-        assert memory is not None
-        assert receivers[0]._memory.base is not None
-        addresses.add(memory.data_ptr())
-        assert memory.numel() < 1.2 * sum(math.prod(s.shape) * 4 for s in SPECS)
-    assert len(addresses) == 1
-
-
 # --- commits in place ---
 
 
@@ -470,34 +453,12 @@ def commit_all(trainer: ShardedTrainer, engines: list[ExchangingEngine], version
     engines[0].receiver.settle(seal.update)
 
 
-def assert_next_is_complete(trainer: ShardedTrainer, engines: list[ExchangingEngine], base: int, version: int) -> None:
-    """Check that no worker has a base, and that a complete update is one again."""
-    for offer, engine in zip(trainer.offers(Manifest(version, SPECS, 256), NEW, base=base), engines, strict=True):
-        with pytest.raises(BaseError, match="nothing is kept"):
-            engine.receiver.open(offer)
-    commit_all(trainer, engines, version, NEW)
-    commit_all(trainer, engines, version + 1, stepped(NEW, 1), version)
-
-
 def test_memory_of_an_exchange_is_the_base_of_differences(exchanging):
     trainer, engines = exchanging
     weights = OLD
     for version in range(2, 8):
         weights = stepped(weights, version)
         commit_all(trainer, engines, version, weights, version - 1 if version != 5 else None)
-
-
-def test_exchange_that_fails_on_one_worker_leaves_no_base(exchanging):
-    trainer, engines = exchanging
-    seal = trainer.push(2, stepped(OLD, 2), base=1)
-    engines[0].commit(seal.update)
-    with pytest.raises(CommitError, match="the device"):
-        engines[1].commit(seal.update, fail="load")
-    for engine in engines:
-        engine.receiver.revert(seal.update, "worker 1 failed")
-        engine.receiver.drop(seal.update)
-    assert all(engine.holds(OLD) for engine in engines)
-    assert_next_is_complete(trainer, engines, 1, 3)
 
 
 def test_memory_is_filled_again_while_the_engine_generates(exchanging):
@@ -518,37 +479,6 @@ def test_memory_is_filled_again_while_the_engine_generates(exchanging):
     assert not pushing.is_alive()
     assert states == [2]
     assert all(engine.receiver.version() == 3 and engine.holds(stepped(new, 3)) for engine in engines)
-
-
-@pytest.mark.parametrize("settled", [True, False])
-def test_memory_that_cannot_be_filled_again_is_no_base(exchanging, settled):
-    trainer, engines = exchanging
-    new = stepped(OLD, 2)
-    seal = trainer.push(2, new, base=1)
-    for engine in engines:
-        engine.commit(seal.update, fail="refill")
-        if settled:
-            engine.receiver.settle(seal.update)
-    # The commit has succeeded all the same.
-    assert all(engine.holds(new) and engine.receiver.version() == 2 for engine in engines)
-    assert_next_is_complete(trainer, engines, 2, 3)
-
-
-def test_update_dropped_after_an_exchange_leaves_no_base(exchanging):
-    trainer, engines = exchanging
-    seal = trainer.push(2, stepped(OLD, 2), base=1)
-    for engine in engines:
-        engine.receiver.drop(seal.update)
-    assert all(engine.holds(OLD) for engine in engines)
-    assert_next_is_complete(trainer, engines, 1, 3)
-
-
-def test_released_memory_is_no_base(exchanging):
-    trainer, engines = exchanging
-    for engine in engines:
-        engine.recording.unbind()
-        engine.receiver.release()
-    assert_next_is_complete(trainer, engines, 1, 3)
 
 
 # --- attacks ---
@@ -601,39 +531,6 @@ def test_an_exchange_follows_no_transfer_that_was_cut_at_any_message(exchanging,
     commit_all(trainer, engines, version + 1, new, version)
 
 
-def test_a_worker_that_needs_nothing_takes_part():
-    """Update an engine with more workers than there are parts, complete and by changes, in place."""
-    specs = specs_of(OLD)
-    needs = [list(complete(specs)), []]
-    receivers = [Receiver(f"worker-{n}", needs=lambda specs, need=need: need) for n, need in enumerate(needs)]
-    trainer = ShardedTrainer(receivers, needs, keep=True)
-    engines = [ExchangingEngine(*pair) for pair in zip(receivers, needs, strict=True)]
-    commit_all(trainer, engines, 1, OLD)
-    commit_all(trainer, engines, 2, NEW)
-    commit_all(trainer, engines, 3, stepped(NEW, 3), 2)
-    assert [engine.receiver.version() for engine in engines] == [3, 3]
-
-
-def test_tensors_without_elements_alone_are_an_update():
-    empty = {"none": torch.zeros(0, 4), "nothing": torch.zeros(3, 0, dtype=torch.bfloat16)}
-    engine, receiver = Engine(), Receiver("worker")
-    trainer = ShardedTrainer([receiver], ranks=1, keep=True)
-    for version, base in ((1, None), (2, 1)):
-        commit([receiver], [engine], trainer.push(version, empty, base))
-        trainer.succeeded(version)
-    assert {name: tensor.shape for name, tensor in engine.weights.items()} == {"none": (0, 4), "nothing": (3, 0)}
-
-
-def test_a_version_that_was_forgotten_is_no_base(exchanging):
-    """Forget before the commit was settled, as an engine that another trainer takes over."""
-    trainer, engines = exchanging
-    seal = trainer.push(2, stepped(OLD, 2), base=1)
-    for engine in engines:
-        engine.commit(seal.update)
-        engine.receiver.forget("model")
-    assert_next_is_complete(trainer, engines, 2, 3)
-
-
 def test_changes_after_complete_weights_from_rank_0_are_refused(exchanging):
     """Send whole tensors between two sharded updates, as with a merged adapter."""
     trainer, engines = exchanging
@@ -656,21 +553,6 @@ def test_changes_after_complete_weights_from_rank_0_are_refused(exchanging):
             with pytest.raises(BaseError, match="nothing is kept"):
                 engine.receiver.open(offer)
     commit_all(trainer, engines, 3, OLD)
-
-
-def test_offer_that_is_refused_leaves_the_base(exchanging):
-    trainer, engines = exchanging
-    new = stepped(OLD, 2)
-    for changes in ({"plan": "another"}, {"base": 7}):
-        offers = trainer.offers(Manifest(2, SPECS, 256), new, base=1)
-        for offer, engine in zip(offers, engines, strict=True):
-            sharding = dataclasses.replace(offer.sharded, shares=None, **changes)
-            with pytest.raises((PlanError, BaseError)):
-                engine.receiver.open(dataclasses.replace(offer, sharded=sharding))
-    for offer, engine in zip(trainer.offers(Manifest(1, SPECS, 256), new), engines, strict=True):
-        with pytest.raises(VersionError, match="already active"):
-            engine.receiver.open(offer)
-    commit_all(trainer, engines, 2, new, 1)
 
 
 def test_version_after_a_rollback_is_the_one_before(exchanging):

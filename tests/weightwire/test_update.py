@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -32,8 +31,7 @@ from weightwire.errors import (
 from weightwire.manifest import Manifest
 from weightwire.offer import Seal
 from weightwire.receiver import Receiver
-from weightwire.reception import SWITCH_S, quick_switches
-from weightwire.sender import Buffers, with_index
+from weightwire.sender import Buffers
 from weightwire.staging import StagingMemory
 
 OLD, NEW = tensors(1), tensors(2)
@@ -48,21 +46,6 @@ def served():
     receiver.settle(seal.update)
     assert same(engine.weights, OLD)
     return receiver, engine
-
-
-@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
-def test_the_listener_keeps_the_records_of_the_last_groups_only(transport):
-    receiver, engine = Receiver("engine"), Engine()
-    trainer, counts = Trainer([receiver], transport), []
-    for version in range(1, 4 * group.KEPT_GROUPS):
-        seal = trainer.push(version, NEW)
-        receiver.commit(seal.update, engine.load, engine.restore)
-        receiver.settle(seal.update)
-        assert trainer.listener._store is not None
-        counts.append(trainer.listener._store.num_keys())
-    # A last heartbeat may be written after the count.
-    assert counts[-1] <= counts[group.KEPT_GROUPS] + group.KEPT_GROUPS
-    assert receiver.version() == version
 
 
 def works_again(receiver: Receiver, engine: Engine, version: int) -> None:
@@ -87,14 +70,6 @@ def test_weights_arrive_bit_for_bit(count, bucket_bytes):
         assert receiver.version() == 7
     payload = sum(tensor.numel() * tensor.element_size() for tensor in NEW.values())
     assert payload <= trainer.sender.traffic.nbytes <= 1.01 * payload
-
-
-def test_update_without_overlap_is_equal():
-    receiver, engine = Receiver("engine"), Engine()
-    seal = Trainer([receiver]).send(manifest_of(NEW, 1, 100), NEW.items(), overlap=False)
-    receiver.verify(seal, TIMEOUT_S)
-    receiver.commit(seal.update, engine.load)
-    assert same(engine.weights, NEW)
 
 
 def test_nothing_changes_before_the_commit(served):
@@ -442,13 +417,6 @@ def test_receiving_thread_selects_the_device_of_the_receiver(monkeypatch, device
     assert selected == [index]
 
 
-def test_device_without_an_index_is_the_current_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert with_index(torch.device("cuda")) == torch.device("cuda", 3)
-    for device in (torch.device("cpu"), torch.device("meta"), torch.device("cuda", 1)):
-        assert with_index(device) == device
-
-
 @pytest.mark.parametrize("base", [None, ("plan", 1)], ids=["no base", "base kept"])
 @pytest.mark.parametrize("adapter", [False, True])
 def test_new_memory_is_waited_for_before_transports_write_to_it(monkeypatch, base, adapter):
@@ -488,13 +456,6 @@ def test_connection_to_a_listener_that_has_ended_is_not_used_again():
     while group._take_idle(*address) is not None:
         pass
     assert group._take_idle(*address) is None
-
-
-def test_receiving_thread_switches_quickly_and_restores_the_interval():
-    usual = sys.getswitchinterval()
-    with quick_switches(), quick_switches():
-        assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
-    assert sys.getswitchinterval() == pytest.approx(usual)
 
 
 def test_many_updates_leak_no_threads_or_files():

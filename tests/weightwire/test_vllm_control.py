@@ -16,7 +16,6 @@ from in_process import TIMEOUT_S
 
 from weightwire.errors import (
     CommitError,
-    DigestError,
     ManifestError,
     NotServingError,
     OwnerError,
@@ -32,9 +31,7 @@ from weightwire.receiver import Receiver
 from weightwire.reception import RECEIVING
 from weightwire.sender import Sender, spec_of
 from weightwire.transports import Setup, make_transport
-from weightwire.transports.choice import Location
 from weightwire.vllm import contract
-from weightwire.vllm import control as module
 from weightwire.vllm.__main__ import arguments
 from weightwire.vllm.checkpoint import ExpectedTensors
 from weightwire.vllm.control import Control
@@ -390,25 +387,6 @@ def test_offer_refused_by_one_worker_is_dropped_by_all(control, engine):
     run(act())
 
 
-def test_digest_error_of_a_worker_ends_the_update(control, engine):
-    async def act():
-        await control.claim("a#1", 60)
-        offer, weights = offer_of(1.0, 1)
-        await owned(control, "a#1", "begin_update", offer)
-        seal = await asyncio.to_thread(send, offer, weights)
-        other = Seal(seal.update, seal.version, seal.manifest, (*seal.digests[:-1], "0" * 16))
-        with pytest.raises(
-            DigestError, match=r"worker [01]: .*has not arrived as it was sent"
-        ):  # the first worker to detect it
-            await owned(control, "a#1", "verify", other, TIMEOUT_S)
-        with pytest.raises(UpdateError, match="was dropped"):
-            await owned(control, "a#1", "commit", offer.update)
-        assert engine.calls == []
-        await push(control, 5.0, 1)
-
-    run(act())
-
-
 def test_only_the_owner_updates_the_engine(control, engine):
     async def act():
         await control.claim("a#1", 60)
@@ -431,41 +409,6 @@ def test_only_the_owner_updates_the_engine(control, engine):
         foreign, _ = offer_of(2.0, 8, owner="e#1")
         with pytest.raises(OwnerError, match="e#1 does not own the engine: its owner is d#1"):
             await owned(control, "d#1", "begin_update", foreign)
-
-    run(act())
-
-
-def test_claim_that_has_failed_takes_over_at_its_next_attempt(control, engine):
-    async def act():
-        await control.claim("a#1", 60)
-        await push(control, 1.0, 7)
-        engine.workers[1].updates.faults = {"forget"}
-        with pytest.raises(WireError, match="worker 1: forget: RuntimeError: not now"):
-            await control.claim("b#1", 60, take_over=True)
-        assert (await control.info())["owner"]["name"] == "a#1"
-        engine.workers[1].updates.faults = set()
-        await control.claim("b#1", 60, take_over=True)
-        await push(control, 3.0, 1, owner="b#1")
-        assert (engine.values, control.active_version()) == ([3.0, 3.0], 1)
-
-    run(act())
-
-
-def test_claim_begins_its_lease_after_the_call_before_it(engine):
-    clock = {"now": 0.0}
-    control = Control(engine, lambda: clock["now"])
-
-    async def act():
-        await control.claim("a#1", 3600)
-        async with control.owned("a#1"):
-            claims = [asyncio.ensure_future(control.claim(name, 10, take_over=True)) for name in ("b#1", "b#1")]
-            await asyncio.sleep(0.01)
-            assert (await control.info())["owner"]["name"] == "a#1"
-            clock["now"] = 20.0
-        await asyncio.gather(*claims)
-        await owned(control, "b#1", "resume")
-        with pytest.raises(OwnerError, match="its owner is b#1"):
-            await owned(control, "a#1", "resume")
 
     run(act())
 
@@ -526,25 +469,6 @@ def test_engine_sleeps_and_wakes_up_for_an_update(control, engine):
         assert engine.calls == ["pause keep", "sleep 1 keep", "wake up", "resume"]
         await push(control, 2.0, 2)
         assert engine.values == [2.0, 2.0]
-
-    run(act())
-
-
-def test_sleep_ends_with_its_lease_or_with_another_owner(control, engine, monkeypatch):
-    monkeypatch.setattr(module, "WAKE_RETRY_S", 0.05)
-
-    async def act():
-        await control.claim("a#1", 60)
-        engine.no_memory = True
-        await owned(control, "a#1", "sleep", 0.05)
-        await asyncio.sleep(0.3)
-        assert engine.asleep  # the trainer holds the memory
-        engine.no_memory = False
-        await asyncio.wait_for(lapsed(engine), 60)
-        assert not engine.asleep
-        await owned(control, "a#1", "sleep", 60)
-        await control.claim("b#1", 60, take_over=True)
-        assert (engine.paused, engine.asleep) == (False, False)
 
     run(act())
 
@@ -643,22 +567,3 @@ def test_prediction_head_comes_whole_or_not_at_all(tmp_path):
     baseline = ExpectedTensors(str(tmp_path), SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=3))
     with pytest.raises(ManifestError, match=r"model\.layers\.2\.\S+ is missing"):
         baseline.check(Manifest(1, tuple(spec_of(*item) for item in body.items())))
-
-
-async def locations_of(control: Control, engine: Engine) -> tuple[list[Location], list[str]]:
-    calls: list[str] = []
-    call = engine.collective_rpc
-
-    async def counted(method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
-        calls.append(args[0])
-        return await call(method, timeout, args)
-
-    engine.collective_rpc = counted
-    await control.info()
-    return [Location.from_json(fields) for fields in (await control.info())["locations"]], calls
-
-
-def test_info_reports_worker_locations_and_queries_them_once(control: Control, engine: Engine) -> None:
-    locations, calls = asyncio.run(locations_of(control, engine))
-    assert locations == [Location.of(torch.device("cpu"))] * 2
-    assert calls == ["location"]

@@ -20,7 +20,7 @@ from weightwire.slices import index_of
 from weightwire.staging import BucketLayout, ShardLayout
 from weightwire.vllm import exchange as exchange_module
 from weightwire.vllm import in_place
-from weightwire.vllm.exchange import Exchange, ExchangePart, merge_adjacent, split_large
+from weightwire.vllm.exchange import Exchange, ExchangePart
 from weightwire.vllm.in_place import Copy, NotInPlaceError, Recording
 from weightwire.vllm.model import storage_id
 from weightwire.vllm.needs import Recorder, as_slices
@@ -148,48 +148,6 @@ def test_exchange_by_a_kernel_that_stops_anywhere_can_be_undone(monkeypatch: pyt
         update.staging.copy_(received)
 
 
-def test_exchange_by_a_kernel_reads_and_writes_every_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the bytes that move while generation is paused."""
-    update, moved, copy = Update(), 0, torch._foreach_copy_
-
-    def counting(targets: list[Tensor], sources: list[Tensor]) -> None:
-        nonlocal moved
-        moved += sum(tensor.nbytes for tensor in (*targets, *sources))
-        copy(targets, sources)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", counting)
-    parameters = [random(300, 32, seed=seed) for seed in range(8)]
-    sources = [random(300, 32, seed=10 + seed) for seed in range(8)]
-    parts = [part(*pair, update.add(pair[1])) for pair in zip(parameters, sources, strict=True)]
-    size = sum(parameter.nbytes for parameter in parameters)
-    Exchange(parts).run(update.staging)
-    assert moved == 6 * size, "three copies, each of which reads and writes"
-    kernel, moved = MemoryKernel(), 0
-    monkeypatch.setattr(exchange_module, "swap_kernel", lambda device: kernel)
-    exchange = Exchange(parts, keep=True)
-    exchange.run(update.staging)
-    assert (kernel.nbytes, moved) == (4 * size, 0)
-    exchange.refill(update.staging)  # after the pause
-    assert moved == 2 * size
-
-
-def test_rows_for_the_kernel_cover_ranges_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "ROW_BYTES", 64)
-    ranges = [(1024, 4096, 200), (2048, 8200, 64), (3000, 9002, 50), (5001, 12001, 33), (6000, 14000, 0)]
-    tables = exchange_module.swap_tables(ranges)
-    assert [width for _, width in tables] == [16, 4, 2, 1]
-    covered = sorted((left, right, size) for table, _ in tables for left, right, size in table.tolist())
-    expected = [
-        (left + start, right + start, min(64, size - start))
-        for left, right, size in ranges
-        for start in range(0, size, 64)
-    ]
-    assert covered == sorted(expected)
-    for table, width in tables:
-        assert not (table % width).any()
-        assert width < 16 or bool((table[:, 2] == 64).all())
-
-
 def test_exchange_that_stops_anywhere_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Update()
     rows = list(layer(update))
@@ -237,27 +195,6 @@ def test_exchange_releases_the_memory_of_an_update() -> None:
     exchange.unbind()
     gc.collect()
     assert sys.getrefcount(buffer) == free
-
-
-def test_adjacent_parts_are_merged_and_large_ones_split() -> None:
-    update = Update()
-    parts = [copy for _, copy, _ in layer(update)]
-    merged_parts = merge_adjacent(parts)
-    # Query, key and value; four experts of two halves: one part each.
-    assert [item.target.numel() for item in merged_parts] == [96 * 32, 32 * 24, 8, 40 * 16, 700 * 32, 4 * 24 * 16]
-    pieces = split_large(merged_parts)
-    assert max(item.target.nbytes for item in pieces) <= 4096
-    assert sum(item.target.numel() for item in pieces) == sum(item.target.numel() for item in parts)
-
-
-def test_large_strided_part_is_split_by_rows() -> None:
-    target, source = random(64, 128), random(64, 300, seed=1)
-    update = Update()
-    pieces = split_large([part(target, source, update.add(source), lambda tensor: tensor[:, 100:228])])
-    assert max(item.target.nbytes for item in pieces) <= 4096
-    for item in pieces:
-        item.target.copy_(item.source(update.staging))
-    assert torch.equal(target, source[:, 100:228])
 
 
 @pytest.mark.parametrize(
@@ -375,17 +312,6 @@ def test_views_that_repeat_elements_are_refused(view: Callable[[Tensor], Tensor]
     if parts is not None:
         with pytest.raises(NotInPlaceError, match="into two parameters, or two tensors into one"):
             in_place.distinct(Copy(part, Region(0, *box)) for box, part in parts)
-
-
-def test_target_with_gaps_is_divided() -> None:
-    values, memory = torch.arange(24.0).view(4, 6), torch.zeros(30, 2)
-    parts = as_slices(torch.empty(4, 6, device="meta")[1:3].view(-1), torch.empty(4, 6, device="meta"), memory[:12, 0])
-    assert parts is not None
-    assert [part.shape for _, part in parts] == [(2, 6)]
-    for box, part in parts:
-        part.copy_(values[index_of(*box)])
-    assert torch.equal(memory[:12, 0], values[1:3].view(-1))
-    assert memory.sum() == values[1:3].sum()
 
 
 SHARE_SIZES = [64, 200, 1000, 100_000]

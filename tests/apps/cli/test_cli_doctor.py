@@ -17,8 +17,6 @@ from megascend.apps.cli import checks
 from megascend.apps.cli.checks import (
     Check,
     HelperError,
-    check_shared_memory,
-    check_threads,
     explain_import_failure,
     run_python,
 )
@@ -164,21 +162,6 @@ def test_crashed_helper_is_reported() -> None:
     assert "pip install" in hint
     with pytest.raises(HelperError, match="exit code -9"):
         run_python(["-c", "import os; os.kill(os.getpid(), 9)"], timeout=30)
-
-
-def test_small_shared_memory_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = type("Usage", (), {"free": 64 * 1024**2, "total": 64 * 1024**2})
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage)
-    check = check_shared_memory(tmp_path)
-    assert check.status == "warn"
-    assert "--shm-size" in check.hint
-    assert check_shared_memory(tmp_path / "missing").status == "warn"
-
-
-def test_more_threads_than_cores_warns() -> None:
-    assert check_threads({"OMP_NUM_THREADS": "100000"}).status == "warn"
-    assert check_threads({"OMP_NUM_THREADS": "1"}).status == "ok"
-    assert check_threads({}).status == "ok"
 
 
 def test_rendering(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
 from pathlib import Path
 
 import pytest
@@ -69,24 +67,6 @@ def test_dry_run_shows_samples_masks_and_statistics(megascend, folder: Path) -> 
 
 
 # --- formatting ---
-
-
-def test_colours_only_on_capable_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, writing = os.openpty()
-    with os.fdopen(reading), os.fdopen(writing, "w", encoding="utf-8") as terminal:
-        for variables, colour in (
-            ({"TERM": "xterm"}, True),
-            ({"TERM": "xterm", "NO_COLOR": ""}, True),  # by the convention, an empty value is ignored
-            ({"TERM": "xterm", "NO_COLOR": "1"}, False),
-            ({"TERM": "dumb"}, False),
-        ):
-            with monkeypatch.context() as patch:
-                patch.delenv("NO_COLOR", raising=False)
-                for name, value in variables.items():
-                    patch.setenv(name, value)
-                assert Style.of(terminal) == Style(colour), variables
-    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    assert Style.of(file) == Style(colour=False, unicode=False)
 
 
 def test_ascii_output_gets_escapes() -> None:

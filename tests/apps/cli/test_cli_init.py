@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from megascend.apps.train.run_template import TASKS
-from megascend.config import load_config
 from megascend.config.rl import load_rl_config
 from support.runs import metrics
 
@@ -68,13 +67,6 @@ def test_layout_is_that_of_a_plan(megascend, small_model: Path, tmp_path: Path) 
     megascend("train", "run.yaml", "--dry-run", "--nproc", "4", cwd=tmp_path)
 
 
-def test_micro_batches_of_pairs_hold_both_samples(megascend, small_model: Path, tmp_path: Path) -> None:
-    for arguments in ((), ("--cards", "2")):
-        out = f"{len(arguments)}.yaml"
-        megascend("init", "dpo", small_model, out, "--data", "d", "--length", "256", *arguments, cwd=tmp_path)
-        assert load_config(tmp_path / out).batching.budget >= 2 * 256
-
-
 def test_rl_on_a_node_is_divided_between_engines_and_trainer(megascend, small_model: Path, tmp_path: Path) -> None:
     megascend("init", "rl", small_model, "--cards", "4", "--device", "h200", cwd=tmp_path)
     config = load_rl_config(tmp_path / "run.yaml")
@@ -84,19 +76,6 @@ def test_rl_on_a_node_is_divided_between_engines_and_trainer(megascend, small_mo
     used = [*config.placement.trainer, *(gpu for engine in config.placement.engines for gpu in engine)]
     assert sorted(used) == [*range(4)]
     assert f"--nproc {len(config.placement.trainer)}" in (tmp_path / "run.yaml").read_text()
-
-
-def test_configuration_without_weights_is_enough(megascend, small_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "large").mkdir()
-    (tmp_path / "large" / "config.json").write_text((small_model / "config.json").read_text())
-    megascend("init", "pretrain", "large/config.json", "new/run.yaml", "--data", "texts", cwd=tmp_path)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["run.yaml"]
-    config = load_config(tmp_path / "new" / "run.yaml")
-    assert (config.model, config.data.path, config.batching.max_length) == (Path("large"), Path("texts"), 256)
-    assert (
-        "# Only the model's configuration was there when this was written: model has to have its weights."
-        in (tmp_path / "new" / "run.yaml").read_text()
-    )
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -109,11 +88,3 @@ def test_schema_beside_the_run_file_accepts_it(megascend, small_model: Path, tmp
     validator = jsonschema.Draft202012Validator(json.loads(schema.read_text()))
     assert [error.message for error in validator.iter_errors(yaml.safe_load(text))] == []
     assert [*validator.iter_errors(yaml.safe_load(text) | {"learning_rate": 1})]
-
-
-def test_override_replaces_the_templates_alternative(megascend, small_model: Path, tmp_path: Path) -> None:
-    completed = megascend("init", "dpo", small_model, "--set", "steps=7", "--set", "beta=0.3", cwd=tmp_path)
-    assert completed.stderr == "--set beta=0.3 sets dpo.beta\n"
-    config = load_config(tmp_path / "run.yaml")
-    assert config.dpo is not None
-    assert (config.steps, config.epochs, config.dpo.beta) == (7, None, 0.3)

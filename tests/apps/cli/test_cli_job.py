@@ -28,7 +28,7 @@ from megascend.config import load_config, parsed
 from megascend.config.rl import RlConfig
 from megascend.errors import ConfigError
 from support import forked_programs
-from support.job_runs import DEADLINE_S, STEPS, events_of, started, steps_of, wait_for_step, write_run
+from support.job_runs import DEADLINE_S, events_of, started, steps_of, wait_for_step, write_run
 
 SLURM = Path(__file__).parents[2] / "doubles" / "slurm"
 H100_RUN = {"platform": "cuda", "parallel": {"tensor": 2}}
@@ -339,28 +339,6 @@ def test_skypilot_task_has_nodes_cards_and_a_script(tmp_path: Path) -> None:
     write_run(tmp_path, platform="npu")
     with pytest.raises(ConfigError, match="SkyPilot rents no Ascend cards"):
         rendered("skypilot", tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.torchrun
-def test_skypilot_nodes_train_to_the_end(small_model: Path, tmp_path: Path) -> None:
-    write_run(tmp_path, model=str(small_model))
-    task = yaml.safe_load(rendered("skypilot", tmp_path, nodes=2))
-    script = task["run"].replace(":29400", f":{free_port()}")  # another test may have that one
-    variables = forked_programs.environment(
-        PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        GLOO_SOCKET_IFNAME="lo",
-        SKYPILOT_NUM_NODES=str(task["num_nodes"]),
-        SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.1",
-        SKYPILOT_TASK_ID="sky-1",
-        **task["envs"],
-    )
-    command = ["bash", "-c", script]
-    first, second = ({**variables, "SKYPILOT_NODE_RANK": rank} for rank in "01")
-    with started(command, tmp_path, first) as head, started(command, tmp_path, second) as worker:
-        assert (head.wait(DEADLINE_S), worker.wait(DEADLINE_S)) == (0, 0), (tmp_path / "log").read_text()[-4000:]
-    assert steps_of(tmp_path / "runs" / "job") == [*range(1, STEPS + 1)]
 
 
 def free_port() -> int:

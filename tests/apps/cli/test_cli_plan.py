@@ -9,12 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 import yaml
 
-from megascend.apps.cli.plan import plan_command
-from megascend.apps.plan import calibrate
-from megascend.models.checkpoint_files.files import WEIGHT_FILE
 from support.runs import chats, write_lines
 
 [QUESTION] = chats([("one?", "two")])
@@ -48,28 +44,6 @@ def test_plan_ranks_layouts_and_its_run_file_passes_a_dry_run(megascend, experts
     assert "--write run.yaml exists" in repeated.stderr
 
 
-def test_json_has_times_memory_and_settings(megascend, experts: Path) -> None:
-    completed = megascend("plan", experts, "--cards", "8", "--length", "256", "--batch", "64", "--json", "--lora", "4")
-    plan = json.loads(completed.stdout)
-    assert (plan["device"], plan["cards"], plan["unchecked"]) == ("h100", 8, None)
-    first, second = plan["layouts"][:2]
-    assert first["seconds"] <= second["seconds"]
-    assert sum(first["time"].values()) == pytest.approx(first["seconds"])
-    assert sum(first["memory"].values()) == first["memory_total"]
-    assert first["settings"]["lora"] == {"rank": 4}
-
-
-def test_model_may_be_a_configuration_alone(megascend, experts: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((experts / "config.json").read_text())
-    assert not (tmp_path / WEIGHT_FILE).exists()
-    arguments = ("--cards", "2", "--length", "256", "--batch", "4", "--json")
-    plans = [megascend("plan", path, *arguments) for path in (experts, tmp_path / "config.json", tmp_path)]
-    assert [plan.returncode for plan in plans] == [0, 0, 0], [plan.stderr for plan in plans]
-    first, second, third = (json.loads(plan.stdout)["layouts"][0]["seconds"] for plan in plans)
-    assert first == second == third
-    assert list(tmp_path.iterdir()) == [tmp_path / "config.json"]
-
-
 def test_rl_divides_the_devices(megascend, experts: Path) -> None:
     completed = megascend("plan", experts, "--cards", "4", "--length", "256", "--batch", "64", "--rl")
     assert "a step is 64 responses of 256 tokens" in completed.stdout
@@ -89,25 +63,6 @@ def test_calibration_of_a_cpu_checks_the_program_and_is_refused_as_measurements(
     assert all(len(row) == 6 and min(row[3:]) > 0 for row in content["products"])
     refused = megascend("plan", experts, "--calibration", "cpu.json", cwd=tmp_path, code=2)
     assert "was measured on a CPU, with sizes that only check the program" in refused.stderr
-
-
-def test_calibration_that_lacks_a_table_fails_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def out_of_memory(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(calibrate, "grouped_products", out_of_memory)
-    with pytest.raises(typer.Exit) as caught:
-        plan_command(calibrate=tmp_path / "cpu.json")
-    assert caught.value.exit_code == 1
-    printed = capsys.readouterr()
-    assert "grouped was not measured: RuntimeError: out of memory" in printed.out
-    assert "grouped could not be measured" in printed.err
-    # The other tables are kept.
-    content = json.loads((tmp_path / "cpu.json").read_text())
-    assert content["missing"] == ["grouped"]
-    assert content["products"]
 
 
 @pytest.mark.nightly

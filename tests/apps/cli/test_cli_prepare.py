@@ -18,7 +18,6 @@ from megascend.apps.data.order import fingerprint_of
 from megascend.apps.data.samples import SampleLimits, build_samples
 from megascend.apps.train.run_samples import RunSamples
 from megascend.config import load_config
-from megascend.errors import DataError
 from megascend.models.checkpoint_files.tokenizer import load_tokenizer
 
 
@@ -76,31 +75,3 @@ def test_prepared_samples_are_read_without_the_data(prepared: Path, elsewhere: P
     assert run_samples.held_out is not None
     assert len(run_samples.held_out) == 2
     assert not (elsewhere / "cache").exists(), "nothing is tokenised"
-
-
-def test_each_difference_is_an_error_that_names_it(prepared: Path, elsewhere: Path) -> None:
-    with pytest.raises(DataError, match=r"was prepared from something else: data\.train_on_prompt \(false, now true\)"):
-        samples(elsewhere, **{"data.train_on_prompt": "true"})
-    with pytest.raises(DataError, match=r"has no samples of data\.path; it has those of data\.sources\[0\], "):
-        samples(elsewhere, data="{path: a.jsonl, prepared: tokens}")
-    shutil.copy(prepared / "b.jsonl", elsewhere)
-    samples(elsewhere)
-    (elsewhere / "b.jsonl").write_text('{"text": "other"}\n')
-    with pytest.raises(DataError, match=r"from something else: data \(data\.sources\[1\]\)\. Prepare it again"):
-        samples(elsewhere)
-    (elsewhere / "b.jsonl").unlink()
-    tokenizer = elsewhere / "model" / "tokenizer.json"
-    content = tokenizer.read_text()
-    tokenizer.write_text(content + "\n")
-    with pytest.raises(DataError, match=r"from something else: tokenizer\.json\."):
-        samples(elsewhere)
-    tokenizer.write_text(content)
-    with (elsewhere / "tokens" / "0" / "samples.arrow").open("ab") as file:
-        file.truncate(4)
-    with pytest.raises(
-        DataError, match=r"samples\.arrow is missing or incomplete \(\d+ bytes were written\): copy it again"
-    ):
-        samples(elsewhere)
-    (elsewhere / "tokens" / "prepared.json").unlink()
-    with pytest.raises(DataError, match="tokens is not a folder that megascend prepare --output has written"):
-        samples(elsewhere)

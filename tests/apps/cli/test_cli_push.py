@@ -20,7 +20,7 @@ from megascend.config import RunConfig
 from megascend.errors import CheckpointError, ConfigError
 from support.forked_programs import COMMAND, environment, run_forked
 from support.hub_server import HubState, hub_server
-from support.runs import events, write_lines, write_run
+from support.runs import write_lines, write_run
 
 
 @pytest.fixture
@@ -142,23 +142,6 @@ def test_a_failed_upload_keeps_the_export_and_is_repeated_by_its_command(megasce
     for row in ("| base model | qwen3 |", "| data | data.jsonl |", "| steps | 2 |", "| data.global_batch_size | 2 |"):
         assert row in card
     assert str(tmp_path) not in card
-
-
-@pytest.mark.nightly
-def test_adapter_of_several_ranks_is_uploaded_once(small_model, hub, tmp_path) -> None:
-    push = {"repository": "team/adapter", "private": False}
-    write_pushed_run(tmp_path, small_model, engine="fsdp", lora={"rank": 4}, push=push)
-    completed = forked(hub, tmp_path, "train", "run.yaml", "--nproc", "2")
-    assert completed.returncode == 0, completed.stderr
-    assert f"uploaded: {hub.address}/team/adapter/commit/" in completed.stdout
-    files = {
-        str(path.relative_to(tmp_path / "run" / "adapter")): path for path in (tmp_path / "run").rglob("adapter/*")
-    }
-    stored = hub.files["models/team/adapter"]
-    assert {name: stored[name] for name in files} == {name: path.read_bytes() for name, path in files.items()}
-    assert hub.private == set()
-    assert sum("commit/" in path for path in hub.requests) == 1
-    assert [event["event"] for event in events(tmp_path / "run")][-2:] == ["finished", "pushed"]
 
 
 def test_a_card_and_an_adapter_name_models_and_data_of_the_hub(tmp_path: Path) -> None:

@@ -87,29 +87,6 @@ def stopped_after(output: Path, by: str) -> int:
 
 
 @pytest.mark.nightly
-def test_sigterm_to_the_launcher_of_two_ranks(megascend, folder, uninterrupted) -> None:
-    output, log = folder / "nproc", folder / "nproc.log"
-    with started(train_command("--nproc", "2", "--set", f"output={output}"), folder, log) as process:
-        wait_for_steps(process, output, 3, log)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE_S) == 75, log.read_text()[-4000:]
-    last = stopped_after(output, "SIGTERM")
-    assert f"stopped by SIGTERM after step {last}; resume with --resume auto" in log.read_text()
-
-    completed = megascend("doctor", "--run", output)
-    assert f"stopped by SIGTERM after step {last} of {ENDLESS}" in completed.stdout
-    assert f"--nproc 2 --set output={output} --resume auto" in completed.stdout
-
-    steps = max(STEPS, last + 3)
-    extra = ("--nproc", "2", *sets(f"output={output}", f"steps={steps}"), "--resume", "auto")
-    completed = megascend("train", "run.yaml", *extra, cwd=folder, timeout=DEADLINE_S)
-    assert f"resumed from {output}/checkpoints/step-{last:08d} after step {last}" in completed.stdout
-    reference = uninterrupted(steps)
-    assert losses(output) == losses(reference)
-    assert exported(output) == exported(reference)
-
-
-@pytest.mark.nightly
 @pytest.mark.torchrun
 def test_ctrl_c_under_torchrun_and_killed_rank_after_resume(folder, uninterrupted) -> None:
     output, log = folder / "torchrun", folder / "torchrun.log"
@@ -156,11 +133,6 @@ def interrupted(folder: Path, output: Path, log: Path) -> int:
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(DEADLINE_S) == 75, log.read_text()[-4000:]
     return stopped_after(output, "SIGINT")
-
-
-@pytest.mark.nightly  # covered: test_cli_signals.py: a signal saves and stops
-def test_ctrl_c_once_on_one_process(folder) -> None:
-    assert interrupted(folder, folder / "once", folder / "once.log") > 0
 
 
 @pytest.mark.nightly

@@ -85,19 +85,6 @@ def test_every_token_but_the_first_is_a_target_once(limit: int) -> None:
     assert all(1 <= len(sample) <= limit for sample in samples)
 
 
-def test_too_long_conversation_raises_data_error() -> None:
-    document = chat("user: a", "assistant: b")
-    [sample] = build_samples([document], byte_tokenizer(256), 256)
-    assert build_samples([document], byte_tokenizer(256), len(sample))
-    with pytest.raises(DataError, match=rf"^chat\.jsonl:4: .* {len(sample)} tokens .* {len(sample) - 1} .*max_length"):
-        build_samples([document], byte_tokenizer(256), len(sample) - 1)
-
-
-def test_conversation_without_an_answer_raises_data_error() -> None:
-    with pytest.raises(DataError, match=r"^chat\.jsonl:4: no assistant turn .*train_on_prompt"):
-        build_samples([chat("user: a")], byte_tokenizer(256), 256)
-
-
 def test_token_across_a_span_border_has_no_weight() -> None:
     offsets = [(0, 2), (2, 5), (5, 6), (6, 6), (6, 9), (9, 10)]
     assert token_weights(offsets, [(3, 6, 1.0), (9, 10, 0.5)]) == [0.0, 0.0, 1.0, 0.0, 0.0, 0.5]
@@ -257,20 +244,6 @@ def test_too_long_documents_raise_or_are_cut_or_skipped(document: Document) -> N
         assert remarks == [
             f"{document.source}: left out: more than 1 tokens (data.on_too_long: truncate, and nothing to learn stays)"
         ]
-
-
-def test_pair_longer_than_a_micro_batch_raises_or_is_skipped() -> None:
-    pair_samples, _ = encode(PAIR)
-    assert [len(sample) for sample in pair_samples] == [21, 11]
-    for settings, tokens in (({}, 32), ({"multiple": 4}, 36), ({"packing": False}, 42)):
-        assert encode(PAIR, SampleLimits(256, budget=tokens, **settings))[0]
-        with pytest.raises(
-            DataError, match=rf"^f:1: the pair takes {tokens} tokens .* {tokens - 1} \(batching.micro_batch_tokens\)"
-        ):
-            encode(PAIR, SampleLimits(256, budget=tokens - 1, **settings))
-        samples, [remark] = encode(PAIR, SampleLimits(256, budget=tokens - 1, **settings), on_too_long="skip")
-        assert samples == []
-        assert "longer than a micro batch" in remark
 
 
 def test_invalid_characters_and_token_ids_raise_data_error() -> None:

@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from megascend.apps.data.files import iterate_records, read_documents, read_file
 from megascend.apps.data.findings import Findings
-from megascend.apps.data.labels import LabelSet, label_name
+from megascend.apps.data.labels import LabelSet
 from megascend.apps.data.splits import SplitFiles
 from megascend.apps.data.streaming import StreamedBatches
 from megascend.config import Data
@@ -173,15 +173,6 @@ def test_dictionary_encoded_strings_are_strings(tmp_path: Path) -> None:
     assert [row["text"] for row in records(tmp_path / "a.parquet")] == loaded(tmp_path / "a.parquet")["text"][:]
 
 
-def test_type_that_datasets_refuses_is_refused(tmp_path: Path) -> None:
-    column = pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
-    parquet.write_table(pyarrow.table({"text": ["a"], "extra": column}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="map<"):
-        loaded(tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"datasets cannot load one of its columns: .*map<"):
-        records(tmp_path / "a.parquet")
-
-
 CLASSES = Features({"text": Value("string"), "label": ClassLabel(names=["negative", "positive"])})
 
 
@@ -268,85 +259,12 @@ def test_text_in_place_of_a_file_is_refused(content: str, refused: bool, tmp_pat
         records(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("names", "missing"),
-    [
-        (
-            ["train-00000-of-00003-1a2b3c4d5e6f7a8b.parquet", "train-00002-of-00003-2b3c4d5e6f7a8b1a.parquet"],
-            "train-00001",
-        ),
-        (["default/train/0000.parquet", "default/train/0002.parquet"], "0001.parquet"),
-        (["part-00000.jsonl", "part-00002.jsonl"], "part-00001.jsonl"),
-        (
-            ["part-00000-0a0a0a0a-1b1b-2c2c-3d3d-4e4e4e4e4e4e-c000.parquet"]
-            + ["part-00002-0a0a0a0a-1b1b-2c2c-3d3d-4e4e4e4e4e4e-c000.parquet"],
-            "part-00001.parquet",
-        ),
-        (["train_00000_of_00002.jsonl"], "train_00001_of_00002.jsonl"),
-        (["train-0-of-3.jsonl", "train-1-of-3.jsonl"], "train-2-of-3.jsonl"),
-        (["train-000000-of-000002.jsonl"], "train-000001-of-000002.jsonl"),
-        (["train-00001-of-00003.jsonl", "train-00003-of-00003.jsonl"], "train-00002-of-00003.jsonl"),
-        (["train-00001-of-00002.jsonl", "train-00002-of-00002.jsonl"], None),  # counted from 1
-        (["train-000.jsonl", "train-001.jsonl"], None),
-        (["train-2019.jsonl", "train-2021.jsonl"], None),  # years
-        (["train-1.jsonl", "train-3.jsonl"], None),
-    ],
-)
-def test_missing_shard_is_reported_in_every_style_of_names(
-    names: list[str], missing: str | None, tmp_path: Path
-) -> None:
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        rows = datasets.Dataset.from_dict({"text": [name]})
-        rows.to_parquet(tmp_path / name) if name.endswith("parquet") else rows.to_json(tmp_path / name)
-    findings = Findings()
-    assert len(list(iterate_records(tmp_path, "all", findings))) == len(names)
-    reports = [line for line in findings.lines() if "is missing" in line]
-    assert len(reports) == (missing is not None)
-    assert missing is None or missing in reports[0]
-
-
-def test_card_count_holds_for_all_splits_together(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
-    write_card(tmp_path, Features({"text": Value("string")}), 2, "train.jsonl")
-    with pytest.raises(DataError, match="counts 2 examples, and the files hold 1"):
-        list(iterate_records(tmp_path, "all", Findings()))
-
-
 def test_empty_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "train-a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "train-b.jsonl").write_text("")
     findings = Findings()
     assert len(list(iterate_records(tmp_path, "train", findings))) == 1
     assert any("train-b.jsonl: is empty" in line for line in findings.lines())
-
-
-def test_features_of_dataset_infos_json_are_read(tmp_path: Path) -> None:
-    """Versions of datasets before 2.9 wrote them."""
-    (tmp_path / "train.csv").write_text("text,label\na,1\n")
-    features = {
-        "text": {"dtype": "string", "_type": "Value"},
-        "label": {"names": ["neg", "pos"], "_type": "ClassLabel"},
-    }
-    (tmp_path / "dataset_infos.json").write_text(json.dumps({"user--name": {"features": features}}))
-    assert loaded(tmp_path).features["label"].names == ["neg", "pos"]
-    assert [row["label"] for row in records(tmp_path)] == ["pos"]
-
-
-def test_json_type_in_json_files_is_not_parsed_twice(tmp_path: Path) -> None:
-    """In JSON its values are JSON already; in a table they are text."""
-    (tmp_path / "train.jsonl").write_text('{"c": "plain"}\n{"c": "[1"}\n{"c": {"a": null}}\n')
-    write_card(tmp_path, Features({"c": Json()}), 3, "train.jsonl")
-    expected = [{"c": "plain"}, {"c": "[1"}, {"c": {"a": None}}]
-    assert loaded(tmp_path)[:]["c"] == [row["c"] for row in expected]
-    assert records(tmp_path) == streamed(tmp_path) == expected
-
-
-def test_malformed_json_type_is_refused_with_its_row(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("c\nplain\n")
-    write_card(tmp_path, Features({"c": Json()}), 1, "train.csv")
-    with pytest.raises(DataError, match=r"train.csv:2: .*Json type: not valid JSON"):
-        records(tmp_path)
 
 
 def test_column_of_nulls_is_still_a_column(tmp_path: Path) -> None:
@@ -357,29 +275,3 @@ def test_column_of_nulls_is_still_a_column(tmp_path: Path) -> None:
     assert records(tmp_path / "a.parquet") == loaded(tmp_path / "a.parquet").to_list()
     labels = [document.class_label for document in read_documents(tmp_path / "a.parquet", columns=columns)]
     assert labels == ["c", None]
-
-
-@pytest.mark.parametrize(
-    ("value", "name"), [("1.0", "positive"), (1.0, "positive"), (" positive", "positive"), (1.5, None)]
-)
-def test_class_label_is_an_integer(value: Any, name: str | None) -> None:
-    feature = CLASSES["label"]
-    if name is None:
-        with pytest.raises(DataError, match=r"negative, positive, found 1\.5"):
-            label_name(feature, value)
-        return
-    assert label_name(feature, value) == name
-
-
-def test_all_reads_files_beside_a_text_that_is_no_card(tmp_path: Path) -> None:
-    """It is what the error about such a card recommends."""
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "README.md").write_text("---\nSome notes\n---\nText\n")
-    with pytest.raises(DataError, match=r"data.split: all reads every file"):
-        list(iterate_records(tmp_path, None, Findings()))
-    assert [record.value for record in iterate_records(tmp_path, "all", Findings())] == [{"text": "a"}]
-
-
-def test_class_label_that_is_named_like_a_number_is_read_by_name() -> None:
-    feature = ClassLabel(names=["1.0", "0.0"])
-    assert [label_name(feature, value).number for value in ("1.0", "0.0", 0, "1")] == [0, 1, 0, feature.str2int("1")]

@@ -20,12 +20,11 @@ from PIL import Image
 
 from megascend.apps.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.apps.data.files import read_documents
-from megascend.apps.data.findings import Findings
 from megascend.apps.data.images import ImageProcessor, decode
 from megascend.apps.data.order import fingerprint_of
 from megascend.apps.data.prepare import prepare_samples
-from megascend.apps.data.samples import Encoder, SampleLimits, build_samples
-from megascend.apps.data.store import Samples, write_store
+from megascend.apps.data.samples import SampleLimits, build_samples
+from megascend.apps.data.store import Samples
 from megascend.config import Data, DataImages
 from megascend.config.data import DataSource
 from megascend.errors import DataError
@@ -319,27 +318,6 @@ def test_images_outside_their_folder_are_refused(folder: Path, model: Path) -> N
     assert_same_images(images, expected_images(model, folder / PATH))
 
 
-def test_image_that_grows_while_samples_are_written_is_not_read_again(
-    folder: Path, model: Path, tmp_path: Path
-) -> None:
-    path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
-    findings, processor = Findings(), ImageProcessor.for_model(model, DataImages(max_bytes=10_000))
-    encoder = Encoder(byte_tokenizer(2048, IMAGES), LIMITS, findings, image_processor=processor)
-
-    def documents() -> Any:
-        for number, document in enumerate(read_documents(path)):
-            samples = encoder.encode(document, number)
-            with (folder / PATH).open("r+b") as file:
-                file.truncate(2**36)  # sparse; reading it would need 64 GB
-            yield number, samples
-
-    write_store(tmp_path / "store", documents(), findings)
-    store = Samples.open(tmp_path / "store", processor)
-    with pytest.raises(DataError, match="has 68719476736 bytes, over the limit of 10000"):
-        store[0].image_fields()
-    assert store.changed_files() is not None
-
-
 # --- pixels ---
 
 
@@ -404,13 +382,6 @@ def test_every_kind_of_pixels_becomes_rgb(make: Callable[[Path], np.ndarray], tm
     assert np.array_equal(np.asarray(decode((tmp_path / "it.png").read_bytes(), "it", DataImages())), expected)
 
 
-def test_printing_colours_become_rgb(tmp_path: Path) -> None:
-    Image.new("CMYK", (16, 16), (0, 255, 255, 0)).save(tmp_path / "red.jpg", quality=95)
-    pixels = np.asarray(decode((tmp_path / "red.jpg").read_bytes(), "it", DataImages())).astype(int)
-    assert pixels.shape == (16, 16, 3)
-    assert np.abs(pixels - [255, 0, 0]).max() <= 4
-
-
 UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     1: lambda pixels: pixels,
     2: lambda pixels: pixels[:, ::-1],
@@ -451,18 +422,6 @@ def test_limits_are_settings(folder: Path, model: Path) -> None:
 
 PLACES = ("<|image_pad|>", "<video>")
 """Two of the texts that stand for an image in some family."""
-
-
-@pytest.mark.parametrize("marker", ["<image>", *PLACES])
-def test_place_of_an_image_that_is_learned_as_text_is_reported(marker: str, folder: Path, model: Path) -> None:
-    """In plain texts for any model, and in conversations for a model of text."""
-    text_model = folder / "model"
-    write_checkpoint(text_model, ModelSize(arch="qwen3", hidden=32, layers=2))
-    content = [{"role": "user", "content": f"{marker}?"}, {"role": "assistant", "content": "a"}]
-    for record, path in (({"text": f"{marker}?"}, model), ({"messages": content}, text_model)):
-        data = Data(path=write(folder / "data.jsonl", record))
-        store = prepare_samples(DataSource(data.path, data, "data.path"), byte_tokenizer(2048, IMAGES), LIMITS, path)
-        assert any(f"{marker} is learned as text" in line for line in store.remarks), store.remarks
 
 
 @pytest.mark.parametrize(
@@ -544,18 +503,6 @@ def test_changed_image_makes_new_samples(folder: Path, model: Path) -> None:
     assert_same_images(after[0].images, expected_images(model, folder / PATH))
     assert after.fingerprint != before.fingerprint
     assert samples_of(path, model).fingerprint == after.fingerprint
-
-
-def test_equal_data_in_another_folder_have_their_own_images(
-    folder: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
-    other = tmp_path / "other"
-    shutil.copytree(folder, other)
-    save(other / PATH, 9)
-    for directory in (folder, other):
-        monkeypatch.chdir(directory)
-        assert_same_images(samples_of(Path("data.jsonl"), model)[0].images, expected_images(model, directory / PATH))
 
 
 def test_copied_images_do_not_depend_on_their_files(folder: Path, model: Path) -> None:

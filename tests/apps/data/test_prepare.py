@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -165,14 +164,6 @@ def test_prepared_samples_of_other_data_are_refused_where_the_data_are_missing(f
         read(first, "data.sources[1]", prepared=folder / "prepared")
 
 
-def test_labelled_completions_of_text_and_of_messages_are_refused(folder: Path) -> None:
-    chat = {"prompt": CHAT[:1], "completion": CHAT[1:], "label": False}
-    plain = [{"prompt": prompt, "completion": "c", "label": True} for prompt in "pq"]
-    write(folder / "data.jsonl", *plain, chat)
-    with pytest.raises(DataError, match=r"data\.jsonl:3: a labelled completion of messages, and others of text"):
-        samples_of(folder)
-
-
 def test_data_are_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = samples_of(folder)
     with monkeypatch.context() as patched:
@@ -242,14 +233,6 @@ def test_files_outside_of_the_folder_are_part_of_the_key(folder: Path, absolute:
     assert {"datasets", "huggingface_hub"} < set(prepare.PACKAGES)
 
 
-def test_stored_samples_name_the_setting_of_their_reader(folder: Path) -> None:
-    data = Data(path=folder / "data.jsonl")
-    for setting in ("data.path", "validation.path"):
-        store = prepare_samples(DataSource(data.path, data, setting), byte_tokenizer(256), LIMITS, folder / "model")
-        assert [name for name in store.sources if name.startswith("data (")] == [f"data ({setting})"]
-    assert len(stores(folder)) == 1
-
-
 def test_all_problems_are_raised_at_once_and_nothing_is_stored(folder: Path) -> None:
     long = {"messages": [CHAT[0], {"role": "assistant", "content": "x" * 40}]}
     path = write(
@@ -268,39 +251,6 @@ def test_all_problems_are_raised_at_once_and_nothing_is_stored(folder: Path) -> 
         assert problem.startswith(f"{path}:{number}: ")
         assert expected in problem
     assert stores(folder) == []
-
-
-def test_long_tokenization_prints_progress(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(prepare, "PROGRESS_S", -1.0)
-    samples_of(folder)
-    path = folder / "data.jsonl"
-    assert capsys.readouterr().out.splitlines() == [
-        f"{path}: {n} documents turned into tokens so far" for n in range(3)
-    ]
-
-
-def test_data_without_samples_raises_data_error(folder: Path) -> None:
-    write(folder / "data.jsonl", {"messages": [CHAT[0], {"role": "assistant", "content": "x" * 40}]})
-    with pytest.raises(DataError, match=r"no training samples: .*data.jsonl:1: left out: more than 40 tokens"):
-        samples_of(folder, on_too_long="skip")
-    shutil.rmtree(folder / "model")
-    with pytest.raises(DataError, match=r"missing.jsonl \(data.path\): neither a file nor a folder"):
-        prepare_samples(
-            DataSource(folder / "missing.jsonl", Data(path="x"), "data.path"),
-            byte_tokenizer(256),
-            LIMITS,
-            folder / "model",
-        )
-
-
-@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read: No such file"), (b"\xff\xfe", "not UTF-8")])
-def test_unreadable_chat_template_raises_data_error(folder: Path, content: bytes | None, message: str) -> None:
-    if content is not None:
-        (folder / "own.jinja").write_bytes(content)
-    with pytest.raises(DataError, match=rf"data.chat_template: .*own.jinja.* {message}"):
-        samples_of(folder, chat_template=folder / "own.jinja")
 
 
 DATED = "{{ strftime_now('%d %b %Y %H:%M') }}{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
@@ -341,27 +291,6 @@ def test_samples_with_a_date_are_cached_by_day(folder: Path) -> None:
     assert now.startswith(date.today().strftime("%d %b %Y "))
 
 
-def test_the_date_is_not_in_the_key_of_other_samples(folder: Path) -> None:
-    for day in (date(2024, 2, 29), date(2024, 3, 1)):
-        data = Data(path=folder / "data.jsonl")
-        store = prepare_samples(
-            DataSource(data.path, data, "data.path"), byte_tokenizer(256), LIMITS, folder / "model", template_date=day
-        )
-        assert "date in the chat template" not in store.sources
-    assert len(stores(folder)) == 1
-
-
-def test_every_template_of_a_tokenizer_is_in_the_key(folder: Path) -> None:
-    """Key the cache also by the tokenizer's template for tools."""
-    plain = DATED.partition("}}")[2]
-    first = dated(folder, model_template={"default": plain, "tool_use": "a" + plain})
-    second = dated(folder, model_template={"default": plain, "tool_use": "b" + plain})
-    assert [name for name in first.sources if first.sources[name] != second.sources[name]] == ["chat template"]
-    assert len(stores(folder)) == 2
-    dated(folder, model_template={"default": plain, "tool_use": "b" + plain})
-    assert len(stores(folder)) == 2
-
-
 @pytest.mark.parametrize("expression", ["['a', 'b'] | random", "lipsum(n=1)"])
 def test_random_template_raises_data_error(folder: Path, expression: str) -> None:
     template = "{{ " + expression + " }}" + DATED.partition("}}")[2]
@@ -389,10 +318,4 @@ def test_candidates_are_stored_with_their_samples(folder: Path) -> None:
     assert samples_of(folder, on_too_long="truncate").fingerprint != store.fingerprint
     write(folder / "data.jsonl", records[0], {"text": "abc"})
     with pytest.raises(DataError, match=r"with a teacher's distributions .* and others without"):
-        samples_of(folder)
-
-
-def test_candidate_outside_the_vocabulary_is_refused(folder: Path) -> None:
-    write(folder / "data.jsonl", {"token_ids": [5, 9], "top_ids": [[], [300]], "top_logprobs": [[], [-0.5]]})
-    with pytest.raises(DataError, match=r"data.jsonl:1: token id 300 lies outside the model's vocabulary"):
         samples_of(folder)

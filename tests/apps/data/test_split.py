@@ -138,14 +138,6 @@ def test_damaged_bytes_of_a_store_are_an_error_of_their_sample(tmp_path: Path) -
         Samples.open(tmp_path / "tokens")
 
 
-def test_validation_path_within_the_data_raises_data_error(tmp_path: Path) -> None:
-    (tmp_path / "v.jsonl").write_text('{"text": "one two"}\n')
-    for path, validation in ((tmp_path, tmp_path / "v.jsonl"), (tmp_path / "v.jsonl", tmp_path / "v.jsonl")):
-        settings = RUN | {"data": {"path": path}, "validation": {"path": validation}}
-        with pytest.raises(DataError, match=r"validation\.path: .*v\.jsonl lies in data\.path"):
-            RunSamples.prepare(RunConfig(**settings), byte_tokenizer(256), SampleLimits(9))
-
-
 def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise on every rank, before any step, if hosts have different samples, for example of another date."""
     parts = []
@@ -169,30 +161,6 @@ def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: 
         samples[1].check_same_on_all_ranks(backend)
 
 
-def test_problems_of_both_sets_are_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "cache"))
-    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for path in paths:
-        path.write_text('{"text": 1}\n{\n')
-    run = RunConfig.model_validate(
-        RUN | {"model": tmp_path, "data": {"path": paths[0]}, "validation": {"path": paths[1]}}
-    )
-    with pytest.raises(DataError) as caught:
-        RunSamples.prepare(run, byte_tokenizer(256), SampleLimits(9))
-    lines = str(caught.value).splitlines()
-    assert [line for line in lines if "problems in" in line] == [
-        "2 problems in the data:",
-        "  and 2 problems in the data of validation.path:",
-    ]
-    assert [line.count(str(path)) for path in paths for line in lines] == [0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1]
-
-
-@pytest.mark.parametrize(("documents", "fraction"), [(1, 0.1), (2, 0.9)])
-def test_fraction_that_leaves_nothing_raises_data_error(tmp_path: Path, documents: int, fraction: float) -> None:
-    with pytest.raises(DataError, match=r"validation\.fraction: .* leaves nothing to learn"):
-        hold_out(store(tmp_path / "s", documents), fraction, seed=1)
-
-
 @pytest.mark.parametrize(
     ("settings", "samples", "steps"),
     [({}, 40, 100), ({"steps": 7}, 40, 7), ({"epochs": 2}, 40, 20), ({"epochs": 0.5}, 10, 2), ({"epochs": 0.01}, 4, 1)],
@@ -214,10 +182,3 @@ def test_schedule_ends_with_the_run_by_default() -> None:
     assert Schedule().ending_with(9).total_steps == 0
     with pytest.raises(ConfigError, match="schedule linear needs total_steps"):
         learning_rate(Schedule(kind="linear"), 1.0, 0)
-
-
-def test_warmup_longer_than_the_epochs_raises_config_error() -> None:
-    config = RunConfig.model_validate(RUN | {"epochs": 1, "schedule": {"kind": "cosine", "warmup_steps": 5}})
-    assert config.for_samples(24).schedule.total_steps == 6
-    with pytest.raises(ConfigError, match="total_steps: 5 with a warm-up of 5 steps"):
-        config.for_samples(20)

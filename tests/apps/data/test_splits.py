@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow
@@ -13,12 +12,12 @@ import pytest
 from pyarrow import parquet
 
 from megascend.apps.cli.random_checkpoint import byte_tokenizer
-from megascend.apps.data.files import check_files, iterate_documents, read_documents
+from megascend.apps.data.files import iterate_documents, read_documents
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.samples import SampleLimits
 from megascend.apps.data.splits import folder_splits
 from megascend.apps.train.run_samples import RunSamples
-from megascend.config import Data, RunConfig
+from megascend.config import RunConfig
 from megascend.errors import DataError
 
 
@@ -213,29 +212,6 @@ def test_all_splits_of_a_config_leave_other_configs_out(tmp_path: Path) -> None:
     assert len(read_documents(folder, "all")) == 6
 
 
-@pytest.mark.parametrize("read", [read_documents, lambda path, **data: check_files(path, Data(path=path, **data))])
-def test_files_and_saved_folders_have_no_configs_or_other_splits(read: Callable[..., Any], tmp_path: Path) -> None:
-    [path] = fill(tmp_path, named("train.jsonl")).iterdir()
-    rows = datasets.Dataset.from_list([{"text": "one two"}])
-    rows.save_to_disk(str(tmp_path / "saved"))
-    datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "splits"))
-    for dataset, kind in (
-        (path, "one file"),
-        *((tmp_path / name, "a folder that datasets") for name in ("saved", "splits")),
-    ):
-        with pytest.raises(DataError, match=rf"is {kind}.* has no configs \(data.config_name: en\)"):
-            read(dataset, config_name="en")
-        read(dataset)
-    with pytest.raises(DataError, match=r"is one saved dataset and has no split 'test' \(data.split\)"):
-        read(tmp_path / "saved", split="test")
-    read(tmp_path / "saved", split="all")
-
-
-def test_texts_of_all_endings_are_split_by_name(tmp_path: Path) -> None:
-    folder = fill(tmp_path, named("train/a.md", "train/b.rst", "train/c.txt", "test/d.rst"))
-    assert [document.text for document in read_documents(folder)] == ["train/a.md 0", "train/b.rst 0", "train/c.txt 0"]
-
-
 def held_out(folder: Path, data: dict[str, object], validation: dict[str, object]) -> tuple[int, int]:
     """Return the numbers of training samples and of held-out samples."""
     run = RunConfig(model=folder, output=folder / "o", data={"path": folder, **data}, validation=validation, steps=1)
@@ -267,19 +243,3 @@ def test_validation_takes_the_named_split(tmp_path: Path) -> None:
     unnamed = fill(tmp_path / "unnamed", named("train.jsonl", "test.jsonl"))
     with pytest.raises(DataError, match=r"several splits, of which none is named 'validation' \(validation.split\)"):
         held_out(folder, {}, {"path": unnamed})
-
-
-def test_validation_of_a_saved_folder_takes_its_split(tmp_path: Path) -> None:
-    rows = [{"text": "one two"}]
-    parts = {name: datasets.Dataset.from_list(rows * count) for name, count in (("train", 3), ("validation", 2))}
-    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
-    assert held_out(tmp_path / "saved", {}, {"split": "validation"}) == (3, 2)
-    assert held_out(tmp_path / "saved", {}, {"path": tmp_path / "saved"}) == (3, 2)
-    with pytest.raises(DataError, match=r"so the run would train on .*validation"):
-        held_out(tmp_path / "saved", {"split": "all"}, {"split": "validation"})
-
-
-def test_a_file_has_no_splits(tmp_path: Path) -> None:
-    fill(tmp_path, named("train.jsonl"))
-    with pytest.raises(DataError, match=r"is one file and has no split 'test' \(data.split\)"):
-        read_documents(tmp_path / "train.jsonl", "test")

@@ -299,17 +299,6 @@ def test_streams_of_several_sources_keep_their_shares(tmp_path: Path) -> None:
     assert states == [6, 0]
 
 
-def test_tables_of_several_sources_may_have_long_fields(tmp_path: Path) -> None:
-    """The csv module has one limit for all readers of a process, and the first source begins anew meanwhile."""
-    write_csv(tmp_path / "a.csv", [{"text": "a"}] * 2)
-    write_csv(tmp_path / "b.csv", [{"text": "b"}, {"text": "b" * 200_000}])
-    sources = [{"path": tmp_path / "a.csv", "weight": 3}, {"path": tmp_path / "b.csv", "weight": 1}]
-    stream = open_stream(sources=sources, batch=4, limit=300_000, shuffle=False, shuffle_buffer=1)
-    lengths = [len(ids) for ids, *_ in flat(take(stream, 2))]
-    assert sorted(lengths)[-2:] == [1, 200_000]
-    assert csv.field_size_limit() == 131072
-
-
 def test_pairs_are_numbered_by_batch_and_kinds_are_not_mixed(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "chosen": f"c{n}", "rejected": f"r{n}"} for n in range(6)]
     write_jsonl(tmp_path / "a.jsonl", rows)
@@ -321,43 +310,6 @@ def test_pairs_are_numbered_by_batch_and_kinds_are_not_mixed(tmp_path: Path) -> 
     write_jsonl(tmp_path / "c.jsonl", [*rows, {**rows[0], "margin": 0.5}])
     with pytest.raises(DataError, match=r"pairs with 'margin', .*, and other documents"):
         take(open_stream(tmp_path / "c.jsonl", batch=3, scored=True), 3)
-
-
-def test_data_without_a_sample_end_the_stream(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p" * (LIMIT + 5), "completion": "c"}] * 7)
-    (tmp_path / "b.jsonl").write_text("\n\n")
-    (tmp_path / "c.txt").write_text(" \n")
-    (tmp_path / "d.parquet").write_bytes(b"PAR1")
-    with pytest.raises(
-        DataError, match=r"a\.jsonl holds no token to predict; .*more than 20 tokens \(data\.on_too_long"
-    ):
-        next(open_stream(tmp_path / "a.jsonl"))
-    with pytest.raises(DataError, match=r"no training data in .*b\.jsonl \(data\.path\): it holds no document"):
-        next(open_stream(tmp_path / "b.jsonl"))
-    with pytest.raises(DataError, match=r"c\.txt .* holds no document"):
-        next(open_stream(tmp_path / "c.txt"))
-    with pytest.raises(DataError, match=r"d\.parquet: not a parquet file"):
-        next(open_stream(tmp_path / "d.parquet"))
-
-
-def test_count_of_the_card_is_compared_after_a_pass(tmp_path: Path) -> None:
-    card = "---\ndataset_info:\n  splits:\n  - name: train\n    num_examples: {}\n    num_bytes: 1\n---\n"
-    write_jsonl(tmp_path / "train.jsonl", [{"text": f"line {n}"} for n in range(8)])
-    with (tmp_path / "train.jsonl").open("a") as file:
-        file.write("{\n")  # a record, too
-    for count in (9, 10):
-        (tmp_path / "README.md").write_text(card.format(count))
-        stream = open_stream(tmp_path, batch=3, max_bad_records=1)
-        take(stream, 1)
-        resumed = open_stream(tmp_path, batch=3, max_bad_records=1)
-        resumed.load_state_dict(json.loads(json.dumps(stream.progress.state)))
-        for part in (stream, resumed):
-            assert not any("card counts" in line for line in part.progress.remarks)
-            take(part, 2)
-            remarks = [
-                line for line in part.progress.remarks if "card counts 10 examples, and the files hold 9" in line
-            ]
-            assert len(remarks) == (count == 10)
 
 
 def test_changed_files_are_not_resumed(tmp_path: Path) -> None:
@@ -373,16 +325,6 @@ def test_changed_files_are_not_resumed(tmp_path: Path) -> None:
     resumed.load_state_dict(state)
     assert resumed.progress.source_epochs == [1.0]
     assert "a new epoch begins" in resumed.changes
-
-
-def test_json_list_is_refused_and_json_lines_are_streamed(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}]))
-    with pytest.raises(
-        DataError, match=r"a\.json \(data\.path\) is a JSON list, .* as \.jsonl, or set data\.streaming: false"
-    ):
-        next(open_stream(tmp_path / "a.json"))
-    (tmp_path / "a.json").write_text('{"text": "one"}\n{"text": "two"}\n')
-    assert len(next(open_stream(tmp_path / "a.json"))) == 4
 
 
 PROGRAM = """

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megascend.apps.train import prefetch
@@ -113,60 +110,6 @@ def ended(process: subprocess.Popen[bytes], within_s: float = 60) -> int | None:
     return process.returncode
 
 
-def test_failed_process_logs_a_warning(tmp_path, started, caplog, monkeypatch):
-    monkeypatch.setattr(Job, "to_text", lambda job: "no job")
-    with compiling_kernels(plan(tmp_path), Launch()):
-        assert ended(started[0]) == 1
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "kernels could not be compiled ahead, so the first step takes seconds longer (exit code 1)" in record.message
-    assert "JSONDecodeError" in record.message
-
-
-def test_process_sees_the_users_variables_and_none_of_the_launcher(tmp_path, started, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("USER_VARIABLE", "1")
-    with compiling_kernels(plan(tmp_path), Launch()):
-        process, variables, deadline = psutil.Process(started[0].pid), {}, time.monotonic() + 60
-        # Until it has begun its program, a new process shows the environment that this one began with.
-        while "USER_VARIABLE" not in variables and time.monotonic() < deadline:
-            variables = process.environ()
-    assert "RANK" not in variables
-    assert variables["USER_VARIABLE"] == "1"
-
-
-def test_process_without_a_device_ends_silently(tmp_path, started, triton, caplog):
-    with compiling_kernels(plan(tmp_path), Launch()):
-        assert ended(started[0]) == 0  # this machine has no CUDA driver
-    assert caplog.text == ""
-    assert list(triton.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", '{"text_config": 3}', '{"partial_rotary_factor": "all"}', '{"rope_parameters": [1]}'],
-    ids=["no JSON", "a list", "no section", "a word", "a list of RoPE"],
-)
-def test_invalid_configuration_starts_no_process(tmp_path, started, text):
-    run = plan(tmp_path)
-    path = run.config.model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(text)) if text[:2] == '{"' else text)
-    with compiling_kernels(run, Launch()):
-        pass
-    assert started == []
-
-
-def test_run_starts_without_room_for_temporary_files(tmp_path, started, monkeypatch, caplog):
-    def full() -> None:
-        raise FileNotFoundError("No usable temporary directory found")
-
-    monkeypatch.setattr(prefetch.tempfile, "TemporaryFile", full)
-    with compiling_kernels(plan(tmp_path), Launch()):
-        pass
-    assert started == []
-    assert "no process for compiling kernels ahead (No usable temporary directory found)" in caplog.text
-
-
 def test_process_does_not_import_user_modules(tmp_path, started, monkeypatch):
     (tmp_path / "tokenize.py").write_text("import pathlib; pathlib.Path('ran').touch()")
     monkeypatch.chdir(tmp_path)
@@ -219,10 +162,3 @@ def test_no_process_is_started_if_it_is_useless(tmp_path, started, triton, monke
 
 def missing(name: str) -> str:
     raise PackageNotFoundError(name)
-
-
-def test_starting_module_imports_nothing_heavy():
-    heavy = ("torch", "triton", "transformers")
-    program = f"import sys, megascend.apps.train.prefetch; print([name for name in {heavy} if name in sys.modules])"
-    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
-    assert completed.stdout.strip() == "[]"

@@ -57,23 +57,6 @@ def test_error_is_recorded_once_by_its_rank(tmp_path: Path) -> None:
     assert "test_event_log.py" in record["traceback"]
 
 
-def test_inactive_log_writes_nothing(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path / "run", Launch(), active=False)
-    with pytest.raises(DataError), event_log.recording_errors(lambda: 0):
-        raise DataError("bad")
-    assert not (tmp_path / "run").exists()
-    event_log.start()
-    assert (tmp_path / "run" / "events.jsonl").exists()
-
-
-def test_unwritable_log_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    event_log = EventLog(tmp_path / "file" / "run", Launch())
-    event_log.event("save")
-    event_log.event("saved")
-    assert caplog.text.count("cannot be written") == 1
-
-
 @pytest.fixture
 def config(parity_folder: Path, tmp_path: Path) -> RunConfig:
     """Return a run with invalid data and a model without a tokenizer, which is detected first."""
@@ -116,12 +99,3 @@ def test_events_wait_while_the_directory_holds_another_run(tmp_path: Path) -> No
     start, evaluated, first = lines(tmp_path / "run" / "events.jsonl")
     assert (start["event"], first["event"]) == ("start", "first_step")
     assert (evaluated["reward"], evaluated["parts"]) == (None, [None, {"a": [1.0, None]}])  # strict JSON
-
-
-def test_lost_output_is_logged_with_the_next_event(tmp_path: Path) -> None:
-    losses = [("stdout", "Broken pipe")]
-    event_log = EventLog(tmp_path / "run", Launch(), losses=lambda: [losses.pop()] if losses else [])
-    event_log.start()
-    event_log.event("saved")
-    kinds = [(line["event"], line.get("stream"), line.get("problem")) for line in lines(tmp_path / "run/events.jsonl")]
-    assert kinds == [("start", None, None), ("output_lost", "stdout", "Broken pipe"), ("saved", None, None)]

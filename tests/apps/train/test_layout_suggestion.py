@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +10,12 @@ import pytest
 import torch
 
 from megascend.apps.cli.dry_run_text import suggestion_lines
-from megascend.apps.plan.hardware import load, matching
+from megascend.apps.plan.hardware import load
 from megascend.apps.train.dry_run import suggested
-from megascend.apps.train.layout_plan import GAIN, Suggestion, model_checkpoint, suggestion
+from megascend.apps.train.layout_plan import GAIN, Suggestion, suggestion
 from megascend.config import RunConfig
 from megascend.config.data import Data
 from megascend.config.training import Batching, Parallel
-from megascend.errors import MegascendError
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.checkpoint_files.sparse_checkpoint import write_sparse_checkpoint
 from megascend.runtime.topology.topology import plan
@@ -90,22 +88,3 @@ def test_dry_run_compares_on_the_devices_of_this_machine(checkpoint: Path, monke
     assert result("cuda", "NVIDIA H200") == suggestion(config, info, run_plan.topology, 4096, load("h200"))
     assert result("cuda", "NVIDIA A100-SXM4-80GB") is None
     assert result("cpu", "") is None
-
-
-@pytest.mark.parametrize("values", [{"model_type": "mamba", "vocab_size": 100}, CONFIG | {"hidden_size": None}])
-def test_errors_name_the_file_of_a_described_model(tmp_path: Path, values: dict[str, Any]) -> None:
-    path = tmp_path / "small.json"
-    path.write_text(json.dumps(values), encoding="utf-8")
-    with pytest.raises(MegascendError) as caught, model_checkpoint(path) as folder:
-        inspect_checkpoint(folder)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert "megascend-plan-" not in str(caught.value)
-
-
-def test_drivers_names_match_described_devices() -> None:
-    described = {"NVIDIA GB200": "gb200", "NVIDIA B200": "b200", "Ascend910B3": "ascend-910b"}
-    for name, device in described.items():
-        hardware = matching(name)
-        assert hardware is not None
-        assert hardware.name == device
-    assert matching("NVIDIA A100-SXM4-80GB") is None

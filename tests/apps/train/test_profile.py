@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.apps.train.profile import ProfileRow, StepProfiler, busy_micros, kernels, operators, recorded, render
+from megascend.apps.train.profile import ProfileRow, StepProfiler, busy_micros, kernels, recorded, render
 from megascend.config import Profile
 from megascend.runtime.platforms.cpu import CpuPlatform
 
@@ -30,14 +30,6 @@ HOST = [
     {"ph": "M", "name": "process_name"},
 ]
 DEVICE = [event("gemm", 0, 40, "kernel", 7), event("gemm", 60, 20, "kernel", 7), event("add", 30, 20, "kernel", 8)]
-
-
-def test_operator_time_excludes_nested_operators() -> None:
-    assert operators(HOST) == [
-        ProfileRow("linear", 2, 85.0),
-        ProfileRow("matmul", 1, 50.0),
-        ProfileRow("copy", 3, 22.0),
-    ]
 
 
 def test_device_is_busy_while_any_kernel_runs() -> None:
@@ -98,34 +90,3 @@ def test_other_ranks_record_only_with_ranks_all(train: Callable[..., list[int]],
     assert not (tmp_path / "profile").exists()
     train(Profile(ranks="all"), rank=1)
     assert (tmp_path / "profile" / "top-rank-1.txt").exists()
-
-
-def test_trace_above_the_limit_is_shortened(
-    train: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from megascend.apps.train import profile
-
-    train(Profile(after=1, steps=1))
-    trace = tmp_path / "profile" / "trace-rank-0.json.gz"
-    size = len(gzip.decompress(trace.read_bytes()))
-    monkeypatch.setattr(profile, "MIB", int(1.8 * size))  # of the limit: room for one step of three
-    assert train(Profile(after=1, steps=16, max_mib=1), steps=40) == list(range(1, 41))
-    assert "recording" in caplog.text
-    repeated = (tmp_path / "profile" / "top-rank-0.txt").read_text()
-    assert re.match(r"steps 19 to \d+: \d steps?,", repeated)
-    monkeypatch.setattr(profile, "MIB", 10)
-    trace.unlink()
-    train(Profile(steps=1, max_mib=1))
-    assert "nothing is kept" in caplog.text
-    assert not trace.exists()
-
-
-def test_early_end_logs_a_warning(
-    train: Callable[..., list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    profiler = StepProfiler(Profile(), tmp_path, CpuPlatform(), 0, range(1, 9))
-    with profiler.step(1):
-        pass
-    profiler.finish()
-    assert "before the steps to record" in caplog.text
-    assert not (tmp_path / "profile").exists()

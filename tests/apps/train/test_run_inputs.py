@@ -74,15 +74,6 @@ def test_every_setting_that_changes_is_reported(kind: type[RlConfig | RunConfig]
         assert any(line.startswith((f"{key}:", f"{key}.")) for line in reported), key
 
 
-def test_options_of_an_environment_are_reported_one_by_one() -> None:
-    saved = RlConfig(**RL).model_dump(mode="json")
-    saved["rollout"]["environment"]["options"] = {"level": 2, "hints": True}
-    assert differences(saved, RlConfig(**RL)) == [
-        "rollout.environment.options.hints: True -> None",
-        "rollout.environment.options.level: 2 -> 1",
-    ]
-
-
 class OneRank:
     """Stands for the backend of one process."""
 

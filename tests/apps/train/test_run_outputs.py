@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
 from pathlib import Path
@@ -12,13 +11,11 @@ import pytest
 from megascend.apps.tracking.trackers import Trackers
 from megascend.apps.train import plot
 from megascend.apps.train.plot import plot_metrics
-from megascend.apps.train.preflight import check_packages
 from megascend.apps.train.records import StepRecord
 from megascend.apps.train.resume import check_start
 from megascend.apps.train.run_directory import RUN_FILES, clear_output
 from megascend.apps.train.run_log import RunLog, StepClock
-from megascend.config import Data, RunConfig
-from megascend.errors import ConfigError, MissingDependencyError
+from megascend.errors import ConfigError
 from megascend.runtime.distributed.launch import Launch
 
 
@@ -90,15 +87,6 @@ def test_long_steps_report_progress_by_time() -> None:
     assert lines[11] == "step 4/5  micro batch 3/8  0:30 in the step, 0:50 to its end  ETA 2:30"  # 100 s for the last
 
 
-def test_pace_after_resume_is_that_of_this_process() -> None:
-    seconds = 10.0
-    pace = StepClock(100, steps_done=50, now=lambda: seconds)
-    assert pace.remaining_s is None
-    seconds += 30.0
-    pace.step_done(60)
-    assert (pace.elapsed_s, pace.remaining_s) == (30.0, 120.0)
-
-
 def test_plot_has_a_panel_per_metric_and_a_log_axis_over_decades() -> None:
     rows = [
         record(step, loss=8.0 * 0.9**step, grad_norm=1.0 + step % 3, lr=1e-3 * step).to_dict() for step in range(1, 81)
@@ -120,23 +108,6 @@ def test_plot_has_a_panel_per_metric_and_a_log_axis_over_decades() -> None:
     assert (short.get_yscale(), len(short.lines)) == ("linear", 1)
 
 
-def test_smoothed_is_a_local_mean_that_follows_trends() -> None:
-    nan = float("nan")
-    assert plot.smoothed([1.0, 2.0, 3.0, 4.0, 5.0], 2) == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert plot.smoothed([0.0, 6.0, 0.0, 6.0, 9.0], 1) == pytest.approx([0.0, 2.0, 4.0, 5.0, 9.0])
-    assert plot.smoothed([0.0, 6.0, nan, 6.0, 9.0], 1) == pytest.approx([0.0, 3.0, nan, 7.5, 9.0], nan_ok=True)
-
-
-def test_plot_connects_the_values_of_a_metric_of_few_steps() -> None:
-    """A line through every step would break at each None, and draw nothing of an evaluation every third step."""
-    rows = [{"step": step, "eval_reward": step / 10 if step % 3 == 0 else None} for step in range(1, 61)]
-    panel = plot.Panel("eval_reward", "reward of evaluations", "tab:cyan", smoothed=True)
-    (line,) = plot.draw(rows, "a run", [panel]).axes[0].lines
-    assert list(line.get_xdata()) == list(range(3, 61, 3))
-    assert list(line.get_ydata()) == pytest.approx([step / 10 for step in range(3, 61, 3)])
-    assert (line.get_marker(), line.get_linestyle()) == (".", "-")
-
-
 def test_plot_is_a_png(tmp_path: Path) -> None:
     rows = [record(step).to_dict() for step in range(1, 20)]
     rows[5] = record(6, loss=float("nan"), skipped=True).to_dict()
@@ -146,18 +117,6 @@ def test_plot_is_a_png(tmp_path: Path) -> None:
     width, height = struct.unpack(">II", data[16:24])
     assert width > height > 300
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.png"]
-
-
-def test_missing_package_raises_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    config = RunConfig(model=tmp_path, output=tmp_path, data=Data(path=tmp_path), plot=True)
-    with pytest.raises(MissingDependencyError, match=r"plot: true needs matplotlib.*megascend\[track\]"):
-        check_packages(config)
-    check_packages(config.model_copy(update={"plot": False}))
-    check_packages(
-        RunConfig(model=tmp_path, output=tmp_path, data=Data(path=tmp_path))
-    )  # by default there is no plot then
 
 
 def test_clear_output_removes_only_run_files(tmp_path: Path) -> None:

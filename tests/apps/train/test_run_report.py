@@ -6,23 +6,17 @@ import json
 import os
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megascend.apps.cli.run_text import next_steps, run_json, run_lines
 from megascend.apps.train.run_report import RunReport, attempts_of, blame, read_run
-from megascend.errors import ConfigError
 from megascend.testing import faults
 from megascend.training.checkpoint import manifest
 from megascend.training.checkpoint.manifest import CheckpointManifest
 
-GOLDEN = Path(__file__).with_name("run_report.txt")
 COMMAND = ["/usr/bin/python3", "/usr/bin/megascend", "train", "run.yaml", "--nproc", "2", "--overwrite"]
-PEER_LOST = (
-    "rank 0: grad reduce of step 5 failed after 0.2 s. Rank 1 is gone: its process has ended, last heard of 0 s ago"
-)
 
 
 def event(kind: str, when: float, attempt: int = 0, **values: object) -> dict:
@@ -101,18 +95,6 @@ def test_first_failed_rank_is_named(tmp_path: Path) -> None:
     assert next_steps(report)[-1] == "  megascend train run.yaml --nproc 2 --overwrite"
 
 
-def test_text_of_a_lost_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "localtime", time.gmtime)
-    events = [start(1.7e9), event("save", 1.7e9, step=2, stall_s=0.5), event("saved", 1.7e9), start(1.7e9 + 60)]
-    monkeypatch.chdir(tmp_path)
-    run = write_run(Path("run"), events, [error(0, 1.7e9 + 90, "PeerLostError", PEER_LOST)], steps=4)
-    add_checkpoint(run, 4)
-    report = read_run(run)
-    assert (report.attempts[1].outcome, report.attempts[1].silent) == ("lost", (1,))
-    text = text_of(replace(report, free_bytes=2**40))
-    assert text + "\n" == GOLDEN.read_text(encoding="utf-8")
-
-
 def test_blame_of_failed_and_silent_ranks() -> None:
     def summary(*errors: tuple[int, str, str], world_size: int = 4) -> tuple:
         drafts = [error(rank, 10.0 + rank, kind, message) for rank, kind, message in errors]
@@ -154,23 +136,6 @@ def test_attempts_are_separated_with_their_errors() -> None:
         ["never started"],
         [],
     ]
-
-
-def test_repeated_starts_are_several_attempts(tmp_path: Path) -> None:
-    early = [error(rank, time, f"Error{time}", started=False, step=0) for time in (100, 200) for rank in (1, 0)]
-    assert [[record.error for record in attempt.errors] for attempt in attempts_of([], early)] == [
-        ["Error100"] * 2,
-        ["Error200"] * 2,
-    ]
-    folder = tmp_path / "errors"
-    folder.mkdir()
-    messages = {150: "first", 160: "its last words", 250: "second"}
-    lines = [error(0, seconds, "DataError", message) for seconds, message in messages.items()]
-    since = [{"pid": 7, "since": 100}, {"pid": 7, "since": 100}, {"pid": 8, "since": 200}]
-    records = [json.dumps(line | {"started": False} | extra) for line, extra in zip(lines, since, strict=True)]
-    (folder / "attempt-0-rank-0.json").write_text("\n".join(records) + "\n")
-    attempts = read_run(tmp_path).attempts
-    assert [[record.message for record in attempt.errors] for attempt in attempts] == [["its last words"], ["second"]]
 
 
 def test_run_is_running_while_its_process_lives(tmp_path: Path) -> None:
@@ -242,14 +207,6 @@ def test_lines_with_missing_or_invalid_fields(tmp_path: Path, values: dict) -> N
     (run / "errors" / "attempt-0-rank-0.json").write_text("{}")
     (run / "metrics.jsonl").write_text('{"loss": 1}\n{"step": 1}\n{"step": "2"}\n')
     text_of(read_run(run))
-
-
-def test_other_directories_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"no run has written to this directory"):
-        read_run(tmp_path)
-    with pytest.raises(ConfigError, match="not a directory"):
-        read_run(tmp_path / "missing")
 
 
 # --- the command ---
