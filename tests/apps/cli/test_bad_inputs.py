@@ -31,7 +31,6 @@ AS_COMMANDS = (
     "settings: run file, Latin-1",
     "model: weights cut off",
     "command: options, more processes than cores",
-    "command: output, below a file",
     "command: environment, WORLD_SIZE in words",
     "command: rl, another function",
 )

@@ -83,16 +83,10 @@ MODELS = {
         words("model: | Qwen/Qwen3-8B | hf download"), ("train", "run.yaml", "--set", "model=Qwen/Qwen3-8B")
     ),
     "no config": model("config.json is missing", remove("config.json")),
-    "config is a folder": model("config.json", folder_instead("config.json")),
     "config is not to be read": model("config.json cannot be read", make_unreadable("config.json")),
-    "weights are not to be read": model("model.safetensors cannot be read", make_unreadable("model.safetensors")),
     "config is not JSON": model("config.json is not valid JSON | line 1", overwrite("config.json", "{nope")),
-    "no model_type": model("config.json names no model_type", configure(model_type=None)),
-    "no hidden size": model("config.json | hidden_size", configure(hidden_size=None)),
-    "layers in words": model("config.json | num_hidden_layers | 'two'", configure(num_hidden_layers="two")),
     "negative heads": model("config.json | num_attention_heads | -4", configure(num_attention_heads=-4)),
     "another vocabulary": model("(320, 32) | (999, 32) | different models", configure(vocab_size=999)),
-    "text part in words": model("config.json | text_config | 'x'", configure(text_config="x")),
     "a reward model": model("score.weight is the head of | bradley_terry", reward_model),
     "no weights": model("neither model.safetensors nor", remove("model.safetensors")),
     "weights cut off": model("model.safetensors is truncated | expected", truncate(-100)),
@@ -100,8 +94,6 @@ MODELS = {
         "model.safetensors is a pointer of Git LFS | git lfs pull",
         overwrite("model.safetensors", "version https://git-lfs\noid 0"),
     ),
-    "a header that is no JSON": model("model.safetensors is not safetensors | not JSON", header("{nope")),
-    "an index that is no JSON": model(f"{INDEX} is not valid JSON", overwrite(INDEX, "{")),
     "a shard that is missing": model(
         f"model-2.safetensors is listed in {INDEX} but missing", overwrite(INDEX, '{"weight_map": {"a": "model-2.safetensors"}}')
     ),
@@ -109,9 +101,7 @@ MODELS = {
     "a tokenizer that is no JSON": model(
         "transformers cannot load the tokenizer | tokenizer.json", overwrite("tokenizer.json", "{")
     ),
-    "a tokenizer of another kind": model("transformers cannot load the tokenizer", overwrite("tokenizer.json", '{"a": 1}')),
     "a tokenizer of one token": model("the tokenizer knows 4 tokens, of which 1 are not special", one_token),
-    "tokenizer settings that are a list": model("tokenizer", overwrite("tokenizer_config.json", "[1]")),
     "no chat template": model("data.jsonl:1 | need a chat template | data.chat_template", remove("chat_template.jinja")),
     "a chat template that is none": model("chat template | line 1", overwrite("chat_template.jinja", "{% if %}")),
 }  # fmt: skip

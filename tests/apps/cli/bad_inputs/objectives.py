@@ -37,17 +37,13 @@ def own_loss(*changes: str, says: str) -> Bad:
 OBJECTIVES = {
     "labels without kto": data(LABELLED, OTHER, says="holds completions with a 'label': set kto: {beta: 0.1}"),
     "kto of texts": data(TEXT, changes=("loss=kto",), says="kto is set, which learns from completions with a 'label'"),
-    "kto of pairs": data(PAIR, changes=("loss=kto",), says="kto is set | holds preference pairs"),
-    "simpo of labels": data(LABELLED, OTHER, changes=("loss=simpo",), says="simpo is set, which learns from preference pairs"),
     "kto of one prompt": data(
         LABELLED, LABELLED | {"label": False}, changes=("loss=kto",), says="all labelled completions have one prompt"
     ),
     "a label that is a number": data(LABELLED | {"label": 1}, changes=("loss=kto",), says="'label' must be true (desirable)"),
     "a loss that is none": settings("loss=orppo", says="unknown loss 'orppo', did you mean orpo?"),
     "no such function": own_loss("loss=losses.py:missing", says="losses.py has no function or class 'missing'; it has focal"),
-    "no such file": own_loss("loss=gone.py:f", says="gone.py does not exist"),
     "a field that samples do not have": own_loss("loss=losses.py:needy", says="losses.py:needy: the loss requires advantages"),
-    "no such setting": own_loss("loss=losses.py:focal", "loss_settings={powr: 1}", says="has no setting 'powr'"),
     "distributions without distillation": data(TOP, says="holds a teacher's distributions ('top_ids'): set distillation"),
     "distillation without distributions": data(
         PLAIN, changes=("distillation={loss: forward_kl}",), says="holds no distributions of a teacher"
@@ -57,9 +53,6 @@ OBJECTIVES = {
     ),
     "some margins": data(
         PAIR | {"margin": 0.5}, PAIR | {"prompt": "two?"}, changes=("bradley_terry={}",), says="with 'margin' and others without"
-    ),
-    "a margin without end": data(
-        PAIR | {"margin": float("inf")}, changes=("bradley_terry={}",), says="'margin' must be a finite number"
     ),
     "a group of no weight": settings(
         "optimizer.groups=[{match: transformer.wte.*}]", says="optimizer.groups.0.match | no trained weight has such a name"
