@@ -7,7 +7,6 @@ import torch
 
 import megascend
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
-from megascend.training.kernels.host_copy import HostCopy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 
@@ -79,51 +78,4 @@ def test_step_of_grouped_experts_synchronizes_once(adapters, parity_folder):
         sample.adapter = adapters[position % len(adapters)]
     places = places_of_waits(lambda: (backend.forward_backward(samples), backend.optimizer_step()))
     assert len(places) == 1, places
-    backend.close()
-
-
-def test_policy_step_synchronizes_once(parity_folder):
-    """Use a loss that is a function of its inputs, whose gradient is computed in the forward pass."""
-    backend = megascend.MegatronBackend(
-        model=case_checkpoint(parity_folder, "qwen3"),
-        platform="cuda",
-        batching=megascend.Batching(micro_batch_tokens=64),
-    )
-    samples = causal_samples(token_lists())
-    for sample in samples:
-        sample.old_logprobs = torch.full(sample.weights.shape, -5.0)
-        sample.advantages = torch.ones(sample.weights.shape)
-
-    def step():
-        return backend.forward_backward(samples, "ppo"), backend.optimizer_step()
-
-    places = places_of_waits(step)
-    assert len(places) == 1, places
-    backend.close()
-
-
-def test_cross_entropy_with_metrics_synchronizes_once(parity_folder):
-    """Copy metrics to the host before the step; they have arrived after it."""
-    backend = megascend.MegatronBackend(
-        model=case_checkpoint(parity_folder, "qwen3"),
-        platform="cuda",
-        batching=megascend.Batching(micro_batch_tokens=64),
-    )
-    samples = causal_samples(token_lists())
-    sums = []
-
-    def noted(logprobs, inputs):
-        sums.append(logprobs.sum())
-        return -logprobs, {"twice": -2 * logprobs}
-
-    def step():
-        sums.clear()
-        backend.forward_backward(samples, megascend.Loss("noted", noted, is_cross_entropy=True))
-        copy = HostCopy(torch.stack(sums))
-        backend.optimizer_step()
-        return copy.read()
-
-    places = places_of_waits(step)
-    assert len(places) == 1, places
-    assert step().tolist() == torch.stack(sums).tolist()
     backend.close()

@@ -30,7 +30,6 @@ from megascend.apps.rl.rollout.episodes import GradedResponses
 from megascend.apps.rl.rollout.group import TrajectoryGroup
 from megascend.apps.rl.train import train_rl
 from megascend.config.rl import Objective, RlConfig
-from megascend.errors import EngineError
 from megascend.testing import run_distributed
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from support.vllm_server import ROOT, TOKENS, Reference, Server, far, vllm_python
@@ -367,47 +366,3 @@ def test_rl_run_reports_the_share_of_changed_choices(server: Server, checkpoint:
     assert changed[2] < 0.01
     assert rows[0]["mismatch_max"] < BOUND
     assert rows[2]["mismatch_max"] < BOUND
-
-
-def test_version_that_cannot_return_experts_refuses_the_option(
-    checkpoint: Path, installed: Any, tmp_path: Path
-) -> None:
-    version, device = installed
-    if device != "cpu" or version < (0, 27) or version == (0, 30):
-        pytest.skip(f"vLLM {version[0]}.{version[1]} accepts {FLAG} on {device}")
-    # From 0.31 on the first error is of the engine's configuration, before it of the kernel's.
-    reason = "requires Model Runner V2" if version >= (0, 31) else "not supported with monolithic MoE kernel"
-    with pytest.raises(EngineError, match=f"(?s)vLLM has ended with code 1.*{reason}"):
-        Server(checkpoint, tmp_path, FLAG)
-
-
-NAMES = """
-import dataclasses, json, sys
-from types import SimpleNamespace
-from vllm.engine.arg_utils import EngineArgs
-from vllm.outputs import CompletionOutput
-from weightwire.vllm.contract import returns_routed_experts, routed_experts
-
-def returns(**options):
-    arguments = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, dtype="float32", **options)
-    try:
-        config = arguments.create_engine_config()
-    except ValueError as error:  # 0.31 and later refuse the option on a CPU
-        if "Model Runner V2" not in str(error):
-            raise
-        config = SimpleNamespace(aux_output_config=arguments.aux_output_config)
-    return returns_routed_experts(config)
-
-output = CompletionOutput(0, "", [1], None, None)
-print("result:", json.dumps({
-    "on": returns(enable_return_routed_experts=True),
-    "off": returns(),
-    "field": "routed_experts" in {field.name for field in dataclasses.fields(CompletionOutput)},
-    "default": routed_experts(output),
-}))
-"""
-
-
-def test_setting_and_field_have_the_names_that_weightwire_reads(tmp_path: Path) -> None:
-    checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3_moe", head_dim=32)
-    assert in_vllm(NAMES, checkpoint) == {"on": True, "off": False, "field": True, "default": None}

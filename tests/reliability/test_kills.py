@@ -19,7 +19,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megascend.apps.rl.rollout.controller.client import ControllerEngine
 from megascend.apps.rl.rollout.controller.controller import Controller
@@ -428,116 +426,6 @@ def disturb(folder: Path, kills: int, layout: str = "") -> None:  # noqa: F811
 
 
 # --- one rank of several ---
-
-PLUGIN = """
-import os, sys
-from pathlib import Path
-
-from megascend.apps.rl.rollout.engines import local
-
-sys.path.insert(0, TESTS)
-from reliability.test_kills import SlowRecording
-
-local.LocalEngine = SlowRecording
-if "RANK" in os.environ:
-    path = Path(FOLDER) / f"rank-{os.environ['RANK']}.pid"
-    path.with_suffix(".new").write_text(str(os.getpid()))
-    path.with_suffix(".new").replace(path)
-"""
-
-
-class Command:
-    """``megascend rl`` with two ranks and engines of its own, started again after each kill.
-
-    Attributes:
-        marker: variable of the environment that all of its processes inherit.
-    """
-
-    def __init__(self, folder: Path, config: RlConfig) -> None:  # noqa: F811
-        self.folder, self.config, self.marker = folder, config, f"MEGASCEND_TEST_{os.urandom(6).hex()}=1"
-        self._log, self._process = folder / f"{config.output.name}.log", subprocess.Popen(["true"])
-        values = config.model_dump(mode="json", exclude_unset=True) | {"plugins": ["recorded_engines"]}
-        self._run_file = folder / f"{config.output.name}.yaml"
-        self._run_file.write_text(yaml.safe_dump(values))
-        tests = str(Path(__file__).parents[1])
-        plugin = PLUGIN.replace("TESTS", repr(tests)).replace("FOLDER", repr(str(folder)))
-        (folder / "recorded_engines.py").write_text(plugin)
-
-    def start(self) -> None:
-        for path in self.folder.glob("rank-*.pid"):
-            path.unlink()
-        name, value = self.marker.split("=")
-        path = os.pathsep.join([str(self.folder), *filter(None, sys.path)])
-        variables = os.environ | {name: value, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-        command = [sys.executable, "-m", "megascend", "rl", self._run_file, "--nproc", "2", "--resume", "auto"]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, start_new_session=True)
-
-    def wait(self, timeout_s: float) -> tuple[int, str]:
-        """Return the exit code and the output."""
-        return self._process.wait(timeout_s), self._log.read_text()
-
-    def kill_rank(self, rank: int) -> int:
-        """Kill a rank; return its pid."""
-        pid = int((self.folder / f"rank-{rank}.pid").read_text())
-        os.kill(pid, signal.SIGKILL)
-        return pid
-
-    def survivors(self) -> list[str]:
-        """Return the command lines of all processes that the command and its children have started."""
-        lines = []
-        for path in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if path.name.isdigit() and self.marker.encode() in (path / "environ").read_bytes().split(b"\0"):
-                    lines.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        return lines
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["DP2", "TP2"])
-def test_killed_rank_ends_the_command_with_all_its_processes(folder: Path, layout: str) -> None:  # noqa: F811
-    kills = 3
-    reference, disturbed = (configured(folder, f"{name}-command-{layout}", kills, layout) for name in ("", "killed"))
-    undisturbed, command = Command(folder, reference), Command(folder, disturbed)
-    draw = random.Random(kills)
-    try:
-        undisturbed.start()
-        code, output = undisturbed.wait(3 * DEADLINE_S)
-        assert code == 0, output[-4000:]
-        last = -1
-        for _ in range(kills):
-            command.start()
-            assert wait_until(lambda: last_step(disturbed) > last and may_be_killed(disturbed, 2), 2 * DEADLINE_S)  # noqa: B023
-            time.sleep(draw.uniform(0, 0.3))
-            rank = draw.randrange(2)
-            assert len(command.survivors()) > 4  # launcher, two ranks, an engine and the environment's tool
-            pid = command.kill_rank(rank)
-            code, output = command.wait(TIMEOUT_S + 30)
-            assert code in (1, 2), output[-4000:]
-            assert (
-                f"Rank {rank} is gone: its process has ended" in output
-                or f"rank {rank} (pid {pid}) ended with SIGKILL" in output
-            ), output[-4000:]
-            # Engines end when they notice that nobody reads their answers, tools when their input ends.
-            assert wait_until(lambda: not command.survivors(), 20), command.survivors()
-            last = last_step(disturbed)
-        assert last_step(disturbed) < disturbed.steps
-        command.start()
-        code, output = command.wait(3 * DEADLINE_S)
-        assert code == 0, output[-4000:]
-    finally:
-        undisturbed.close()
-        command.close()
-    expected, actual = learned(reference), learned(disturbed)
-    assert actual[1] == expected[1]
-    assert actual[0] == expected[0]
-    assert len({row["loss"] for row in actual[0]}) == disturbed.steps
-    check_counts(disturbed, actual[1])
 
 
 if __name__ == "__main__":

@@ -148,25 +148,3 @@ def test_blocks_that_slices_cut_are_quantised_by_rank_0(parity_folder, tmp_path)
         assert "that cuts its fp8 blocks of 48 x 48" in pushed.why_not_sharded
         assert pushed.why_not_sharded in message
         assert pushed.nbytes < sum(tensor.nbytes for tensor in weights.values())
-
-
-def test_engines_with_and_without_blocks_are_refused_together(parity_folder, tmp_path):
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-    formats = {name: BlockFormat(8, 16) for name in quantised_names(load_file(checkpoint / "model.safetensors"))}
-    old = {"old": torch.arange(5.0)}
-    with (
-        engines(tmp_path, "fp8", weights=old, version=1, formats=formats) as first,
-        engines(tmp_path, "bf16", weights=old, version=1) as second,
-    ):
-
-        def on_rank():
-            backend = make_trainer(checkpoint, Parallel(tensor=2))
-            with megascend.WeightSync(backend, [*first, *second]) as sync:
-                with pytest.raises(WeightSyncError, match=r"fp8 and bf16 store .* in different ways"):
-                    sync.push(2)
-                sync.engines = second
-                return sync.push(2).version
-
-        assert run_distributed(on_rank, 2, init=False, timeout_s=150) == [2, 2]
-        assert first[0].state()["versions"] == {"model": 1}
-        assert second[0].state()["versions"] == {"model": 2}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import time
@@ -78,22 +77,6 @@ def test_engines_get_the_checkpoint_bit_for_bit(parity_folder, tmp_path, name):
         assert payload <= first.nbytes <= 1.01 * payload
         assert first.buckets == -(-payload // 100_000)
         assert first.payload == 4 * first.nbytes  # two engines of two workers
-
-
-def test_the_first_push_is_the_checkpoint(parity_folder, tmp_path):
-    """Compare with the file directly, with engines of different sizes in one group."""
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-    with engines(tmp_path, "small") as small, engines(tmp_path, "large", workers=3) as large:
-
-        def on_rank():
-            with megascend.WeightSync(make_trainer(checkpoint, Parallel(tensor=2)), [*small, *large]) as sync:
-                return sync.push(0).nbytes
-
-        run_distributed(on_rank, 2, init=False, timeout_s=120)
-        source = load_file(checkpoint / "model.safetensors")
-        for engine in (*small, *large):
-            for worker in engine.weights()[0]:
-                assert equal(worker, source)
 
 
 def test_push_of_merged_and_separate_adapters(parity_folder, tmp_path):
@@ -170,37 +153,6 @@ def test_engines_and_exports_get_the_trained_vision_tower(parity_folder, tmp_pat
             logits = model(input_ids=row, mm_token_type_ids=(row == TOKEN).int(), **images).logits[0, :-1]
         expected = logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
         assert float((values - expected).abs().max()) <= 2e-5
-
-
-def test_push_of_adapters_in_the_vision_tower(parity_folder, tmp_path):
-    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
-
-    with engines(tmp_path, "engine") as served:
-
-        def on_rank():
-            backend = make_trainer(checkpoint, Parallel(tensor=2), adapters=Adapters(), vision_tower="train")
-            backend.add_adapter("a", Lora(rank=4, alpha=6.0, optimizer=Adam(lr=1e-2)))
-            for _ in range(2):
-                backend.forward_backward(backend.shard(image_samples()), adapter="a")
-                backend.optimizer_step()
-            with megascend.WeightSync(backend, served) as sync:
-                sync.push(1, "a")
-                sync.push(1, "a", adapter_only=True)
-            backend.save_adapter("a", tmp_path / "adapter", optimizer=False)
-            backend.export_hf(tmp_path / "merged", adapter="a")
-
-        run_distributed(on_rank, 2, init=False, timeout_s=120)
-        weights, adapters = served[0].weights()
-        merged = load_file(tmp_path / "merged" / "model.safetensors")
-        assert equal(weights[0], merged)
-        assert equal(adapters["adapter a"], load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
-    source = load_file(checkpoint / "model.safetensors")
-    assert merged.keys() == source.keys()
-    adapted = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in adapters["adapter a"]}
-    assert {name for name in source if not torch.equal(merged[name], source[name])} == {
-        f"{name}.weight" for name in adapted
-    }
-    assert len([name for name in adapted if name.startswith(TOWER)]) == 3 * 4 + 3 * 2
 
 
 OLD = {"old": torch.arange(5.0)}
@@ -291,47 +243,6 @@ def test_an_engine_killed_during_the_transfer(parity_folder, tmp_path, layout):
     assert "is gone" in message
     assert states == [({"model": 3}, True, True)]
     assert engines_after == ("engine-1",)
-
-
-@pytest.mark.nightly  # covered: an engine that does not come
-def test_a_silent_engine(parity_folder, tmp_path):
-    """Stop an engine without ending it: the deadline ends the push."""
-
-    def fault(sync, served):
-        from weightwire.sender import Sender
-
-        handed_over = Sender._hand_over
-
-        def stopping(self, bucket, *rest):
-            if bucket.index == 3:
-                served[1].kill(signal.SIGSTOP)
-            handed_over(self, bucket, *rest)
-
-        Sender._hand_over = stopping
-
-        def undo():
-            Sender._hand_over = handed_over
-            sync.engines.remove(served[1])
-
-        return undo
-
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-
-    from engine_process import EngineProcess
-
-    alive = EngineProcess.alive
-
-    def running(self):
-        return alive(self) and Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T"
-
-    EngineProcess.alive = running
-    try:
-        kind, message, states, _ = pushes_that_fail(checkpoint, tmp_path, Parallel(tensor=2), 2, fault)
-    finally:
-        EngineProcess.alive = alive
-    assert kind == "EngineFaultError"
-    assert re.search(r"receiver 2 \(engine-2, process \d+ on [^)]*\) is stopped", message)
-    assert states == [({"model": 3}, True, True)]
 
 
 def test_a_commit_that_fails_on_one_worker_is_undone_on_all(parity_folder, tmp_path):

@@ -103,17 +103,6 @@ def test_axes_of_size_one_share_a_single_rank_group(megatron_imported: Runtime) 
         assert count <= 17
 
 
-def test_existing_default_group_is_adopted_and_not_destroyed(megatron_imported: Runtime) -> None:
-    def adopt() -> tuple[list[int], bool, int]:
-        before = len(dist.distributed_c10d._world.pg_map)
-        groups = open_groups(megatron_imported, 2)
-        ranks = groups.ranks("dp")
-        groups.destroy()
-        return ranks, dist.is_initialized(), len(dist.distributed_c10d._world.pg_map) - before
-
-    assert run_distributed(adopt, 2) == [([0, 1], True, 0)] * 2
-
-
 def test_megatron_laying_out_ranks_differently_is_noticed(
     megatron_imported: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ import torch
 from megascend.errors import ConfigError, PlatformError
 from megascend.reference.te import attention, fp8
 from megascend.reference.te.package import build_modules
-from megascend.reference.te.unsupported import LEFT_OUT
 
 REAL = json.loads((Path(__file__).parent / "transformer_engine_names.json").read_text())
 HELPERS = {"load_framework_extension", "torch_version"}  # what its pytorch package itself is built with
@@ -54,11 +53,6 @@ def test_placeholder_errors_name_the_feature() -> None:
                 _ = value.MEMBER
 
 
-def test_left_out_modules_do_not_exist() -> None:
-    for module in LEFT_OUT:
-        assert f"transformer_engine.pytorch.{module}" not in MODULES
-
-
 @pytest.mark.parametrize("name", sorted(WITHOUT_FP8))
 def test_quantisation_contexts_accept_only_false(name: str) -> None:
     context = getattr(MODULES["transformer_engine.pytorch"], name)
@@ -78,27 +72,6 @@ def test_fp8_queries_return_false() -> None:
         )
     assert te.fp8.check_fp8_support()[0] is False
     assert te.is_bf16_available() is True
-
-
-def test_recipe_predicates_and_invalid_formats() -> None:
-    answers = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4", "custom")
-    recipes = [
-        fp8.DelayedScaling(amax_history_len=16, override_linear_precision=(False, False, True)),  # type: ignore[call-arg]
-        fp8.Float8CurrentScaling(),
-        fp8.Float8BlockScaling(),
-        fp8.MXFP8BlockScaling(),
-        fp8.NVFP4BlockScaling(),
-        fp8.CustomRecipe(qfactory=print),
-    ]
-    assert [[getattr(recipe, answer)() for answer in answers] for recipe in recipes] == [
-        [row == column for column in range(6)] for row in range(6)
-    ]
-    assert fp8.Format.HYBRID.value.max_bwd == torch.finfo(torch.float8_e5m2).max
-    assert fp8.Format.E4M3.value.max_fwd == torch.finfo(torch.float8_e4m3fn).max
-    with pytest.raises(ConfigError, match="DelayedScaling: fp8_format"):
-        fp8.DelayedScaling(fp8_format=fp8.Format.E5M2)
-    with pytest.raises(ConfigError, match="x_block_scaling_dim"):
-        fp8.Float8BlockScaling(x_block_scaling_dim=3)
 
 
 def test_padding_and_unpadding_round_trip() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.apps.cli.run import SITE, isolating_option, with_hook
+from megascend.apps.cli.run import SITE, with_hook
 from megascend.runtime.bootstrap.reference import gloo
 
 BOOTSTRAP = """
@@ -95,45 +95,12 @@ except Exception:
     assert run(folder, "print('no Megatron')") == (0, "no Megatron\n", "")
 
 
-def test_import_fails_again_after_a_bootstrap_that_failed(folder: Path) -> None:
-    program = """
-import megascend_run
-def prepare():
-    raise RuntimeError("no provider")
-megascend_run.disarm()
-megascend_run.before_import(prepare)
-for attempt in range(2):
-    try:
-        import megatron.core
-    except RuntimeError as error:
-        print(attempt, error)
-"""
-    code, out, err = run(folder, program)
-    assert (code, out) == (0, "0 no provider\n1 no provider\n"), err
-
-
 def test_user_sitecustomize_runs_too(folder: Path) -> None:
     (folder / "sitecustomize.py").write_text("import sys; sys.mine = __name__\n")
     code, out, err = run(folder, "import sys, sitecustomize, megatron.core; print(sys.mine, sitecustomize.__file__)")
     assert (code, err) == (0, "")
     assert out.endswith(f"sitecustomize {folder / 'sitecustomize.py'}\n")
     assert out.startswith("bootstrap cpu")
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        (["python", "-I", "x.py"], "-I"),
-        (["/usr/bin/python3.11", "-uE", "x.py"], "-uE"),
-        (["python3", "-u", "-S"], "-S"),
-        (["python", "-u", "x.py", "-S"], None),
-        (["python", "-m", "x", "-I"], None),
-        (["python", "-c", "x", "-I"], None),
-        (["torchrun", "-I", "x.py"], None),
-    ],
-)
-def test_isolating_python_options_are_detected(command: list[str], option: str | None) -> None:
-    assert isolating_option(command) == option
 
 
 def test_hook_is_first_on_pythonpath_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import json
 import os
@@ -10,7 +9,6 @@ import pickle
 import re
 import signal
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -320,8 +318,6 @@ class Frozen(Exception):
         raise AttributeError(f"{name} is read-only")
 
 
-ExceptionGroup: Any = getattr(builtins, "ExceptionGroup", None)
-GLOO = "[gloo/pair.cc:1] Connection closed by peer"
 ERRORS = [DataError, KeyError, RuntimeError, Frozen, KeyboardInterrupt, SystemExit, StopIteration]
 
 
@@ -343,32 +339,6 @@ def monitored(tmp_path, monkeypatch: pytest.MonkeyPatch):
     other.close()
 
 
-@pytest.mark.parametrize("second", ["published", "explained"])
-def test_error_at_the_address_of_a_handled_one_is_published(monitored, second: str) -> None:
-    monitor, published, failure = monitored
-    reused = 0
-    for turn in range(20):
-        published.clear()
-        with pytest.raises((ValueError, ProcessGroupError)) as caught, monitor.phase("step"):  # noqa: PT012
-            try:
-                with monitor.phase("forward"):
-                    raise RuntimeError("first")
-            except RuntimeError as error:
-                address = id(error)
-                del error
-            fresh = RuntimeError(GLOO) if second == "explained" else ValueError(f"second {turn}")
-            reused += id(fresh) == address
-            raise fresh
-        if second == "explained":
-            assert type(caught.value) is ProcessGroupError, "an error of the library is translated"
-            assert type(caught.value.__cause__) is RuntimeError
-        else:
-            assert published == [("forward", "RuntimeError: first"), ("step", f"ValueError: second {turn}")]
-            assert failure().error == f"ValueError: second {turn}"
-        del caught, fresh
-    assert reused, "no address was reused: the test is inconclusive"
-
-
 @pytest.mark.parametrize("kind", ERRORS)
 def test_error_is_published_once_on_its_way_out(monitored, kind: type[BaseException]) -> None:
     monitor, published, failure = monitored
@@ -381,21 +351,6 @@ def test_error_is_published_once_on_its_way_out(monitored, kind: type[BaseExcept
                 pass
     assert [phase for phase, _ in published] == ["gather"], "it must not be published again by outer phases"
     assert failure().phase == "gather of step 1"
-
-
-def test_error_raised_again_is_published_again(monitored) -> None:
-    monitor, published, failure = monitored
-    error = DataError("x")
-    for _ in range(2):
-        with pytest.raises(DataError), monitor.phase("update"):
-            raise error
-    with pytest.raises(DataError), monitor.phase("save"):  # noqa: PT012
-        with suppress(DataError), monitor.phase("read"):
-            raise error
-        with monitor.phase("write"):
-            raise error
-    assert [phase for phase, _ in published] == ["update", "update", "read", "write"]
-    assert failure().phase == "write of step 1"
 
 
 def test_error_that_leaves_after_another_was_handled_is_the_failure(monitored) -> None:
@@ -430,40 +385,6 @@ def test_error_from_another_thread_is_published_for_the_thread_it_is_raised_in(m
         pool.submit(write).result()
     assert published == [("write", "DataError: disk"), ("save", "DataError: disk")]
     assert failure().outer == "save"
-
-
-@pytest.mark.skipif(ExceptionGroup is None, reason="exception groups came with Python 3.11")
-def test_exception_group_is_published_with_its_members(monitored) -> None:
-    monitor, published, failure = monitored
-    with pytest.raises(ExceptionGroup), monitor.phase("step"):  # noqa: PT012
-        try:
-            with monitor.phase("forward"):
-                raise DataError("a")
-        except DataError as error:
-            raise ExceptionGroup("two", [error, KeyError("b")]) from None
-    assert [phase for phase, _ in published] == ["forward", "step"]
-    assert failure().error == "ExceptionGroup: two (2 sub-exceptions): DataError: a; KeyError: 'b'"
-    closed = RuntimeError(GLOO)
-    with pytest.raises(ProcessGroupError), monitor.phase("step"):
-        raise ExceptionGroup("all of the library", [closed, ExceptionGroup("inner", [closed])])
-    assert library_of(ExceptionGroup("mixed", [closed, KeyError("b")])) is None
-
-
-def test_published_error_keeps_nothing_alive(monitored) -> None:
-    monitor, _, _ = monitored
-
-    class Payload:
-        pass
-
-    def fail() -> weakref.ref[Payload]:
-        payload = Payload()
-        try:
-            with monitor.phase("step"):
-                raise DataError(payload)
-        except DataError:
-            return weakref.ref(payload)
-
-    assert fail()() is None
 
 
 def test_communication_error_without_a_lost_rank_raises_process_group_error(tmp_path) -> None:

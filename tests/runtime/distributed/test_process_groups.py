@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from megascend.runtime.distributed.process_groups import (
     gloo_sockets,
     initialize,
 )
-from megascend.runtime.distributed.rendezvous import Arrivals, wait_for_all
 from megascend.runtime.topology.topology import GROUP_AXES, plan
 from megascend.testing import run_distributed
 from support.forked_programs import environment
@@ -136,18 +134,6 @@ def test_wrong_world_size_raises_before_groups_are_created(runtime: Runtime) -> 
     run_distributed(start, 2, init=False)
 
 
-def test_waiting_for_a_rank_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """Suppress the message of torch's store that its socket timed out, which reads like a failure."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)]
-    assert wait_for_all(stores[0], 0, 2, timeout_s=1.2) == [1]
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_all, stores[0], 0, 2, 60.0)
-        assert wait_for_all(stores[1], 1, 2, 60.0) == []
-        assert waiting.result(60) == []
-    assert "waitForInput" not in capfd.readouterr().err
-
-
 def open_sockets() -> int:
     links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     return sum(os.path.lexists(link) and os.readlink(link).startswith("socket:") for link in links)
@@ -239,34 +225,6 @@ def test_relayed_frames_connect_few_ranks(runtime: Runtime, monkeypatch: pytest.
         assert bound >= 5
     for direct, gathered, _ in run_distributed(sockets, 8, 100, init=False):
         assert (direct, gathered) == (2, 2)
-
-
-class CountedRequests:
-    """A store that counts its requests."""
-
-    def __init__(self) -> None:
-        self._store, self.requests = dist.HashStore(), 0
-
-    def add(self, key: str, amount: int) -> int:
-        self.requests += 1
-        return self._store.add(key, amount)
-
-
-def test_missing_ranks_cost_few_requests() -> None:
-    store: Any = CountedRequests()
-    missing = {5, 1000, *range(4096, 4104), 9999}
-    arrivals = Arrivals(store, "started", 10_000)
-    for rank in range(10_000):
-        if rank not in missing:
-            arrivals.announce(rank)
-    arrivals.announce(0)  # a second time
-    assert arrivals.count() == 10_000 - len(missing)
-    store.requests = 0
-    assert arrivals.missing() == sorted(missing)
-    assert store.requests < 400
-    for rank in missing:
-        arrivals.announce(rank)
-    assert (arrivals.count(), arrivals.missing()) == (10_000, [])
 
 
 def with_limits(folder: Path, soft: int, hard: int) -> list[str]:

@@ -18,7 +18,6 @@ from small_runs import exact_state, make_backend, train
 
 from megascend import CheckpointError, ConfigError
 from megascend.errors import MegascendError
-from megascend.runtime.distributed.groups import LEAVE_S, ProcessGroups
 from megascend.runtime.distributed.objects import gather_objects
 from megascend.testing import run_distributed
 from megascend.training.checkpoint import manifest
@@ -265,28 +264,6 @@ def test_timeout_on_one_rank_fails_the_next_call_on_all(checkpoint, tmp_path):
     assert on_two_ranks(body, checkpoint) == [(0, 0)] * 2
 
 
-def test_symlinked_directory_is_followed(checkpoint, tmp_path):
-    """Save through a link repeatedly: ``last`` may link to another disk, and stays a link."""
-    (tmp_path / "disk").mkdir()
-
-    def body(backend):
-        backend.save(tmp_path / "disk" / "real", wait=True)
-        if backend.rank == 0:
-            (tmp_path / "last").symlink_to("disk/real")
-        dist.barrier()
-        for step in (1, 2):
-            train(backend)
-            pending = backend.save(tmp_path / "last", wait=True)
-            assert pending.path == tmp_path / "last"
-            backend.load(tmp_path / "last")
-            assert backend.step_count == step
-
-    on_two_ranks(body, checkpoint)
-    assert (tmp_path / "last").is_symlink()
-    assert [entry.name for entry in (tmp_path / "disk").iterdir()] == ["real"]
-    assert manifest.read(tmp_path / "disk" / "real").step == 2
-
-
 # --- leaving while a checkpoint is being written ---
 
 
@@ -302,28 +279,6 @@ def test_exception_in_the_block_waits_for_the_pending_checkpoint(checkpoint, tmp
 
     assert run_distributed(work, 2, init=False, timeout_s=180) == ["'caller'"] * 2
     assert manifest.problems(tmp_path / "last", files := manifest.read(tmp_path / "last").files, files) == []
-
-
-def test_close_in_a_finally_block_limits_the_wait_for_other_ranks(checkpoint, monkeypatch):
-    def work():
-        limits, destroy = [], ProcessGroups.destroy
-        monkeypatch.setattr(
-            ProcessGroups, "destroy", lambda self, limit_s=None: limits.append(limit_s) or destroy(self, limit_s)
-        )
-        make_backend(checkpoint).close()
-        backend = make_backend(checkpoint)
-
-        def fail():
-            try:
-                raise KeyError("caller")
-            finally:
-                backend.close()
-
-        with pytest.raises(KeyError):
-            fail()
-        return limits
-
-    assert run_distributed(work, 1, init=False) == [[None, LEAVE_S]]
 
 
 def test_exception_in_the_block_of_one_rank_does_not_wait_forever(checkpoint, tmp_path, monkeypatch):

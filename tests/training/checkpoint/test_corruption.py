@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -187,26 +186,6 @@ def test_invalid_files_with_valid_digests_are_refused_on_every_rank(checkpoint, 
         assert exact_state(backend) == states[2]
 
     in_backend("full", checkpoint, tmp_path, body)
-
-
-def test_invalid_adapter_files_leave_loaded_adapters_unchanged(checkpoint, tmp_path):
-    def body(backend, retention, states, event_log):
-        newest = retention.path(2)
-        files = [Path("adapters/b") / name for name in files_of(newest / "adapters" / "b")]
-        for name in [*files, Path(".metadata")]:
-            file = newest / name
-            content = file.read_bytes()
-
-            def spoil(file=file, content=content):
-                file.write_bytes(content[: len(content) // 2])
-                seal(newest)
-
-            on_rank_0(spoil)
-            assert str(newest / name.parent) in message_of(backend, newest)
-            assert exact_state(backend) == states[3], name
-            on_rank_0(lambda file=file, content=content: (restore(file, content), seal(newest)))
-
-    in_backend("adapters", checkpoint, tmp_path, body)
 
 
 def test_checkpoint_of_a_model_with_other_parameters_is_refused(parity_folder, tmp_path):

@@ -19,7 +19,7 @@ from megascend.apps.train.event_log import EventLog
 from megascend.apps.train.resume import load_first_good
 from megascend.errors import CheckpointError, MegascendError
 from megascend.runtime.io import atomic
-from megascend.testing import Lost, faults, run_distributed
+from megascend.testing import run_distributed
 from megascend.training.checkpoint import manifest
 from megascend.training.checkpoint.retention import Retention
 
@@ -275,67 +275,11 @@ def finished_equally(checkpoint, tmp_path, world):
     assert names == {"latest", f"step-{until:08d}", f"step-{until - 1:08d}"}
 
 
-@pytest.mark.nightly
-def test_one_process_killed_repeatedly_resumes_to_the_same_state(checkpoint, tmp_path):
-    output, calls = tmp_path / "run", [5, 9, 16, 20, 24, 28, 31, 34, 37, 40, 44, 49]
-    draw = random.Random(0)
-    steps = []
-    for number in calls:
-        killed(lambda number=number: run_on(checkpoint, output, dies=(0, number)))
-        steps.append(reached(output))
-    for _ in range(3):
-        marker = tmp_path / "running"
-        marker.unlink(missing_ok=True)
-
-        def when(marker=marker):
-            wait_until(marker.exists)
-            time.sleep(draw.uniform(0.0, 0.15))
-
-        killed(lambda marker=marker: run_on(checkpoint, output, wait_for=marker), when)
-        steps.append(reached(output))
-    assert steps == sorted(steps)
-    assert steps[-1] > 5
-    finished_equally(checkpoint, tmp_path, 1)
-
-
 def wait_until(condition, seconds=120):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.005)
-
-
-TWO = [
-    ("calls", 0, 7),
-    ("calls", 1, 1),
-    ("calls", 0, 21),
-    ("calls", 1, 2),
-    ("write", 0),
-    ("write", 1),
-    ("save", 1),
-    ("save", 0),
-]
-
-
-@pytest.mark.nightly
-def test_one_of_two_ranks_killed_repeatedly_resumes_to_the_same_state(checkpoint, tmp_path):
-    """Kill one rank at different points; the other one raises an error instead of waiting forever."""
-    output, steps = tmp_path / "run", []
-    for kill_point, rank, *number in TWO:
-        if kill_point == "calls":
-            results = run_distributed(
-                run_on, 2, checkpoint, output, 10**6, (rank, *number), init=False, timeout_s=60, expect_lost={rank}
-            )
-        else:
-            step = None if kill_point == "write" else steps[-1] + 3  # during the second save, or the wait for the first
-            with faults.inject(faults.Fault("die", rank=rank, phase=kill_point, step=step)):
-                results = run_distributed(run_on, 2, checkpoint, output, init=False, timeout_s=180, expect_lost={rank})
-        assert results[rank] == Lost(-signal.SIGKILL)
-        _, message = results[1 - rank]
-        assert isinstance(message, str), (kill_point, rank, number)
-        steps.append(reached(output))
-    assert steps == sorted(steps)
-    finished_equally(checkpoint, tmp_path, 2)
 
 
 @pytest.mark.nightly

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -118,41 +117,6 @@ def test_invalid_latest_file_is_ignored(tmp_path, content):
     (tmp_path / "latest").write_bytes(content)
     assert retention.latest() is None
     assert retention.candidates() == [retention.path(3), retention.path(2), retention.path(1)]
-
-
-def test_truncated_or_flipped_latest_file_hides_no_checkpoint(tmp_path):
-    retention = Retention(tmp_path)
-    add(retention, 1, 2, 3, 12)
-    retention.committed(retention.path(12))
-    add(retention, *{1, 2} - set(retention.steps()))
-    content = (tmp_path / "latest").read_bytes()
-    variants = [content[:length] for length in range(len(content))]
-    for offset in range(len(content)):
-        for bit in range(8):
-            flipped = bytearray(content)
-            flipped[offset] ^= 1 << bit
-            variants.append(bytes(flipped))
-    for variant in variants:
-        (tmp_path / "latest").write_bytes(variant)
-        assert sorted(retention.candidates()) == [retention.path(step) for step in retention.steps()]
-
-
-def test_unreadable_latest_file_is_ignored(tmp_path):
-    retention = Retention(tmp_path)
-    add(retention, 1, 2)
-    (tmp_path / "latest").mkdir()
-    assert retention.candidates() == [retention.path(2), retention.path(1)]
-    (tmp_path / "latest").rmdir()
-    (tmp_path / "latest").symlink_to("latest")
-    assert retention.candidates() == [retention.path(2), retention.path(1)]
-
-
-def test_removed_latest_checkpoint_is_no_candidate(tmp_path):
-    retention = Retention(tmp_path)
-    add(retention, 1, 2, 3)
-    retention.committed(retention.path(3))
-    shutil.rmtree(retention.path(3))
-    assert retention.candidates() == [retention.path(step) for step in (2,)]
 
 
 def test_latest_without_manifest_is_a_candidate(tmp_path):

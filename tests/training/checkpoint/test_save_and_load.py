@@ -1,8 +1,6 @@
 """A resumed run continues exactly; under another layout it continues from the same numbers."""
 
 import json
-import multiprocessing
-import multiprocessing.process
 
 import pytest
 
@@ -121,21 +119,3 @@ def test_unsuitable_directories_raise_checkpoint_error(parity_folder, tmp_path):
     run_distributed(on_rank, 2, init=False, timeout_s=400)
     assert (other / "thesis.txt").read_text() == "years of work"
     assert not (tmp_path / "new").exists()
-
-
-def test_saving_starts_no_process(parity_folder, tmp_path, monkeypatch):
-    """Start no process: Megatron's writer spawns a manager per save, which costs seconds and hangs unguarded scripts."""
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-
-    def refuse(self):
-        raise AssertionError(f"{self} was started")
-
-    def on_rank():
-        from megascend.backends import MegatronBackend
-
-        backend = MegatronBackend(model=checkpoint, precision="fp32", timeout_s=150)
-        monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
-        backend.save(tmp_path / "step-0", wait=True)
-
-    run_distributed(on_rank, 2, init=False, timeout_s=400)
-    assert (tmp_path / "step-0" / "megascend.json").is_file()

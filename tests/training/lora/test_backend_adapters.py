@@ -476,34 +476,6 @@ def test_misuse_raises_with_the_remedy(dense):
     run_distributed(on_rank, 1, init=False)
 
 
-def test_a_backend_that_trains_the_model_has_no_adapters(dense):
-    def on_rank():
-        from megascend.backends import MegatronBackend
-
-        backend = MegatronBackend(dense, precision="fp32", timeout_s=60)
-        assert dict(backend.adapters) == {}
-        for call in (
-            lambda: backend.add_adapter("a"),
-            lambda: backend.remove_adapter("a"),
-            lambda: backend.save_adapter("a", "x"),
-            lambda: backend.load_adapter("a", "x"),
-            lambda: backend.export_hf("x", adapter="a"),
-            lambda: backend.discard_gradients(["a"]),
-        ):
-            with pytest.raises(ConfigError, match=r"MegatronBackend\(adapters=megascend\.Adapters\(\)\)"):
-                call()
-        for call in (backend.forward_backward, backend.forward):
-            with pytest.raises(DataError, match="this backend trains the model itself"):
-                call(samples_of([None]), adapter="a")
-            with pytest.raises(DataError, match="this backend trains the model itself"):
-                call(samples_of(["a"]))
-        backend.forward_backward(samples_of([None]))
-        with pytest.raises(ConfigError, match="this backend trains the model itself"):
-            backend.optimizer_step(adapters="a")
-
-    run_distributed(on_rank, 1, init=False)
-
-
 def test_targets_that_the_model_or_the_backend_does_not_adapt_are_refused(dense, parity_folder):
     def on_rank():
         tied = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, tie_word_embeddings=True)

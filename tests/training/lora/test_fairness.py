@@ -72,17 +72,6 @@ def test_every_unit_keeps_the_rules(requests):
         assert sum(request.tokens for request in unit) <= BUDGET or len(unit) == 1
 
 
-@given(workloads(), st.randoms(use_true_random=False))
-def test_the_order_in_which_lines_are_listed_does_not_matter(requests, shuffler):
-    lines, ledger = line_up(requests), Ledger()
-    while any(lines.values()):
-        heads = [line[0] for line in lines.values() if line]
-        expected = next_unit(heads, ledger, BUDGET)
-        shuffler.shuffle(heads)
-        assert next_unit(heads, ledger, BUDGET) == expected
-        _, ledger = serve(lines, ledger)
-
-
 @given(workloads())
 def test_batches_match_the_definition_of_fair_selection(requests):
     """Compare with the definition: try every waiting request, in the order of tokens served."""
@@ -137,33 +126,6 @@ def test_tenants_that_always_have_work_differ_by_one_batch_and_one_request(tenan
             assert all(served[leader] - served[follower] <= BUDGET + largest[leader] for follower in largest)
 
 
-def test_tiny_requests_that_share_no_batch_do_not_take_a_unit_for_every_token():
-    """Count ``least`` tokens per request: else nine units of "large" follow 810 of "tiny", each of which takes about as long."""
-    lines = line_up(
-        [make("large", i, tokens=90) for i in range(9)]
-        + [make("tiny", 9 + i, tokens=1, loss="ppo") for i in range(900)]
-    )
-    ledger, order = Ledger(least=10), []
-    while lines["large"]:
-        unit, ledger = serve(lines, ledger)
-        order.append(unit[0].adapter)
-    assert Counter(order) == {"large": 9, "tiny": 8 * 9}
-
-
-def test_idling_earns_nothing():
-    ledger = Ledger()
-    for number in range(50):  # only a is served: 4500 tokens
-        ledger = ledger.charged([make("a", number, tokens=90)])
-    lines = line_up(
-        [make("a", 100 + i, tokens=90) for i in range(9)] + [make("b", 200 + i, tokens=90) for i in range(9)]
-    )
-    order = []
-    while any(lines.values()):
-        unit, ledger = serve(lines, ledger)
-        order += [request.adapter for request in unit]
-    assert order == ["b", "a"] * 9  # not nine times b, nor nine times a
-
-
 # --- starvation ---
 
 
@@ -210,16 +172,6 @@ def test_tokens_served_while_a_request_waits_are_bounded(requests):
             assert all(tokens <= lead[number] + BUDGET + largest[name] for name, tokens in served[number].items())
 
 
-def test_a_flood_of_optimizer_steps_takes_every_other_unit_at_most():
-    lines = line_up([make("flood", i, "optimizer_step") for i in range(50)])
-    lines["b"] = deque(make("b", 100 + i) for i in range(5))
-    ledger, order = Ledger(), []
-    while lines["b"]:
-        unit, ledger = serve(lines, ledger)
-        order.append(unit[0].kind)
-    assert order == ["optimizer_step", "forward_backward"] * 5
-
-
 def test_optimizer_steps_that_are_due_run_together():
     lines = line_up([make("a", 0, "optimizer_step"), make("b", 1), make("c", 2, "optimizer_step")])
     unit, ledger = serve(lines, Ledger())
@@ -235,13 +187,3 @@ def test_request_over_the_budget_is_a_separate_unit():
 
 def test_no_waiting_requests_give_no_unit():
     assert next_unit([], Ledger(), BUDGET) == []
-
-
-@given(workloads())
-def test_the_ledger_remembers_only_adapters_that_are_ahead(requests):
-    lines, ledger = line_up(requests), Ledger()
-    while any(lines.values()):
-        before = ledger.now
-        _, ledger = serve(lines, ledger)
-        assert ledger.now >= before
-        assert all(tag > ledger.now for tag in ledger.served.values())

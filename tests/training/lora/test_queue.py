@@ -434,19 +434,6 @@ def test_a_full_line_is_refused_at_once(queue):
     queue.optimizer_step("a")
 
 
-@pytest.mark.parametrize("limits", [{"max_batch_tokens": 0}, {"max_pending": 0}])
-def test_limits_must_be_positive(backend, limits):
-    with pytest.raises(ConfigError, match="at least 1"):
-        AdapterQueue(backend, **limits)
-
-
-def test_result_from_inside_the_queue_is_an_error_not_a_hang(queue, backend):
-    future = queue.forward_backward("a", [sample(1)])
-    backend.shard = lambda samples: future.result()
-    with pytest.raises(MegascendError, match="while the queue was running"):
-        future.result()
-
-
 # --- cancelling ---
 
 
@@ -465,15 +452,6 @@ def test_cancel_fails_only_that_adapter(queue, backend):
     assert other.result().loss == 1.0
     queue.forward_backward("a", [sample(1, weight=3.0)])
     assert queue.optimizer_step("a").result().grad_norm == 3.0  # nothing is left of what was cancelled
-
-
-def test_cancel_ends_a_failed_step_and_takes_adapters_that_are_gone(queue, backend):
-    queue.forward_backward("a", BAD)
-    queue.cancel("a")
-    assert queue.forward_backward("a", [sample(1)]).result().loss == 1.0
-    del backend.adapters["a"]
-    queue.cancel("a")
-    queue.cancel("never was")
 
 
 # --- data parallel ranks ---
@@ -558,32 +536,6 @@ def test_requests_may_follow_the_call_that_creates_their_adapter(queue, backend)
         bad.result()
     with pytest.raises(MegascendError, match="gradients are incomplete"):
         after.result()
-
-
-def test_requests_of_an_adapter_that_was_not_created_fail(queue, backend):
-    def refuse():
-        raise ConfigError("rank 65 is above 64")
-
-    created, loss = queue.call("new", refuse), queue.forward_backward("new", [sample(1)])
-    other = queue.forward_backward("a", [sample(1)])
-    assert other.result().loss == 1.0
-    with pytest.raises(ConfigError, match="rank 65"):
-        created.result()
-    with pytest.raises(ConfigError, match="unknown adapter 'new'"):
-        loss.result()
-    assert queue.pending("new") == 0
-    backend.adapters["new"] = Adapter()
-    assert queue.forward_backward("new", [sample(1)]).result().loss == 1.0
-
-
-def test_a_call_between_a_failed_request_and_its_step_runs(queue, backend):
-    bad = queue.forward_backward("a", HIDDEN)
-    call, step = queue.call("a", lambda: "saved"), queue.optimizer_step("a")
-    queue.drain()
-    assert call.result() == "saved"
-    for future in (bad, step):
-        with pytest.raises(MegascendError):
-            future.result()
 
 
 def test_call_out_of_memory_fails_alone_unless_other_ranks_may_wait(queue, backend):

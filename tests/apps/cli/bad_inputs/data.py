@@ -13,25 +13,10 @@ TURNS = ("user: one?", "assistant: two")
 SIDES = {"prompt": "one?", "chosen": "two", "rejected": "three"}
 
 
-def assistant(**keys: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": "two"} | keys
-
-
 def data_path(says: str, make: Callable[[Path], Any], *changes: str) -> Bad:
     """Set ``data.path`` to ``bad.jsonl``, which ``make`` creates."""
     changes = changes or ("data.path=bad.jsonl",)
     return Bad(words(says), settings(*changes, says="").command, lambda folder: make(folder / "bad.jsonl"))
-
-
-def folder_of(**files: str | bytes) -> Callable[[Path], None]:
-    """Create a folder with these files; ``__`` in a name is a dot."""
-
-    def make(path: Path) -> None:
-        path.mkdir()
-        for name, content in files.items():
-            (path / name.replace("__", ".")).write_bytes(content.encode() if isinstance(content, str) else content)
-
-    return make
 
 
 FILES = {

@@ -51,14 +51,6 @@ def truncate(size: int) -> Callable[[Path], Any]:
     return lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:size])
 
 
-def header(text: str) -> Callable[[Path], Any]:
-    return overwrite("model.safetensors", len(text).to_bytes(8, "little") + text.encode())
-
-
-def folder_instead(name: str) -> Callable[[Path], Any]:
-    return lambda folder: ((folder / name).unlink(), (folder / name).mkdir())
-
-
 def make_unreadable(name: str) -> Callable[[Path], Any]:
     return lambda folder: ((folder / name).unlink(), (folder / name).symlink_to(UNREADABLE))
 
