@@ -124,28 +124,6 @@ def test_1_norm_counts_replicas_of_duplicated_layers_once(parity_folder, monkeyp
     assert {name.partition(": ")[2] for name in wrong} == {"norm"}  # every gradient is correct
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("part", "weight"), [("router.weight", "mlp.gate.weight"), ("q_layernorm", "q_a_layernorm")])
-def test_1_comparison_of_gradients_shows_replicated_parameters_that_are_not_reduced(
-    parity_folder, monkeypatch, part, weight
-):
-    """Show what a parameter without ``sequence_parallel`` would do, the fault of issue 7452's finding 11, and that it is seen."""
-    from megascend.engines.megatron import build as module
-
-    case, marked = Case("unreduced", arch="deepseek_v3", **DIVIDED_EXPERTS), module.mark_tensor_parallel
-
-    def unreduced(chunk):
-        marked(chunk)
-        for name, parameter in chunk.named_parameters():
-            if part in name or (part == "q_layernorm" and "q_up_proj.layer_norm" in name):
-                parameter.sequence_parallel = False
-
-    monkeypatch.setattr(module, "mark_tensor_parallel", unreduced)
-    wrong = {name.partition(": ")[2] for name in gradients.compare(case, parity_folder)}
-    assert any(weight in name for name in wrong), wrong
-    assert all(weight in name or name == "norm" for name in wrong), wrong
-
-
 @first_stack_required
 @pytest.mark.parametrize(
     ("sequence", "weight"),
@@ -240,13 +218,6 @@ def test_2_replicated_experts_under_tp_raise_topology_error(parity_folder, monke
         assert actual.grad_norm > 1e-2
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("parallel", [Parallel(tensor=2), Parallel(tensor=2, expert=2, expert_tensor=1)])
-def test_2_settings_named_by_the_error_are_correct(parity_folder, parallel):
-    case = Case("MoE", 2, parallel, arch="qwen3_moe")
-    assert_equal(compare(case, parity_folder), case)
-
-
 # --- 3: interleaved pipeline without overlapped point-to-point communication ---
 
 
@@ -264,23 +235,6 @@ def test_3_interleaved_pipelines_overlap_their_messages(parity_folder, monkeypat
 
 
 # --- 4: the auxiliary loss of the router ---
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["padded", "CP2"])
-def test_4_megatron_auxiliary_loss_counts_padding(parity_folder, monkeypatch, layout):
-    """Show Megatron's fault; ``tests/engines/megatron/test_routers.py`` compares our loss with the same reference."""
-    from megascend.engines.megatron import build as module
-
-    padded, coefficient = layout == "padded", 0.5
-    world_size, parallel = (1, Parallel()) if padded else (2, Parallel(context=2))
-    case = Case(layout, world_size, parallel, arch="qwen3_moe", packing=not padded, micro_batch_tokens=WHOLE_BATCH)
-    lengths = (20, 34, 9, 27, 17, 40, 26, 11)  # odd after the shift
-    checkpoint, tokens = case_checkpoint(parity_folder, case.arch), token_lists(lengths=lengths)
-    reference = hf_reference(parity_folder, checkpoint, tokens, steps=1, aux_loss=coefficient)
-    routing = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": coefficient}
-    monkeypatch.setattr(module, "ROUTING", module.ROUTING | routing)
-    assert differences(train_case(case, checkpoint, tokens, steps=1), reference).grad_norm > 1e-3
 
 
 # --- 5: sequence parallelism, recomputation and both dropouts ---
@@ -341,17 +295,6 @@ def test_5_suggested_settings_recompute_the_same_masks(
     with_dropout(monkeypatch, hidden, attention)
     expected = dropout_norm(checkpoint, parallel, NONE)
     assert dropout_norm(checkpoint, parallel, recompute) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.nightly
-def test_5_reference_layers_recompute_the_same_masks_without_the_check(parity_folder, monkeypatch):
-    """Disable the check: the reference layers recompute equal masks; other layers were seen to differ."""
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-    with_dropout(monkeypatch, 0.1, 0.1, check=False)
-    expected = dropout_norm(checkpoint, SP2, NONE)
-    assert dropout_norm(checkpoint, SP2, FULL) == pytest.approx(expected, rel=1e-5)
-    with_dropout(monkeypatch, 0.0, 0.0)
-    assert abs(dropout_norm(checkpoint, SP2, NONE) / expected - 1) > 1e-3  # dropout was on
 
 
 # --- 6: transformers' table of RoPE initialisers ---
@@ -417,81 +360,7 @@ def test_7_experts_use_the_variable_length_dispatcher(parity_folder, monkeypatch
 # --- 9: packed sequences and context parallelism on mcore-bridge 1.4.3 ---
 
 
-@(pytest.mark.nightly if STACK_0_16 else lambda test: test)
-def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(parity_folder, monkeypatch):
-    from megascend.engines.step import step as module
-
-    case = Case("CP2 packed", 2, Parallel(context=2))
-    assert_equal(compare(case, parity_folder, steps=3), case)
-    upstream = module.build
-
-    def unsplit(*args, **kwargs):
-        batch = upstream(*args, **kwargs)
-        batch.position_ids = torch.cat([torch.arange(length) for length in batch.padded_lengths])[None]
-        return batch
-
-    monkeypatch.setattr(module, "build", unsplit)
-    if STACK_0_16:  # mcore-bridge 1.6 finds the positions of packed tokens itself
-        assert_equal(compare(case, parity_folder, steps=3), case)
-        return
-    try:
-        actual = compare(case, parity_folder, steps=3)
-    except DistributedTestError:
-        return  # the table of angles does not fit the rank's tokens
-    assert actual.loss > 1e-3, actual
-
-
 # --- 10: what peers got wrong ---
-
-
-@pytest.mark.nightly
-def test_10_gradient_buffers_of_every_chunk_are_zeroed(parity_folder, monkeypatch):
-    from megascend.engines.megatron.optimizer import MegatronOptimizer
-
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-
-    def norms():
-        backend = build(checkpoint, Parallel(pipeline=2, virtual_pipeline=2), optimizer=Adam(lr=0.0, max_grad_norm=0))
-        values = []
-        for _ in range(3):
-            backend.forward_backward(causal_samples(token_lists()))
-            values.append(backend.optimizer_step().grad_norm)
-        return values
-
-    for first, *later in run_distributed(norms, 2, init=False):
-        assert later == pytest.approx([first] * 2, rel=1e-6)
-
-    def only_the_first_chunk(self):
-        self._chunks[0].zero_grad_buffer()
-        self.megatron.zero_grad()
-
-    monkeypatch.setattr(MegatronOptimizer, "zero_grad", only_the_first_chunk)
-    for first, second, third in run_distributed(norms, 2, init=False):
-        assert second > 1.1 * first
-        assert third > 1.1 * second
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_10_no_precision_silently_becomes_another(parity_folder, precision):
-    """Check that parameters, tensors between pipeline stages and attention inputs have the requested dtype."""
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-
-    def on_rank():
-        backend = build(checkpoint, Parallel(pipeline=2), precision=precision)
-        observed = {backend.engine.config.pipeline_dtype}
-
-        def note(module, args, output):
-            observed.add(output[0].dtype)
-
-        for chunk in backend.engine.bare_chunks:
-            observed |= {parameter.dtype for parameter in chunk.parameters()}
-            for layer in chunk.decoder.layers:
-                layer.register_forward_hook(note)
-        backend.forward_backward(causal_samples(token_lists()))
-        return observed
-
-    assert run_distributed(on_rank, 2, init=False) == [{dtype}] * 2
 
 
 def test_10_defaults_train_on_one_process_without_a_launcher(parity_folder, monkeypatch):
@@ -542,76 +411,6 @@ def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_paralle
     actual = compare(case, parity_folder, steps=1)
     assert actual.loss <= case.loss_bound
     assert actual.grad_norm > 1.0, "upstream has fixed _reduce: drop megascend.runtime.bootstrap.patches.reduce"
-
-
-@pytest.mark.nightly
-@first_stack_required
-@pytest.mark.parametrize(
-    ("name", "settings", "world_size", "own_divisors", "angles"),
-    [
-        ("one micro batch", {"micro_batch_tokens": WHOLE_BATCH}, 1, False, False),
-        ("several micro batches", {"micro_batch_tokens": 64}, 1, True, False),
-        ("CP2", {"micro_batch_tokens": WHOLE_BATCH, "parallel": Parallel(context=2)}, 2, True, False),
-        (
-            "CP2, padded",
-            {"micro_batch_tokens": WHOLE_BATCH, "parallel": Parallel(context=2), "packing": False},
-            2,
-            True,
-            True,
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_loss_of_a_prediction_head(
-    name: str, settings: dict, world_size: int, own_divisors: bool, angles: bool, parity_folder: Path
-) -> None:
-    """Megatron-Core divides it by each rank's own targets; mcore-bridge rolls the angles of a rank's two chunks as one."""
-    from support.prediction_head import checkpoint_with_head, head_backend, plain_run, weighted_samples
-
-    checkpoint, case = checkpoint_with_head(parity_folder, "deepseek_v3"), Case(name, world_size, **settings)
-    samples = [Sample(s.input_ids, s.target_ids, torch.ones(len(s))) for s in weighted_samples()]
-
-    def on_rank() -> tuple[float, float, float]:
-        import torch.distributed as dist
-        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-        from megascend.training.batch.micro_batch import build
-        from megascend.training.batch.packing import plan_micro_batches
-
-        with head_backend(case, checkpoint) as backend:
-            trained_loss = backend.forward_backward(samples).metrics["mtp_loss"]
-            engine = backend.engine
-            (chunk,) = engine.bare_chunks
-            del chunk.output_layer.forward  # OutputHead's patch
-            lengths = [engine.layout.padded_length(len(sample)) for sample in samples]
-            budget, packing = engine.batching.budget, engine.layout.packing
-            plan = plan_micro_batches(lengths, [None] * len(samples), budget, packing, kinds=[""] * len(samples))
-            sums = torch.zeros(4, dtype=torch.float64)
-            for members in plan:
-                batch = build(samples, members, engine.layout, None, engine.device, mtp=True)
-                MTPLossLoggingHelper.tracker.clear()
-                chunk(
-                    input_ids=batch.input_ids,
-                    position_ids=batch.position_ids,
-                    attention_mask=None,
-                    packed_seq_params=batch.packed,
-                    labels=batch.targets.view(batch.input_ids.shape),
-                    loss_mask=(batch.weights != 0).view(batch.input_ids.shape),
-                )
-                assert batch.mtp is not None
-                tracker = MTPLossLoggingHelper.tracker
-                loss = float(tracker["loss_values" if "loss_values" in tracker else "values"])
-                targets = int((batch.mtp.weights != 0).sum())
-                sums += torch.tensor([loss, 1, loss * targets, targets])
-            if case.parallel.context > 1:
-                dist.all_reduce(sums, group=engine.groups.device_group("cp"))
-            return trained_loss, float(sums[0] / sums[1]), float(sums[2] / sums[3])
-
-    trained_loss, upstream, by_targets = run_distributed(on_rank, world_size, init=False, timeout_s=120)[0]
-    expected = float(plain_run(parity_folder, checkpoint, samples, steps=1)["mtp_losses"][0])
-    assert trained_loss == pytest.approx(expected, abs=1e-5)
-    assert (abs(upstream - expected) > 1e-4) == own_divisors
-    assert (abs(by_targets - expected) > 1e-3) == angles
 
 
 @pytest.mark.difference_cases("glm4")  # differs: mended in 0.18

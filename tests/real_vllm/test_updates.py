@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -325,6 +326,15 @@ def test_trainer_killed_at_any_moment_leaves_a_working_engine(server, weights, r
         await assert_active(engine, reference.logprobs(new, TOKENS), 2)
 
     server.run(act)
+
+
+async def until_running(server: Server) -> None:
+    """Wait for the end of a pause."""
+    deadline = time.monotonic() + 60
+    engine = server.engine()
+    while (await engine.info())["paused"]:
+        assert time.monotonic() < deadline, "still paused"
+        await asyncio.sleep(0.1)
 
 
 def test_vllm_responses_have_version_headers(server, baseline):
