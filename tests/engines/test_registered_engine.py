@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import yaml
 from bigram_ranks import LR, STEPS, TOKENS
 from safetensors.torch import load_file, save_file
 
@@ -35,7 +32,6 @@ from megascend.errors import ConfigError
 from megascend.runtime.bootstrap import engines
 from support.forked_programs import run_forked
 
-OUTSIDE = Path(__file__).parents[1] / "outside"
 VOCABULARY, HIDDEN = 320, 16
 
 
@@ -85,60 +81,6 @@ def test_registered_engine_trains_saves_loads_and_exports(world_size: int, check
         exported = load_file(tmp_path / "out" / "model.safetensors")
         assert exported.keys() == trained.keys() == load_file(checkpoint / "model.safetensors").keys()
         assert all(torch.equal(exported[name], tensor) for name, tensor in trained.items())
-
-
-def search_path(first: str = "") -> dict[str, str]:
-    """Return the environment of a program with this process's search path, and ``first`` before it."""
-    path = os.pathsep.join(filter(None, [first, *sys.path]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-
-
-def command(folder: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    """Run ``megascend`` as a user does, with ``path`` in front of the search path."""
-    return subprocess.run(
-        [sys.executable, "-m", "megascend.apps.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=300,
-        check=False,
-        env=search_path(path),
-    )
-
-
-@pytest.mark.nightly  # covered: the same engine through the backend, in the same file
-def test_a_run_file_names_its_plug_in_and_the_engine(checkpoint: Path, tmp_path: Path) -> None:
-    text = ["ab" * 20, "abc" * 10, "ba" * 15, "cab" * 12]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in text))
-    settings = {
-        "model": str(checkpoint),
-        "output": "out",
-        "data": {"path": "data.jsonl", "global_batch_size": 4, "shuffle": False},
-        "steps": STEPS,
-        "platform": "cpu",
-        "plugins": ["bigram"],
-        "engine": "bigram",
-        "precision": "fp32",
-        "optimizer": {"lr": LR, "weight_decay": 0.0, "max_grad_norm": 0.0},
-        "plot": False,
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-
-    missing = command(tmp_path, "train", "run.yaml")
-    assert missing.returncode == 2
-    assert "package 'bigram' is not installed" in missing.stderr
-    assert "PYTHONPATH" in missing.stderr
-
-    completed = command(tmp_path, "train", "run.yaml", "--nproc", "2", path=str(OUTSIDE))
-    assert completed.returncode == 0, completed.stderr
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    tokenizer = byte_tokenizer(64)
-    tokens = [tokenizer(line)["input_ids"] + [tokenizer.eos_token_id] for line in text]
-    losses, norms = by_hand(checkpoint, tokens)
-    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
-    assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-5)
-    exported = load_file(tmp_path / "out" / "hf" / "model.safetensors")
-    assert exported["lm_head.weight"].shape == (VOCABULARY, HIDDEN)
 
 
 @mock.patch.dict(ENGINES)

@@ -413,22 +413,6 @@ def test_only_the_owner_updates_the_engine(control, engine):
     run(act())
 
 
-def test_claim_ends_a_verify_of_the_last_owner(control):
-    async def act():
-        await control.claim("a#1", 60)
-        offer, _ = offer_of(1.0, 1)
-        await owned(control, "a#1", "begin_update", offer)
-        seal = Seal(offer.update, 1, offer.manifest.identity, ("0" * 16,) * 4)
-        verifying = asyncio.ensure_future(owned(control, "a#1", "verify", seal, TIMEOUT_S))
-        await asyncio.sleep(0.1)
-        await asyncio.wait_for(control.claim("b#1", 60, take_over=True), TIMEOUT_S / 4)
-        with pytest.raises(OwnerError, match=r"b#1 has claimed it"):
-            await verifying
-        await push(control, 3.0, 1, owner="b#1")
-
-    run(act())
-
-
 async def lapsed(engine):
     while engine.paused:
         await asyncio.sleep(0.01)

@@ -50,14 +50,3 @@ def test_stop_ends_with_75_and_says_how_to_resume(megascend, folder: Path, tmp_p
     assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
     report = megascend("doctor", "--run", tmp_path / "run")
     assert "stopped by callback mine.py:Stop after step 1 of 4" in report.stdout
-
-
-@pytest.mark.slow
-def test_exception_is_one_message_of_several_ranks(megascend, folder: Path, tmp_path: Path) -> None:
-    completed = megascend(*arguments(tmp_path / "run", "Broken", "fsdp"), "--nproc", "2", cwd=folder, code=2)
-    message = "callback mine.py:Broken: on_step raised KeyError: 'no such figure'"
-    assert completed.stderr.count(message) == 1, completed.stderr
-    assert "Traceback" not in completed.stderr
-    errors = sorted((tmp_path / "run" / "errors").iterdir())
-    assert [json.loads(path.read_text())["message"] for path in errors] == [message, message]
-    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()

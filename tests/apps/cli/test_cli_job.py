@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -288,44 +287,6 @@ def test_kubernetes_job_has_the_pods_and_cards_of_the_layout(tmp_path: Path) -> 
     assert container["resources"]["limits"] == {"huawei.com/Ascend910": 8}
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.torchrun
-def test_kubernetes_pods_train_and_save_when_they_are_deleted(small_model: Path, tmp_path: Path) -> None:
-    write_run(tmp_path, model=str(small_model))
-    job = pytorch_job(tmp_path, nodes=2)
-    spec, name = job["spec"], job["metadata"]["name"]
-    (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    policy = spec["elasticPolicy"]
-    # The variables of the operator (pkg/controller.v1/pytorch), on one machine in place of NAME-worker-0.
-    variables = forked_programs.environment(
-        PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        GLOO_SOCKET_IFNAME="lo",
-        PET_NPROC_PER_NODE=spec["nprocPerNode"],
-        PET_NNODES=f"{policy['minReplicas']}:{policy['maxReplicas']}",
-        PET_MAX_RESTARTS=str(policy["maxRestarts"]),
-        PET_RDZV_BACKEND=policy["rdzvBackend"],
-        PET_RDZV_ID=policy["rdzvId"],
-        PET_RDZV_ENDPOINT=f"localhost:{free_port()}",
-        **{entry["name"]: entry["value"] for entry in container["env"]},
-    )
-    assert name == policy["rdzvId"]
-    run = tmp_path / "runs" / "job"
-    endless = [*container["command"], "--set", "steps=100000"]
-    with started(endless, tmp_path, variables) as first, started(endless, tmp_path, variables) as second:
-        wait_for_step(15, tmp_path, first, second)
-        for pod in (first, second):
-            pod.send_signal(signal.SIGTERM)
-        for pod in (first, second):
-            pod.wait(DEADLINE_S)
-    assert events_of(run)[-1] == "stopped"
-    stopped_at = steps_of(run)[-1]
-    resumed = [*container["command"], "--set", f"steps={stopped_at + 5}"]
-    with started(resumed, tmp_path, variables) as first, started(resumed, tmp_path, variables) as second:
-        assert (first.wait(DEADLINE_S), second.wait(DEADLINE_S)) == (0, 0), (tmp_path / "log").read_text()[-4000:]
-    assert steps_of(run) == [*range(1, stopped_at + 6)]
-
-
 # --- SkyPilot ---
 
 
@@ -339,12 +300,6 @@ def test_skypilot_task_has_nodes_cards_and_a_script(tmp_path: Path) -> None:
     write_run(tmp_path, platform="npu")
     with pytest.raises(ConfigError, match="SkyPilot rents no Ascend cards"):
         rendered("skypilot", tmp_path)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return free.getsockname()[1]
 
 
 # --- Ray, and the command ---

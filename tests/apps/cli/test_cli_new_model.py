@@ -13,9 +13,7 @@ from megascend.apps.cli.random_checkpoint import (
     byte_characters,
     byte_tokenizer,
     hf_settings,
-    write_checkpoint,
 )
-from megascend.errors import ConfigError
 from megascend.models.registry import BUILT_IN
 from support.forked_programs import run_forked
 
@@ -99,16 +97,3 @@ def test_every_byte_has_a_token() -> None:
 def test_vocabulary_is_padded_for_tensor_parallelism() -> None:
     assert hf_settings(ModelSize())["vocab_size"] == 320
     assert hf_settings(ModelSize(vocab=300))["vocab_size"] == 300
-
-
-def test_model_is_written_through_a_symbolic_link(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for link, target in (("one", "empty"), ("two", "missing/model")):
-        (tmp_path / link).symlink_to(target)
-        write_checkpoint(tmp_path / link, ModelSize(hidden=16, layers=1, heads=2, kv_heads=2))
-        assert (tmp_path / link).is_symlink()
-        assert (tmp_path / target / "model.safetensors").stat().st_mode & 0o777 == (
-            (tmp_path / target / "config.json").stat().st_mode & 0o777
-        )
-        with pytest.raises(ConfigError, match="is not an empty directory"):
-            write_checkpoint(tmp_path / link, ModelSize())

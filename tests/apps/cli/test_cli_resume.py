@@ -136,25 +136,6 @@ def interrupted(folder: Path, output: Path, log: Path) -> int:
 
 
 @pytest.mark.nightly
-def test_ctrl_c_twice_on_one_process(folder) -> None:
-    output, log = folder / "twice", folder / "twice.log"
-    last = interrupted(folder, output, log)
-    with started(train_command("--set", f"output={output}", "--resume", "auto"), folder, log) as process:
-        wait_for_steps(process, output, last + 2, log)
-        os.killpg(process.pid, signal.SIGINT)
-        os.killpg(process.pid, signal.SIGINT)
-        code = process.wait(DEADLINE_S)
-        # Two that come before Python has looked are one.
-        assert code in (75, 130), log.read_text()[-4000:]
-    report = read_run(output)
-    if code == 130:
-        assert report.attempts[-1].outcome == "interrupted"
-        assert report.last_good is not None
-        assert report.last_good.step == last
-    assert report.attempts[-1].resumed_after == last
-
-
-@pytest.mark.nightly
 def test_second_ctrl_c_ends_two_ranks_at_once(folder) -> None:
     output, log = folder / "twice-on-two-ranks", folder / "twice-on-two-ranks.log"
     with started(train_command("--nproc", "2", "--set", f"output={output}"), folder, log) as process:

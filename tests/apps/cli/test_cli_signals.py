@@ -128,19 +128,6 @@ def test_signal_saves_and_stops_even_if_output_is_lost(
     assert lost(run) == (set() if output == "kept" else {"stdout", "stderr"})
 
 
-@pytest.mark.parametrize(
-    "output", [OUTPUTS[1], *(pytest.param(output, marks=pytest.mark.nightly) for output in OUTPUTS[2:])]
-)
-def test_run_with_lost_output_finishes(folder: Path, tmp_path: Path, output: str) -> None:
-    run = tmp_path / "run"
-    completed = forked_programs.run_command(
-        *arguments(run, 6), directory=folder, timeout_s=DEADLINE_S, variables=variables(folder, run, output)
-    )
-    assert completed.returncode == 0, completed.stderr
-    assert (len(read_run(run).metrics), lost(run), events(run)[-1]["event"]) == (6, {"stdout", "stderr"}, "finished")
-    assert (run / "hf" / "model.safetensors").is_file()
-
-
 @contextlib.contextmanager
 def started(
     folder: Path, run: Path, *launcher: str, nproc: bool = False, shell: str = "", before: str = ""

@@ -129,10 +129,3 @@ def test_repeated_non_finite_gradients_end_the_run(megascend, folder: Path) -> N
     rows = metrics(folder / "diverged")
     assert [row["skipped"] for row in rows[-3:]] == [True] * 3
     assert not (folder / "diverged" / "hf").exists()
-
-
-@pytest.mark.nightly
-def test_run_is_exported_again(megascend, single: Path, folder: Path) -> None:
-    megascend("export", "single", "exported", "--dtype", "fp32", cwd=folder)
-    data = folder / "chat.jsonl"
-    assert reference(SCORE, folder / "exported", data) == pytest.approx(reference(SCORE, single / "hf", data), abs=1e-5)

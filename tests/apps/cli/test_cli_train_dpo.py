@@ -99,13 +99,3 @@ def test_resumed_run_keeps_its_reference(megascend, folder: Path) -> None:
 
 def validation(run: Path) -> list[float | None]:
     return [row["validation_loss"] for row in metrics(run)]
-
-
-@pytest.mark.nightly
-def test_reference_of_an_adapter_is_the_base_model(megascend, single: Path, folder: Path) -> None:
-    lora = sets("lora.rank=8", "optimizer.lr=0.005", "epochs=10", "output=lora")
-    megascend("train", "run.yaml", *lora, cwd=folder)
-    rows = metrics(folder / "lora")
-    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert sum(row["loss"] for row in rows[-2:]) < 0.5 * sum(row["loss"] for row in rows[:2])
-    assert rows[0]["tokens"] == metrics(single)[0]["tokens"]

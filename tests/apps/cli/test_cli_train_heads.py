@@ -273,12 +273,3 @@ def test_adapter_with_its_head_scores_as_in_peft(megascend, folder: Path, small_
     merged = folder / f"{name}-merged"
     megascend("export", small_model, merged, "--adapter", adapter, "--dtype", "fp32", "--engine", "single")
     assert reference(SCORED, REWARD, merged)[0] == pytest.approx(scores, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.nightly
-def test_metric_of_labels_ends_a_run_without_improvement(megascend, folder: Path) -> None:
-    """Train with learning rate 0: the third measurement is the second without an improvement."""
-    settings = ["steps=9", "optimizer.lr=0", "validation.every=1", "validation.patience=2"]
-    rows = train(megascend, folder, SINGLE, "fsdp", "patient", [*settings, "validation.metric=macro_f1"])
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert len({row["validation_macro_f1"] for row in rows}) == 1

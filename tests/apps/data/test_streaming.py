@@ -7,8 +7,6 @@ import gzip
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -325,57 +323,3 @@ def test_changed_files_are_not_resumed(tmp_path: Path) -> None:
     resumed.load_state_dict(state)
     assert resumed.progress.source_epochs == [1.0]
     assert "a new epoch begins" in resumed.changes
-
-
-PROGRAM = """
-import json, resource, sys
-from pathlib import Path
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-sys.path.insert(0, sys.argv[2])
-import test_streaming
-
-def bytes_read():
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-# A token for a word of 200 letters: bytes would take minutes.
-words = Tokenizer(models.WordLevel({"word": 0, "end": 1}, unk_token="word"))
-words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="word", eos_token="end")
-test_streaming.byte_tokenizer = lambda size: tokenizer
-stream = test_streaming.open_stream(Path(sys.argv[1]), batch=64, shuffle_buffer=1000, limit=4096)
-batches = test_streaming.PrefetchedBatches(stream)
-before = bytes_read()
-batches.take()
-first = bytes_read() - before
-for _ in range(30):
-    batches.take()
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-while batches.progress.epochs < 1:
-    batches.take()
-print(json.dumps([first, peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
-def test_memory_is_flat_over_a_large_file(tmp_path: Path, kind: str) -> None:
-    """Read 200 MB in a child process: of the file's size neither the first batch nor the peak depends."""
-    path, line = tmp_path / f"a.{kind}", f" {'x' * 198}" * 10
-    if kind == "parquet":
-        with parquet.ParquetWriter(path, pyarrow.schema([("text", pyarrow.string())]), compression="none") as writer:
-            for start in range(0, 100_000, 5000):
-                table = pyarrow.Table.from_pylist([{"text": f"{start + n}{line}"} for n in range(5000)])
-                writer.write_table(table, row_group_size=5000)
-    else:
-        with path.open("w") as file:
-            for number in range(100_000):
-                file.write(f"{number}{line}\n" if kind == "txt" else json.dumps({"text": f"{number}{line}"}) + "\n")
-    assert path.stat().st_size > 190e6
-    command = [sys.executable, "-c", PROGRAM, str(path), str(Path(__file__).parent)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
-    assert process.returncode == 0, process.stderr
-    first, early, late = json.loads(process.stdout)
-    # A block of records (of a text file: of 64 KiB each), or a row group and what parquet's reader needs.
-    assert first < (100e6 if kind == "txt" else 30e6)
-    assert (late - early) * 1024 < 40e6

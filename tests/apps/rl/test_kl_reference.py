@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -338,23 +337,6 @@ def test_reference_of_an_adapter_is_the_model_without_it(
     for response, logprobs in zip(responses, trained["logprobs"], strict=True):
         with torch.no_grad():
             torch.testing.assert_close(logprobs.double(), target_logprobs(model, response), atol=2e-5, rtol=0)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("arch", "engine"),
-    [
-        *itertools.product(("deepseek_v3", "qwen3_next", "glm4_moe", "qwen3_5_text"), ("megatron", "fsdp")),
-        ("gpt_oss", "fsdp"),
-    ],
-)
-def test_directory_is_read_as_the_engine_loads_it(arch: str, engine: str, tmp_path: Path) -> None:
-    """Name the run's model as a directory: any other number would show in the divergence, which is 0 to the bit."""
-    checkpoint = write_tiny_checkpoint(tmp_path / "model", arch)
-    case = (CASES[0][0], {"model": str(checkpoint)}, 0)
-    options = {"parallel": {"tensor": 2}} if engine == "megatron" else {}
-    (result,) = run_cases(tmp_path, engine, 2, options, checkpoint, [case])
-    assert result["divergence"][1:] == [0.0, 0.0]
 
 
 def test_reference_chooses_its_own_experts(tmp_path: Path) -> None:

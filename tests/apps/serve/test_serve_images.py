@@ -18,7 +18,6 @@ from serve_ranks import KEYS, service, write_json
 
 from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.apps.data.images import ImageProcessor
-from megascend.apps.serve.api.bodies import SampleBody
 from megascend.apps.serve.api.wire import (
     TrainRequest,
     json_of_train_request,
@@ -26,13 +25,12 @@ from megascend.apps.serve.api.wire import (
     train_request_of_protobuf,
 )
 from megascend.apps.serve.checkpoints import CheckpointPath
-from megascend.apps.serve.samplers.messages import prompt_of, sample_request_of
+from megascend.apps.serve.samplers.messages import prompt_of
 from megascend.apps.serve.samples import loss_of, samples_of
 from megascend.config.serve import RequestImages, ServeConfig
 from megascend.errors import DataError
 from megascend.testing.reference import run_reference
 from megascend.training.batch.image_sources import ImageSources
-from megascend.training.batch.images import SampleImages
 from support.forked_programs import environment, run_forked
 
 FOLDER = Path(__file__).parent
@@ -186,21 +184,6 @@ def test_images_that_cannot_be_read_are_refused_with_their_field(kind: str, proc
     assert problem in str(prompt)
 
 
-def test_images_of_a_request_share_limits(model: Path) -> None:
-    limits = RequestImages(max_total_pixels=3 * 48 * 32, max_count=2)
-    processor = ImageProcessor.for_model(model, limits)
-    read = request(GOOD, GOOD, TEXT, GOOD, length=4, image_processor=processor)
-    assert read.problem == "sample 0: chunks[3] is image 3 of its sample, over the limit of 2 (images.max_count)"
-    body = {"chunks": [GOOD, GOOD, TEXT]}
-    datum = {"model_input": body, "loss_fn_inputs": {"target_tokens": {"data": [1] * 14, "dtype": "int64"}}}
-    inside = {"data": [datum, datum], "loss_fn": "cross_entropy"}
-    read = train_request_of_json({"model_id": "m", "forward_backward_input": inside}, 10, processor, forward_only=False)
-    assert read.problem == (
-        "sample 1: chunks[1]: the request's images up to here have 6144 pixels, over the limit of 4608 "
-        "(images.max_total_pixels)"
-    )
-
-
 def test_tokens_of_images_come_with_images_alone(processor: ImageProcessor) -> None:
     token = processor.layout.token
     read = request({"tokens": [1, token]}, length=2, image_processor=processor)
@@ -228,16 +211,6 @@ def test_weights_of_images_must_be_zero(processor: ImageProcessor) -> None:
         assert str(error.value) == (
             f"{name}[{position}] is not 0, and the token after it stands for an image, which is never learned"
         )
-
-
-def test_prompts_have_images(processor: ImageProcessor) -> None:
-    body = {"prompt": {"chunks": [TEXT, GOOD, TEXT]}, "sampling_params": {"max_tokens": 3}}
-    message_fields = sample_request_of(SampleBody.read(body), None, 100, prompt_of(body["prompt"], processor))
-    assert list(message_fields.prompt) == [5, 6, *[processor.layout.token] * FEATURES, 5, 6]
-    assert isinstance(message_fields.images, ImageSources)
-    images = processor.deferred(message_fields.images)
-    assert isinstance(images, SampleImages)
-    assert images.grids.tolist() == [[1, 4, 6]]
 
 
 def test_model_of_text_refuses_images_and_goes_on(system: Served) -> None:

@@ -149,25 +149,6 @@ def test_checkpoints_are_read_and_written_off_the_event_loop(tmp_path: Path, mon
     assert loop not in {thread for _, thread in threads}
 
 
-def test_threads_of_one_tenant_leave_some_for_others(tmp_path: Path) -> None:
-    running, release = threading.Semaphore(0), threading.Event()
-
-    def occupy() -> None:
-        running.release()
-        release.wait(60)
-
-    with served(tmp_path) as system:
-        portal = system.client.portal
-        assert portal is not None
-        calls = [portal.start_task_soon(system.service.in_thread, "alice", occupy) for _ in range(100)]
-        assert running.acquire(timeout=60)
-        assert portal.call(system.service.in_thread, "bob", lambda: "bob") == "bob"
-        assert sum(running.acquire(blocking=False) for _ in range(100)) <= 1, "two at a time"
-        release.set()
-        for call in calls:
-            call.result(60)
-
-
 # --- large requests run in parts ---
 
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
-from megascend.apps.train import preflight
-from megascend.apps.train.preflight import check_run, disk_warning, required_disk_bytes
+from megascend.apps.train.preflight import check_run, required_disk_bytes
 from megascend.backends import register_engine
 from megascend.config import RunConfig
 from megascend.config.registry import ENGINES
 from megascend.errors import DataError
-from megascend.runtime.io.paths import format_bytes
 from megascend.testing import write_tiny_checkpoint
 from megascend.training.batch.packing import plan_micro_batches, round_up
 
@@ -114,26 +111,3 @@ print(pickle.loads(pickle.dumps(plan)) == plan, plan.topology.data, "torch" in s
 def test_disk_needed_by_settings(settings: dict, bytes_of_a_parameter: int) -> None:
     config = RunConfig.model_validate({"model": "m", "output": "o", "data": {"path": "d"}} | settings)
     assert required_disk_bytes(config, 1000) == 1000 * bytes_of_a_parameter
-
-
-def test_disk_warning_counts_files_of_the_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 1000
-    info: Any = SimpleNamespace(parameter_count=count)
-    config = RunConfig.model_validate(
-        {"model": tmp_path / "model", "output": tmp_path / "new" / "out", "data": {"path": "d"}}
-    )
-    assert disk_warning(config, info) is None
-    required_bytes = required_disk_bytes(config, count)
-    monkeypatch.setattr(preflight, "free_bytes", lambda path: 5000)
-    warning = disk_warning(config, info)
-    assert warning is not None
-    assert (
-        f"out has 4.9 KiB free, and checkpoints and export will take about {format_bytes(required_bytes)}: make room"
-        in warning
-    )
-    earlier = config.output / "checkpoints" / "step-000005"
-    earlier.mkdir(parents=True)
-    (earlier / "file").write_bytes(bytes(required_bytes - 5001))
-    assert disk_warning(config, info) is not None
-    (earlier / "file").write_bytes(bytes(required_bytes - 5000))
-    assert disk_warning(config, info) is None

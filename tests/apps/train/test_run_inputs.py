@@ -159,16 +159,3 @@ def test_other_code_is_warned_of(
             inputs(code=code).compare(saved)
             warned = {record.getMessage().partition(": the code")[0] for record in caplog.records}
             assert warned == ({"rollout.reward"} if name == "reward" else set(code))
-
-
-def test_code_of_a_run_is_that_of_rewards_environments_and_plugins() -> None:
-    config = RlConfig(**RL | {"plugins": ("a.plugin",)})
-    assert rl_input_names(config).code == {"plugins: a.plugin": "a.plugin", "rollout.environment": "game.py:Game"}
-    rollout = {"prompts": "prompts.jsonl", "reward": "rewards.py:reward"}
-    assert rl_input_names(RlConfig(**RL | {"rollout": rollout})).code == {"rollout.reward": "rewards.py:reward"}
-    packaged = RlConfig(**RL | {"rollout": {"environment": {"name": "verifiers:gsm8k"}}})
-    packages = {"rollout.environment": "gsm8k", "rollout.environment: verifiers": "verifiers"}
-    names = rl_input_names(packaged)
-    assert (names.code, names.packages) == ({}, packages)
-    # A taskset that verifiers brings itself has no version of its own.
-    assert inputs(environment="no package of this name").state_dict()["code"] == {"environment": "without a version"}

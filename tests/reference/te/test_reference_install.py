@@ -89,29 +89,6 @@ def test_late_install_error_names_the_modules() -> None:
     )
 
 
-@pytest.mark.nightly  # covered: where it is installed: tests/gpu
-def test_a_real_transformer_engine_with_cuda_is_not_replaced(tmp_path: object) -> None:
-    run(
-        f"""
-        import pathlib, sys, torch
-        folder = pathlib.Path({str(tmp_path)!r}, "transformer_engine")
-        folder.mkdir()
-        (folder / "__init__.py").touch()
-        sys.path.insert(0, str(folder.parent))
-        torch.cuda.is_available = lambda: True
-        from megascend import errors
-        from megascend.reference import te as reference_te
-        try:
-            reference_te.install()
-        except errors.PlatformError as error:
-            assert "force=True" in str(error)
-        else:
-            raise SystemExit("no error")
-        assert reference_te.install(force=True)[0].endswith("is hidden") and reference_te.is_installed()
-        """
-    )
-
-
 def test_missing_features_raise_named_errors() -> None:
     run(
         """

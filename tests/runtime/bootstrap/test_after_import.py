@@ -6,14 +6,11 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 from megascend.runtime.bootstrap.import_hooks import after_import
-from support.forked_programs import run_forked
 
 
 @pytest.fixture
@@ -72,41 +69,3 @@ def test_error_in_the_call_fails_the_import(package: str) -> None:
     with pytest.raises(RuntimeError, match="cannot be patched"):
         importlib.import_module(f"{package}.user")
     assert f"{package}.inner" not in sys.modules
-
-
-PLAIN = """
-import os, sys, tempfile
-import torch, torch.distributed as dist
-if sys.argv[1] == "with":
-    import megascend
-    megascend.bootstrap("cpu", engine="megatron")
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region  # its only import of Megatron
-
-sys.stdout.flush()
-store, rank = tempfile.mktemp(), 0
-child = os.fork()
-if child == 0:
-    rank = 1
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-samples = torch.arange(6.0).reshape(2, 3).t() * (rank + 1)  # [sequence, batch], seen through [batch, sequence]
-total = reduce_from_tensor_model_parallel_region(samples, dist.group.WORLD)
-dist.destroy_process_group()
-if child == 0:
-    os._exit(0)
-os.waitpid(child, 0)
-print(total.t().tolist())
-"""
-SUM = [[0.0, 3.0, 6.0], [9.0, 12.0, 15.0]]
-RANK_0_ONLY = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-
-
-REPAIRED = Version(metadata.version("megatron-core")) >= Version("0.19")
-
-
-@pytest.mark.nightly  # covered: reported modules and functions: test_runtime.py
-@pytest.mark.parametrize(("bootstrapped", "total"), [("with", SUM), ("without", SUM if REPAIRED else RANK_0_ONLY)])
-def test_plain_megatron_program_reduces_non_contiguous_tensors(bootstrapped: str, total: list[list[float]]) -> None:
-    """Import only mappings, and call only the bootstrap; without it, a rank gets its own part up to Megatron-Core 0.18."""
-    completed = run_forked(PLAIN, bootstrapped, timeout_s=120)
-    assert completed.returncode == 0, completed.stderr
-    assert completed.stdout.splitlines()[-1] == str(total)
