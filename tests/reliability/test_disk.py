@@ -192,57 +192,6 @@ def contents_of(folder):
     return {str(path.relative_to(folder)): path.is_dir() or path.read_bytes() for path in sorted(folder.rglob("*"))}
 
 
-def test_read_only_disk_raises_and_training_continues(checkpoint, tmp_path):
-    retention = Retention(tmp_path / "run" / "checkpoints")
-
-    def work():
-        with make_backend(checkpoint, adapters=Adapters(max_count=1)) as backend:
-            backend.add_adapter("a", Lora(rank=4))
-            train(backend, "a")
-            backend.save(retention.path(1), after=retention.committed, wait=True)
-            state = backend.adapters["a"].values.detach().clone()
-            train(backend, "a")
-            dist.barrier()
-            before = contents_of(tmp_path)
-            keeper = faults.read_only(tmp_path / "run")
-            mounted, reason = None, None
-            if backend.rank == 0:
-                try:
-                    mounted = keeper.__enter__()
-                except PlatformError as error:
-                    reason = str(error)
-            mounted, reason = gather_objects((mounted, reason), "world", backend.groups)[0]
-            if mounted is None:
-                return reason
-            read_only = Retention(mounted / "checkpoints")
-            try:
-                for call in (
-                    lambda: backend.save(read_only.path(2), after=read_only.committed).wait(),
-                    lambda: backend.save(read_only.path(1), after=read_only.committed).wait(),
-                    lambda: backend.save_adapter("a", mounted / "adapter"),
-                    lambda: backend.export_hf(mounted / "hf"),
-                ):
-                    message = common_message(backend, call)
-                    assert message is not None
-                    assert "Read-only file system" in message
-                backend.load(read_only.candidates()[0])  # loading writes nothing
-                assert backend.adapters["a"].values.detach().equal(state)
-                train(backend, "a")
-            finally:
-                dist.barrier()
-                if backend.rank == 0:
-                    keeper.__exit__(None, None, None)
-                dist.barrier()
-            assert contents_of(tmp_path) == before
-            backend.save(retention.path(2), after=retention.committed, wait=True)
-            return None
-
-    reasons = run_distributed(work, 2, init=False, timeout_s=180)
-    if reasons[0] is not None:
-        pytest.skip(f"nothing can be mounted read-only here: {reasons[0]}")
-    assert retention.candidates() == [retention.path(2), retention.path(1)]
-
-
 # --- a run ---
 
 
@@ -380,45 +329,3 @@ def test_run_exits_with_code_2_on_a_full_disk_and_resumes(prepared, disk):
 
 
 # --- slow disks ---
-
-
-def test_slow_disk_does_not_block_training(checkpoint, tmp_path):
-    """Train while a checkpoint is being written; the next save waits until it is complete."""
-    release = tmp_path / "release"
-
-    def work():
-        with make_backend(checkpoint) as backend:
-            for _ in range(2):
-                train(backend)
-            backend.save(tmp_path / "first", wait=True)
-            fsync = os.fsync
-
-            def slowly(descriptor):
-                if Path(f"/proc/self/fd/{descriptor}").resolve().name == f"__{backend.rank}_0.distcp":
-                    while not release.exists():
-                        time.sleep(0.01)
-                fsync(descriptor)
-
-            os.fsync = slowly
-            slow = backend.save(tmp_path / "slow")
-            for _ in range(3):
-                train(backend)
-            assert not slow.done
-            phase, entered = backend.groups.monitor.phase, []
-
-            def watched(name, *details):
-                if details == ("waiting for slow",):
-                    entered.append(gather_objects(slow.done, "world", backend.groups))
-                    release.touch()
-                return phase(name, *details)
-
-            backend.groups.monitor.phase = watched
-            following = backend.save(tmp_path / "following")
-            was_done = slow.done
-            following.wait()
-            return entered, was_done, following.stall_s
-
-    for entered, was_done, stall_s in run_distributed(work, 2, init=False, timeout_s=120):
-        assert entered[:1] == [[False, False]]  # both ranks have entered the next save, and wait
-        assert was_done
-        assert stall_s > 0

@@ -216,17 +216,6 @@ def test_shared_elements_are_refused(second: Callable[[Tensor, Region], Copy]) -
         in_place.distinct([first, second(target, source)])
 
 
-def test_another_model_or_manifest_does_not_fit() -> None:
-    model = torch.nn.Linear(4, 2, bias=False)
-    specs = (TensorSpec("weight", "float32", (2, 4)),)
-    copy = Copy(model.weight.detach(), Region(0, (0, 0), (2, 4)))
-    recording = Recording([copy], specs, in_place.parameter_addresses(model))
-    assert recording.fits(Manifest(7, specs), model)
-    assert not recording.fits(Manifest(7, (TensorSpec("weight", "bfloat16", (2, 4)),)), model)
-    model.weight = torch.nn.Parameter(torch.zeros(2, 4))
-    assert not recording.fits(Manifest(7, specs), model)
-
-
 # --- layouts: whole tensors in buckets, slices in chunks ---
 
 
@@ -444,17 +433,6 @@ def test_exchange_of_shards_that_stops_can_be_undone(
         for (target, _), old in zip(loaders.expected(weights), before, strict=True):
             assert torch.equal(target, old)
         exchange.unbind()
-
-
-def test_update_without_a_part_that_is_loaded_is_refused(sharded: tuple[Loaders, Share]) -> None:
-    loaders, share = sharded
-    copies = [*loaders.copies, Copy(random(9, 9), Region(13, (0, 0), (9, 9)))]
-    recording = Recording(copies, loaders.specs, {})
-    layout = ShardLayout(share, loaders.specs)
-    for _ in range(2):
-        with pytest.raises(NotInPlaceError, match="not all of unused"):
-            recording.exchange(layout, keep=False)
-    assert recording.exchange(BucketLayout(Manifest(1, loaders.specs)), keep=False)
 
 
 def test_old_weights_of_another_dtype_are_kept_apart_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,11 +37,6 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chat as JSON": ({"messages": '[{"role": "user", "content": "one?"}]'}, {"messages": (USER,)}),
     "null columns": ({"messages": list(CHAT), "text": None, "tools": None}, {"messages": CHAT}),
     "tools": ({"messages": list(CHAT), "tools": [TOOL]}, {"messages": CHAT, "tools": (WRAPPED,)}),
-    "tools as JSON": (
-        {"messages": list(CHAT), "tools": '[{"name": "look", "parameters": {}}]'},
-        {"messages": CHAT, "tools": (WRAPPED,)},
-    ),
-    "no tools": ({"messages": list(CHAT), "tools": []}, {"messages": CHAT}),
     "template options": (
         {"messages": list(CHAT), "chat_template_kwargs": {"enable_thinking": False}},
         {"messages": CHAT, "template_options": {"enable_thinking": False}},
@@ -79,10 +74,6 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"prompt": "[1, 2]", "completion": '[{"name": "f", "arguments": {}}]'},
         {"prompt": "[1, 2]", "completion": '[{"name": "f", "arguments": {}}]'},
     ),
-    "pair of texts that are JSON": (
-        {"prompt": "x", "chosen": "[1]", "rejected": "[]"},
-        {"prompt": "x", "chosen": "[1]", "rejected": "[]"},
-    ),
     "pair of conversations after a prompt that is JSON": (
         {"prompt": "[3, 1]", "chosen": [ANSWER], "rejected": [ANSWER | {"content": "no"}]},
         {
@@ -90,18 +81,6 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rejected": ({"role": "user", "content": "[3, 1]"}, ANSWER | {"content": "no"}),
         },
     ),
-    "pair that goes on with a tool's message": (
-        {
-            "prompt": [USER, ANSWER],
-            "chosen": [{"role": "tool", "content": "t"}, ANSWER],
-            "rejected": [{"role": "tool", "content": "t"}, ANSWER | {"content": "no"}],
-        },
-        {
-            "chosen": (*CHAT, {"role": "tool", "content": "t"}, ANSWER),
-            "rejected": (*CHAT, {"role": "tool", "content": "t"}, ANSWER | {"content": "no"}),
-        },
-    ),
-    "Alpaca": ({"instruction": "one?", "input": "", "output": "two"}, {"messages": CHAT}),
     "Alpaca with everything": (
         {"instruction": "add", "input": "1 1", "output": "two", "system": "be brief", "history": [["one?", "two"]]},
         {"messages": (SYSTEM, *CHAT, {"role": "user", "content": "add\n1 1"}, ANSWER)},
@@ -117,10 +96,6 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pair of answers": (
         {"prompt": "one? ", "chosen": list(CHAT), "rejected": [USER, WORSE]},
         {"chosen": CHAT, "rejected": (USER, WORSE)},
-    ),
-    "pair with a prompt that both hold, as a list": (
-        {"prompt": [USER], "chosen": [SYSTEM, *CHAT], "rejected": [SYSTEM, USER, WORSE]},
-        {"chosen": (SYSTEM, *CHAT), "rejected": (SYSTEM, USER, WORSE)},
     ),
     "pair of answers after a text": (
         {"prompt": "one?", "chosen": [ANSWER], "rejected": [WORSE]},
@@ -191,48 +166,9 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "loss_weights": (0.0, 1.0, 0.0, 0.0),
         },
     ),
-    "a function call of OpenAI's earlier form": (
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
-            ]
-        },
-        {
-            "messages": (
-                USER,
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
-                },
-            )
-        },
-    ),
     "the id of a flat call": (
         {"messages": [USER, {"role": "assistant", "tool_calls": [CALL | {"id": "c1"}]}]},
         {"messages": (USER, {"role": "assistant", "tool_calls": [WRAPPED_CALL | {"id": "c1"}]})},
-    ),
-    "a prompt with parallel calls": (
-        {
-            "prompt": [
-                USER,
-                {"role": "tool_call", "content": json.dumps(CALL)},
-                {"role": "tool_call", "content": json.dumps(CALL)},
-            ],
-            "completion": [{"role": "tool_call", "content": json.dumps(CALL)}],
-        },
-        {
-            "messages": (
-                USER,
-                {"role": "assistant", "tool_calls": [WRAPPED_CALL] * 2},
-                {"role": "assistant", "tool_calls": [WRAPPED_CALL]},
-            ),
-            "prompt_messages": 2,
-        },
-    ),
-    "an empty answer that is not learned": (
-        {"messages": [USER, ANSWER | {"content": "", "loss": False}, USER, ANSWER]},
-        {"messages": (USER, ANSWER | {"content": ""}, USER, ANSWER), "loss_weights": (0.0, 0.0, 0.0, 1.0)},
     ),
     "an empty answer with thoughts": (
         {"messages": [USER, ANSWER | {"content": "", "thinking": "hm"}]},

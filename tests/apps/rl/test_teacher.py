@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import threading
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ import torch
 from apps.rl.test_learn import recorded
 from megascend.apps.rl import teacher as teacher_module
 from megascend.apps.rl.learn import learn
-from megascend.apps.rl.rollout.engines.local import LocalEngine, ModelProcess
+from megascend.apps.rl.rollout.engines.local import LocalEngine
 from megascend.apps.rl.teacher import Teacher, TeacherScores, TrainerTeacher, check_teacher
 from megascend.apps.rl.train import train_rl
 from megascend.apps.rl.trial import describe_teacher
@@ -356,50 +353,6 @@ def test_last_step_is_saved_if_the_teacher_fails_or_a_signal_comes_while_it_is_l
     assert in_a_fork("interrupted", "auto").steps == 4
     in_a_fork("uninterrupted")
     assert rows("interrupted") == rows("uninterrupted")
-
-
-@pytest.mark.nightly
-def test_killed_teacher_is_started_again_and_a_server_has_its_time_to_return(
-    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Unreachable(LocalEngine):
-        """Stands for a server that is away for some requests."""
-
-        away = 0
-
-        async def logprobs(self, *arguments: Any, **options: Any) -> list[float]:
-            self.away -= 1
-            if self.away >= 0:
-                raise EngineLostError("http://host:1: connection refused")
-            return await super().logprobs(*arguments, **options)
-
-    monkeypatch.setattr(teacher_module, "RETRY_S", 0.05)
-    backend: Any = SimpleNamespace(
-        from_rank_0=lambda make: make(),
-        any_rank=lambda *flags: list(flags),
-        groups=SimpleNamespace(timeout_s=60.0, monitor=SimpleNamespace(phase=lambda name: nullcontext())),
-    )
-    engine = Unreachable(models[1], name="the teacher")
-    teacher = Teacher(backend, TeacherSettings(model=models[1]), engine, 1, lost_s=240.0)
-    try:
-        teacher.check()
-        before = teacher.scores(recorded()).logprobs
-        process = cast("ModelProcess", engine._host).process
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        engine.away = 3
-        with caplog.at_level(logging.WARNING, "megascend"):
-            after = teacher.scores(recorded()).logprobs
-        assert len(before) == len(after) == len(TRAJECTORIES)
-        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-        assert "the teacher is asked again for up to 240 s (rollout.engines_lost_s)" in caplog.text
-        engine.away, teacher._lost_s = 10**6, 0.2
-        with pytest.raises(
-            EngineLostError, match=r"has not answered for 0.2 s \(rollout.engines_lost_s\): http://host:1"
-        ):
-            teacher.scores(recorded())
-    finally:
-        teacher.close()
 
 
 def test_trainer_teacher_scores_the_distribution_that_was_sampled(models: tuple[Path, Path]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -57,20 +56,6 @@ def test_job_has_the_sizes_of_the_model(tmp_path, triton):
     )
     assert Path(job.done_file).parent == triton
     assert Job.parse(job.to_text()) == job
-
-
-def test_job_depends_on_settings(tmp_path):
-    full = job_of(plan(tmp_path))
-    assert full.attention is not None
-    assert full.gated is not None
-    lora = job_of(plan(tmp_path, settings={"lora": {"rank": 4}, "precision": "fp32"}))
-    assert lora.attention == replace(full.attention, trained=False)
-    assert lora.dtype == "float32"
-    assert job_of(plan(tmp_path, settings={"batching": {"packing": False}})).packed == (False,)
-    divided = job_of(plan(tmp_path, settings={"parallel": {"tensor": 2}}))
-    assert divided.attention == replace(full.attention, groups=full.attention.groups // 2)
-    assert (divided.gated, divided.vocabulary) == (full.gated // 2, -(-full.vocabulary // 2))
-    assert len({full.done_file, lora.done_file, divided.done_file}) == 3
 
 
 @pytest.mark.parametrize(

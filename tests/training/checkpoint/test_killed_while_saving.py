@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import random
 import shutil
 import signal
 import sys
 import threading
-import time
 
-import psutil
 import pytest
 from small_runs import exact_state, make_backend, train
 
-from megascend.apps.train.event_log import EventLog
-from megascend.apps.train.resume import load_first_good
-from megascend.errors import CheckpointError, MegascendError
+from megascend.errors import CheckpointError
 from megascend.runtime.io import atomic
 from megascend.testing import run_distributed
 from megascend.training.checkpoint import manifest
@@ -169,14 +164,6 @@ def test_every_kill_point_of_an_overwrite_leaves_a_checkpoint(checkpoint, tmp_pa
     assert ("exchange" in names, old_only) == (True, 0 if exchange else 1)
 
 
-def has_ended(pid):
-    """Check that no process, or only a zombie, has this id."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def can_exchange(folder):
     first, second = folder / "one", folder / "other"
     first.mkdir()
@@ -189,41 +176,6 @@ def can_exchange(folder):
 
 
 # --- real kills ---
-
-
-def run_on(checkpoint, output, until=10**6, dies=None, wait_for=None):
-    """Resume from the newest checkpoint and save every step; return (resumed step, final state or error message).
-
-    Args:
-        dies: (rank, n): that rank kills itself before its n-th call of :data:`CALLS`.
-    """
-    backend = make_backend(checkpoint, timeout_s=20)
-    retention = Retention(output / "checkpoints", keep_last=2)
-    candidates = tuple(retention.candidates())
-    if candidates:
-        load_first_good(backend, candidates, EventLog(output, backend.groups.launch))
-        assert retention.path(backend.step_count) == candidates[0]
-    resumed = backend.step_count
-    if dies is not None and backend.rank == dies[0]:
-        count = [0]
-
-        def kill(name):
-            count[0] += 1
-            if count[0] == dies[1]:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        before_every_call(kill)
-    try:
-        while backend.step_count < until:
-            train(backend)
-            backend.save(retention.path(backend.step_count), after=retention.committed)
-            if wait_for is not None and backend.step_count == resumed + 2:  # the first is complete
-                wait_for.write_text("running")
-    except MegascendError as error:
-        return resumed, str(error)
-    state = exact_state(backend)
-    backend.close()
-    return resumed, state
 
 
 def killed(body, when=None):
@@ -246,59 +198,3 @@ def killed(body, when=None):
         os.waitpid(child, 0)
         raise
     assert status == -signal.SIGKILL
-
-
-def reached(output):
-    """Return the step that the next run resumes from, 0 without a checkpoint; every visible checkpoint must be complete.
-
-    The newest step is not ``latest`` yet if the kill fell between the two renames.
-    """
-    retention = Retention(output / "checkpoints")
-    assert all(is_complete(path) for path in retention.candidates())
-    steps, latest = retention.steps(), retention.latest()
-    assert latest in steps[-2:] if latest is not None else len(steps) <= 1
-    return latest or max(steps, default=0)
-
-
-def finished_equally(checkpoint, tmp_path, world):
-    """Check that the repeatedly killed run ends in the state of an uninterrupted one."""
-    output = tmp_path / "run"
-    until = reached(output) + 3
-    ends = run_distributed(run_on, world, checkpoint, output, until, init=False, timeout_s=180)
-    expected_ends = run_distributed(run_on, world, checkpoint, tmp_path / "whole", until, init=False, timeout_s=180)
-    for (resumed_step, end), (fresh_start, expected) in zip(ends, expected_ends, strict=True):
-        assert (resumed_step, fresh_start) == (until - 3, 0)
-        assert end == expected
-    events = (output / "events.jsonl").read_text()
-    assert '"refused"' not in events
-    names = {path.name for path in (output / "checkpoints").iterdir()}
-    assert names == {"latest", f"step-{until:08d}", f"step-{until - 1:08d}"}
-
-
-def wait_until(condition, seconds=120):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
-@pytest.mark.nightly
-def test_both_ranks_killed_at_random_times_resume_to_the_same_state(checkpoint, tmp_path):
-    output, draw = tmp_path / "run", random.Random(1)
-    for number in range(4):
-        pids = tmp_path / f"pids-{number}"
-        pids.mkdir()
-
-        def work(pids=pids):
-            (pids / str(os.getpid())).touch()
-            run_on(checkpoint, output, wait_for=pids / "running")
-
-        def when(pids=pids):
-            wait_until((pids / "running").exists)
-            time.sleep(draw.uniform(0.0, 0.2))
-
-        killed(lambda work=work: run_distributed(work, 2, init=False, timeout_s=180), when)
-        for pid in [path.name for path in pids.iterdir() if path.name.isdigit()]:
-            wait_until(lambda pid=pid: has_ended(int(pid)))
-        reached(output)
-    finished_equally(checkpoint, tmp_path, 2)

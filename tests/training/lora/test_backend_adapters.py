@@ -304,36 +304,6 @@ def test_settings_of_a_step_replacement_and_the_queues_log_probabilities(dense, 
     run_distributed(on_rank, 2, init=False)
 
 
-def test_tenants_on_one_data_parallel_rank_only(parity_folder):
-    """Also use ranks without any sample, and many more micro batches on one rank than on the other."""
-    checkpoint = case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
-    global_batch = samples_of(["a", "b"])
-    samples_a, samples_b = ([s for s in global_batch if s.adapter == name] for name in "ab")
-    splits = [
-        [global_batch, []],
-        [[], global_batch],
-        [samples_a, samples_b],
-        [samples_b[:1], samples_a + samples_b[1:]],
-    ]
-
-    def on_rank(split, parallel):
-        backend = make_backend(checkpoint, parallel, batching=Batching(micro_batch_tokens=16))
-        backend.add_adapter("a", Lora(rank=3, seed=1))
-        backend.add_adapter("b", Lora(rank=8, seed=2))
-        rows = []
-        for _ in range(2):
-            result = backend.forward_backward(split[backend.rank])
-            outcome = backend.optimizer_step().adapters
-            rows.append({name: (result.adapters[name].loss, outcome[name].grad_norm) for name in "ab"})
-        return rows
-
-    expected = run_distributed(on_rank, 1, [global_batch], Parallel(), init=False)[0]
-    for split in splits:
-        for rows in run_distributed(on_rank, 2, split, Parallel(expert=2), init=False):
-            for name in "ab":
-                assert_close(only(rows, name), only(expected, name), 2e-5)
-
-
 @pytest.mark.parametrize(
     ("limits", "targets"),
     [
