@@ -22,7 +22,6 @@ FSDP: Outcomes = {
     "lfm2": (HYBRID, "right"),
     "phimoe": ("has a sliding window of", "has a sliding window of"),
     "inkling_text": (HYBRID, "position_bias"),
-    "qwen3_next": ("right", "right"),
     "zamba2": ("shares model.layers.", "shares model.layers."),
     "deepseek_v32": ("right", "right"),
     "deepseek_v4": ("eager attention only", "eager attention only"),
@@ -33,15 +32,11 @@ SINGLE = {
     "deepseek_v4": "right",
     "dory": "more than the product",
     "falcon": "right",
-    "granite": "right",
-    "inkling_text": "right",
     "llama, longrope": "right",
     "phimoe, longrope": "right",
-    "qwen3_next": "right",
-    "sarvam_moe": "right",
     "zamba2": "right",
 }
-"""Among them attention classes of its own, a scale of 1, weights stored in another order, and layers that share parameters."""
+"""Among them attention classes of its own and layers that share parameters."""
 RECURRENT_COUNT = 30
 """Architectures with recurrent layers in transformers 5.24, about."""
 MULTIMODAL = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")

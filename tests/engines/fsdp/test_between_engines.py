@@ -55,7 +55,7 @@ TP2_EP2 = Parallel(tensor=2, expert=2, expert_tensor=1)
 PAIRS = [
     Pair(
         *("tied MoE, TP2 EP2 and DP2", "qwen3_moe", 2, TP2_EP2, {"ranks": 2}, TIED | {"num_hidden_layers": 2}),
-        steps=6,
+        steps=4,
     ),
 ]
 MORE = [

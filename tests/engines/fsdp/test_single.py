@@ -31,7 +31,6 @@ def test_trajectories_equal_hugging_faces(parity_folder: Path, tmp_path: Path) -
         (tied, {}, 2e-5, 1e-4),
         (experts, {}, 1e-5, 1e-4),
         (dense, {"precision": "bf16"}, *in_16_bits),
-        (dense, {"precision": "fp16"}, 1e-2, 0.1),
         (dense, {"recompute": Recompute(granularity="full")}, 1e-5, 1e-4),
         (experts, ROUTED, 5e-5, 3e-4),
     ]
@@ -49,7 +48,7 @@ def test_trajectories_equal_hugging_faces(parity_folder: Path, tmp_path: Path) -
 @pytest.mark.core
 def test_a_run_resumes_to_the_bit(parity_folder: Path, tmp_path: Path) -> None:
     checkpoint = str(case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2))
-    precisions = ("fp32", "bf16", "fp16")
+    precisions = ("fp32", "fp16")
     jobs = [("resumed", (checkpoint, str(tmp_path / name), 1), SINGLE | {"precision": name}) for name in precisions]
     for results in in_process(tmp_path, *jobs):
         assert results["same"] == (True,) * 4

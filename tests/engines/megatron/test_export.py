@@ -102,6 +102,8 @@ def relative_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]
     return largest_difference(actual, expected) / max(float(entry.abs().max()) for entry in expected)
 
 
+# covered: TP2 x PP2, MoE EP2; test_named_weights.py has the same layouts
+@pytest.mark.nightly_cases("PP2 x VPP2", "MoE TP2 (ETP2)")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_exported_models_give_the_same_logits_in_transformers(parity_folder, tmp_path, name):
     layout = LAYOUTS[name]
