@@ -120,6 +120,17 @@ def test_request_is_accepted_once_within_the_window() -> None:
     assert "-31.0 s ago" in refused(verifier, "POST", "/x", header(clock=Clock(clock.now + 31)))
 
 
+def test_expired_nonces_are_refused_after_the_clock_is_set_back() -> None:
+    clock = Clock()
+    verifier = bound(KEY, window_s=30, clock=clock)
+    signed = header(clock=clock)
+    verifier.check("POST", "/x", signed, b"")
+    clock.now += 100
+    verifier.check("POST", "/x", header(clock=clock), b"")  # forgets the first one
+    clock.now -= 100
+    assert "set back" in refused(verifier, "POST", "/x", signed)
+
+
 def test_request_counts_at_one_server_until_it_restarts() -> None:
     """Refuse a request at the job's other servers, and at a server in whose place it was sent; neither uses up its nonce."""
     here, elsewhere, restarted = Verifier(KEY), Verifier(KEY), Verifier(KEY)

@@ -15,6 +15,7 @@ from wire_members import cross_messages, run_members
 
 from weightwire.errors import (
     BaseError,
+    CommitError,
     DigestError,
     ManifestError,
     PeerLostError,
@@ -453,12 +454,34 @@ def commit_all(trainer: ShardedTrainer, engines: list[ExchangingEngine], version
     engines[0].receiver.settle(seal.update)
 
 
+def assert_next_is_complete(trainer: ShardedTrainer, engines: list[ExchangingEngine], base: int, version: int) -> None:
+    """Check that no worker has a base, and that a complete update is one again."""
+    for offer, engine in zip(trainer.offers(Manifest(version, SPECS, 256), NEW, base=base), engines, strict=True):
+        with pytest.raises(BaseError, match="nothing is kept"):
+            engine.receiver.open(offer)
+    commit_all(trainer, engines, version, NEW)
+    commit_all(trainer, engines, version + 1, stepped(NEW, 1), version)
+
+
 def test_memory_of_an_exchange_is_the_base_of_differences(exchanging):
     trainer, engines = exchanging
     weights = OLD
     for version in range(2, 8):
         weights = stepped(weights, version)
         commit_all(trainer, engines, version, weights, version - 1 if version != 5 else None)
+
+
+def test_exchange_that_fails_on_one_worker_leaves_no_base(exchanging):
+    trainer, engines = exchanging
+    seal = trainer.push(2, stepped(OLD, 2), base=1)
+    engines[0].commit(seal.update)
+    with pytest.raises(CommitError, match="the device"):
+        engines[1].commit(seal.update, fail="load")
+    for engine in engines:
+        engine.receiver.revert(seal.update, "worker 1 failed")
+        engine.receiver.drop(seal.update)
+    assert all(engine.holds(OLD) for engine in engines)
+    assert_next_is_complete(trainer, engines, 1, 3)
 
 
 def test_memory_is_filled_again_while_the_engine_generates(exchanging):
@@ -479,6 +502,20 @@ def test_memory_is_filled_again_while_the_engine_generates(exchanging):
     assert not pushing.is_alive()
     assert states == [2]
     assert all(engine.receiver.version() == 3 and engine.holds(stepped(new, 3)) for engine in engines)
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_memory_that_cannot_be_filled_again_is_no_base(exchanging, settled):
+    trainer, engines = exchanging
+    new = stepped(OLD, 2)
+    seal = trainer.push(2, new, base=1)
+    for engine in engines:
+        engine.commit(seal.update, fail="refill")
+        if settled:
+            engine.receiver.settle(seal.update)
+    # The commit has succeeded all the same.
+    assert all(engine.holds(new) and engine.receiver.version() == 2 for engine in engines)
+    assert_next_is_complete(trainer, engines, 2, 3)
 
 
 # --- attacks ---
@@ -529,6 +566,16 @@ def test_an_exchange_follows_no_transfer_that_was_cut_at_any_message(exchanging,
         version += 1
         commit_all(trainer, engines, version, OLD)
     commit_all(trainer, engines, version + 1, new, version)
+
+
+def test_a_version_that_was_forgotten_is_no_base(exchanging):
+    """Forget before the commit was settled, as an engine that another trainer takes over."""
+    trainer, engines = exchanging
+    seal = trainer.push(2, stepped(OLD, 2), base=1)
+    for engine in engines:
+        engine.commit(seal.update)
+        engine.receiver.forget("model")
+    assert_next_is_complete(trainer, engines, 2, 3)
 
 
 def test_changes_after_complete_weights_from_rank_0_are_refused(exchanging):

@@ -18,6 +18,7 @@ from megascend.apps.cli.random_checkpoint import byte_tokenizer
 from megascend.apps.data.columns import parse_record
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.samples import Encoder, SampleLimits
+from megascend.apps.rl.rollout.advantages import ESTIMATORS, advantages
 from megascend.apps.rl.rollout.prompts import parse_prompt, prompt_tokens, read_prompts
 from megascend.apps.rl.rollout.rewards import checked, load_reward, reward_name
 from megascend.errors import ConfigError, DataError
@@ -101,6 +102,30 @@ def test_non_finite_reward_raises_with_value_function_and_response(value: object
     message = r"test_rewards_and_prompts.py:test_non_finite_.*grade returned .*, not a finite number.*; the response was 'abc'"
     with pytest.raises(DataError, match=f"(?s){message}"):
         checked(grade, "abc", {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value", [1e308, -1e308, 1.1e18, 10**30, Decimal("1e300"), torch.tensor(3e38)], ids=lambda value: f"{value!r:.24}"
+)
+def test_a_reward_whose_advantage_would_overflow_raises(value: object) -> None:
+    with pytest.raises(DataError, match=r"returned .*, beyond 1e\+18, so that its advantage would overflow: scale it"):
+        checked(lambda response, example: value, "abc", {})  # type: ignore[arg-type, return-value]
+    for estimator in ESTIMATORS:
+        with pytest.raises(DataError, match=r"response 1 is .*; beyond 1e\+18"):
+            advantages([[0.0, float(value)]], estimator)  # type: ignore[arg-type]
+        (values,) = advantages([[1e18, -1e18, 0.0]], estimator)
+        assert all(abs(advantage) < 3e38 for advantage in values)
+
+
+def test_mapping_without_reward_raises_with_its_names() -> None:
+    """A sum of all values, as it might be expected, would count an accuracy twice."""
+    message = (
+        "returned a mapping without 'reward', the number that is learned from; its names: score, acc; the response was"
+    )
+    with pytest.raises(DataError, match=message):
+        checked(lambda response, example: {"score": 1.0, "acc": 1.0}, "abc", {})
+    with pytest.raises(DataError, match="returned 'no' as 'exact', not a finite number"):
+        checked(lambda response, example: {"reward": 1.0, "exact": "no"}, "abc", {})  # type: ignore[dict-item, return-value]
 
 
 def test_reward_exception_is_reported_with_function_and_response(code: Path) -> None:
