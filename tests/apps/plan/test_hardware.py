@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from apps.plan.devices import BYTES, PEAK, RATE, flat
-from megascend.apps.plan.calibrate import TOY, Device, calibrate, compact
 from megascend.apps.plan.hardware import (
     BACKWARD_ATTENTION,
     UNDER_LOAD,
@@ -17,7 +16,6 @@ from megascend.apps.plan.hardware import (
     Table,
     calibrated,
     load,
-    names,
 )
 from megascend.errors import ConfigError
 
@@ -28,10 +26,6 @@ def test_table_interpolates_between_logarithms() -> None:
     assert table(2, 1) == pytest.approx(0.3)  # half way between 1 and 4
     assert table(2, 4) == pytest.approx(0.5)
     assert table(100, 0.1) == 0.4  # outside the grid its border holds
-
-
-def test_hole_of_a_grid_takes_the_nearest_value() -> None:
-    assert Table({(1, 1): 0.2, (4, 1): 0.4, (1, 16): 0.6})(4, 16) == 0.6
 
 
 @pytest.mark.parametrize("first", [(4, 1), (16, 1)])
@@ -80,20 +74,6 @@ def test_collectives_by_hand(kind: str, ranks: list[int], seconds: float) -> Non
     assert flat().collective(kind, 1e9, ranks) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("name", names())
-def test_described_devices_are_plausible(name: str) -> None:
-    device = load(name)
-    share = 2 * 8192 * 4096 * 4096 / device.product(8192, 4096, 4096, "forward") / device.peak
-    assert 0.4 < share < 0.95
-    assert device.sources
-    assert device.node.bytes_per_s > device.network.bytes_per_s
-    assert device.measured == (device.warning is None)
-
-
-def test_h100_and_h200_are_measured() -> None:
-    assert [name for name in names() if load(name).measured] == ["h100", "h200"]
-
-
 @pytest.mark.parametrize("name", ["h100", "h200"])
 def test_measured_large_products_are_those_of_the_calibration(name: str) -> None:
     # NAME-measured.json: 8192 x 2048 x 6144, and the sustained rate that the program saw at its end.
@@ -108,22 +88,6 @@ def test_measured_large_products_are_those_of_the_calibration(name: str) -> None
 def test_unknown_device_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"--device h101: no device of this name is described; known: .*h100"):
         load("h101")
-
-
-def test_calibration_of_toy_sizes_is_refused(tmp_path: Path) -> None:
-    content = calibrate(Device("cpu", 2**16), TOY) | {"toy": True}
-    assert content["missing"] == []
-    path = tmp_path / "cpu.json"
-    path.write_text(compact(content))
-    assert json.loads(path.read_text()) == json.loads(json.dumps(content))
-    with pytest.raises(ConfigError, match="measured on a CPU"):
-        calibrated(load("h100"), path)
-    path.write_text(compact(content | {"toy": False, "grouped": []}))
-    with pytest.raises(ConfigError, match="lacks grouped"):
-        calibrated(load("h100"), path)
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        calibrated(load("h100"), path)
 
 
 def test_calibration_replaces_the_measurements(tmp_path: Path) -> None:

@@ -33,25 +33,6 @@ def test_interleaving_divides_the_bubble_by_the_chunks(stages: int, chunks: int,
     assert seconds == pytest.approx(3.0 * micro_batches + (stages - 1) * 3.0 / chunks)
 
 
-def test_slowest_stage_sets_the_pace() -> None:
-    slow = Durations((2.0,), (4.0,))
-    # The last stage has a forward pass before it, and the first one's backward pass after it.
-    assert step_seconds([UNIT, slow], 10, 0.0, overlaps=False) == pytest.approx(1.0 + 10 * 6.0 + 2.0)
-
-
-def test_transfers_delay_each_hop() -> None:
-    seconds = step_seconds([UNIT] * 2, 1, 0.25, overlaps=True)
-    assert seconds == pytest.approx(1.0 + 0.25 + 1.0 + 2.0 + 0.25 + 2.0)
-
-
-@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (3, 1), (4, 2)])
-def test_few_rounds_tell_the_time_of_many(stages: int, chunks: int) -> None:
-    durations = [Durations((1.0 + 0.3 * stage,) * chunks, (2.0 + 0.1 * stage,) * chunks) for stage in range(stages)]
-    for micro_batches in (20 * stages, 20 * stages + (1 if chunks == 1 else 0)):
-        simulated = simulate(durations, micro_batches, 0.1, overlaps=chunks > 1)[-1].end
-        assert step_seconds(durations, micro_batches, 0.1, overlaps=chunks > 1) == pytest.approx(simulated)
-
-
 @pytest.mark.parametrize(
     ("stages", "chunks", "micro_batches"), [(2, 1, 1), (3, 1, 7), (5, 1, 3), (2, 3, 4), (4, 2, 4), (4, 3, 16)]
 )

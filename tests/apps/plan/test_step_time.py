@@ -9,7 +9,7 @@ import pytest
 
 from apps.plan.devices import BYTES, RATE, flat, without_traffic
 from megascend.apps.plan.hardware import BACKWARD_ATTENTION
-from megascend.apps.plan.layers import ALL_LAYERS, BF16, Cost, Execution
+from megascend.apps.plan.layers import ALL_LAYERS, BF16, Cost
 from megascend.apps.plan.step import ADAM_BYTES, HOST_BYTES_PER_S, StepTime, StepWork, step_time
 from megascend.config import Parallel, Recompute
 from megascend.models.memory.parameters import StageParameters
@@ -98,38 +98,6 @@ def test_adapters_add_two_products_forward_and_four_backward() -> None:
     assert products(adapted) - products(plain) == pytest.approx(6 * LENGTH * LAYERS * elements / RATE)
 
 
-def test_norms_and_activation_move_their_bytes() -> None:
-    device = flat()
-    layer = Cost(DENSE, topology(), device, LENGTH, LENGTH).layer(0)
-    hidden = BF16 * LENGTH * H
-    # Two norms read and write; two additions read two and write one.
-    assert layer.forward["layernorm"]["element-wise"] == pytest.approx(4 * hidden / BYTES)
-    assert layer.forward["mlp"]["element-wise"] == pytest.approx(3 * BF16 * LENGTH * FFN / BYTES)
-
-
-def test_tensor_parallel_ranks_divide_products_and_gather_twice_a_block() -> None:
-    device = without_traffic(flat())
-    single, pair = (Cost(DENSE, topology(size, tensor=size), device, LENGTH, LENGTH).layer(0) for size in (1, 2))
-    for part in ("products", "attention"):
-        assert pair.forward_costs[part] == pytest.approx(single.forward_costs[part] / 2)
-        assert pair.backward[part] == pytest.approx(single.backward[part] / 2)
-    # Forward: a gather and a scatter around attention, and around the MLP.
-    collective = device.collective("all_gather", BF16 * LENGTH * H, [0, 1])
-    assert pair.forward_costs["tensor parallel"] == pytest.approx(4 * collective)
-
-
-def test_collectives_in_pieces_hide_beside_products() -> None:
-    device = without_traffic(flat())
-    layout = topology(4, tensor=4)
-    exposed, hidden = (
-        Cost(DENSE, layout, device, LENGTH, LENGTH, execution=Execution(tensor_overlap=overlap)).layer(0)
-        for overlap in (False, True)
-    )
-    assert hidden.forward_costs["tensor parallel"] < exposed.forward_costs["tensor parallel"]
-    # The first or the last piece of four is never hidden.
-    assert hidden.forward_costs["tensor parallel"] >= exposed.forward_costs["tensor parallel"] / 4 * 0.999
-
-
 def test_experts_multiply_the_rows_that_arrive() -> None:
     device = without_traffic(flat())
     single = Cost(EXPERTS, topology(1, 16), device, LENGTH, LENGTH).layer(0)
@@ -141,26 +109,6 @@ def test_experts_multiply_the_rows_that_arrive() -> None:
     exchange = device.collective("all_to_all", BF16 * rows * H, [0, 1, 2, 3])
     assert four.forward["moe"]["expert parallel"] == pytest.approx(2 * exchange)
     assert four.backward["expert parallel"] == pytest.approx(2 * exchange)
-
-
-def test_tokens_that_cross_nodes_once_send_less() -> None:
-    device = without_traffic(flat())
-    layout = topology(16, 16, expert=16)
-    repeated, once = (
-        Cost(EXPERTS, layout, device, LENGTH, LENGTH, execution=Execution(node_copies=copies)).layer(0)
-        for copies in (None, 2)
-    )
-    assert once.forward["moe"]["expert parallel"] < 0.7 * repeated.forward["moe"]["expert parallel"]
-
-
-def test_ring_attention_hides_messages_behind_computation() -> None:
-    slow, fast = (
-        Cost(DENSE, topology(8, context=8), device, 8 * LENGTH, 8 * LENGTH).layer(0)
-        for device in (without_traffic(flat(network=1e9)), without_traffic(flat(network=1e12)))
-    )
-    assert fast.forward_costs["attention"] == pytest.approx(LENGTH * 2 * 8 * LENGTH * HEADS * WIDTH / RATE)
-    assert fast.forward_costs["context parallel"] == 0.0
-    assert slow.forward_costs["context parallel"] > 0.0
 
 
 def test_window_limits_attention() -> None:
@@ -187,41 +135,3 @@ def test_update_moves_the_share_of_the_optimizer_and_reduces_gradients() -> None
     )
     assert hidden.parts["gradient reduction"] < time.parts["gradient reduction"]
     assert hidden.parts["gradient reduction"] >= time.parts["gradient reduction"] / 8 * 0.999
-
-
-def test_host_that_launches_slowly_is_the_limit() -> None:
-    quick, slow, captured = (
-        step_time(DENSE, topology(), parameters(), StepWork(64, 64, 1, execution=execution), flat(launch_s=launch))
-        for launch, execution in (
-            (0.0, Execution()),
-            (1e-4, Execution()),
-            (1e-4, Execution(captured=True)),
-        )
-    )
-    kernels = LAYERS * 55 + 26 + 6  # layers, head, embedding
-    assert slow.seconds - slow.parts["step"] == pytest.approx(kernels * 1e-4, rel=0.01)
-    assert captured.seconds == pytest.approx(quick.seconds)
-
-
-def test_parts_are_the_step() -> None:
-    layout = topology(4, pipeline=4)
-    time = step_time(DENSE, layout, parameters(10**8, stages=4), StepWork(LENGTH, LENGTH, 8), flat(gap_s=1e-6))
-    assert sum(time.parts.values()) == pytest.approx(time.seconds)
-    assert sum(time.busy.values()) < time.bound <= time.seconds
-    assert time.spans()[-1].end <= time.seconds
-    # Three of four stages wait for the fourth, which has the head, too.
-    assert time.parts["pipeline bubble"] > 0
-
-
-def test_stage_with_most_layers_sets_the_pace() -> None:
-    work, device = StepWork(LENGTH, LENGTH, 8), without_traffic(flat())
-    even, uneven = (
-        step_time(DENSE, topology(2, pipeline=2, pipeline_layout=layout), parameters(stages=2), work, device)
-        for layout in (None, "Ettt|tL")
-    )
-    layer = LENGTH * 3 * (2 * LAYER_WEIGHTS + ATTENTION + (BACKWARD_ATTENTION - 2) * ATTENTION / 3) / RATE
-    (first, last), (longer, shorter) = ([stage.total for stage in time.durations] for time in (even, uneven))
-    assert longer - first == pytest.approx(last - shorter)
-    assert longer - first == pytest.approx(layer)
-    busy, even_busy = (sum(time.busy.values()) for time in (uneven, even))
-    assert busy - even_busy == pytest.approx(8 * (max(longer, shorter) - max(first, last)))

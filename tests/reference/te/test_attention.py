@@ -88,13 +88,6 @@ def test_dense_layouts(mask_type: str, window: tuple[int, int] | None, keep: Ten
     check(out, batched(leaves, [keep, keep]), leaves)
 
 
-@pytest.mark.parametrize(("mask_type", "shift"), [("causal", 0), ("causal_bottom_right", 4)])
-def test_fewer_queries_than_keys(mask_type: str, shift: int) -> None:
-    leaves = qkv(5, 1, kv_lead=(9, 1))
-    out = attention(attn_mask_type=mask_type)(*leaves)
-    check(out, batched(leaves, [causal(5, 9, shift=shift)]), leaves)
-
-
 @pytest.mark.parametrize("mask_type", ["padding", "padding_causal"])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_masks(mask_type: str, side: str) -> None:
@@ -145,12 +138,6 @@ def test_packed_sequences_do_not_attend_to_each_other(window: tuple[int, int] | 
     check(out, packed_reference(leaves, [0, 5, 6], [5, 1, 7], keeps), leaves)
 
 
-def test_packed_without_causality() -> None:
-    leaves, totals = qkv(9), torch.tensor([0, 4, 9], dtype=torch.int32)
-    out = attention()(*leaves, qkv_format="thd", cu_seqlens_q=totals, cu_seqlens_kv=totals, attn_mask_type="padding")
-    check(out, packed_reference(leaves, [0, 4], [4, 5], [causal(4, right=-1), causal(5, right=-1)]), leaves)
-
-
 def test_packed_with_padding_between() -> None:
     leaves = qkv(16)
     real, padded = torch.tensor([0, 3, 8]), torch.tensor([0, 6, 14])
@@ -172,13 +159,6 @@ def test_softmax_of_bf16_is_wide() -> None:
     expected = batched(leaves, [causal(64)])
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), expected, rtol=8e-3, atol=8e-3)
-
-
-def test_softmax_scale() -> None:
-    query, key, value = qkv(6, 1)
-    out = attention(softmax_scale=0.25)(query, key, value)
-    rescaled = batched([query * 0.25 * math.sqrt(DIM), key, value], [causal(6)])
-    torch.testing.assert_close(out, rescaled, rtol=1e-5, atol=2e-6)
 
 
 def test_dropout_only_in_training_and_unbiased() -> None:
