@@ -53,6 +53,10 @@ def test_schedule_ends_with_the_run_and_excess_steps_are_reported(tmp_path):
         8,
         300,
     ]
+    thrice = load(tmp_path, "", "epochs=3")
+    assert thrice.for_samples(800).last_step(800) is None
+    text = "epochs: 3 over 60 samples are 23 steps of 8; the last one takes 4 from a further pass"
+    assert thrice.for_samples(60).last_step(60) == text
     [remark] = load(tmp_path, cosine, "steps=150").for_samples(8).schedule_remarks()
     assert "steps: 150 goes beyond schedule.total_steps: 100: the last 50 steps have the learning rate" in remark
     without_end = load(tmp_path, "schedule: {kind: cosine, warmup_steps: 5}\n", "steps=150").for_samples(8)

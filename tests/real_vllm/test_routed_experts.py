@@ -254,7 +254,7 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
             engine, objective = server.engine(), Objective()
             collector = RolloutCollector([engine], Prompts(), RolloutBuffer(len(PROMPTS), 0, in_order=True), task)
             with WeightSync(backend, [engine], bucket_bytes=50_000) as sync:
-                offset = 1 + max(collector.engine_versions())
+                offset = 1 + collector.run(engine.version())
                 sync.push(offset)
                 collector.updated(offset)
                 collector.start(0, offset)

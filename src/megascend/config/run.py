@@ -292,7 +292,7 @@ class RunConfig(TrainerConfig):
         100, description="optimizer steps; 0: as many as epochs take"
     )
     epochs: Annotated[float | None, Also("num_train_epochs", "num_epochs")] = Field(
-        None, gt=0, description="passes over the data, in place of steps"
+        None, gt=0, description="passes over the data, in place of steps; the last step is filled from a further one"
     )
     data: Data = Field(description="training data")
     validation: Validation | None = Field(
@@ -462,6 +462,15 @@ class RunConfig(TrainerConfig):
         # In decimals: 0.07 * 100 is 7.000000000000001, of which the ceiling would be 8.
         steps = max(1, math.ceil(Fraction(str(self.epochs)) * samples / self.data.global_batch_size))
         return self.ending_with(steps).model_copy(update={"steps": steps})
+
+    def last_step(self, samples: int) -> str | None:
+        """Describe how the last step of ``epochs`` over a number of samples is filled; None if it ends with a pass."""
+        if self.epochs is None:
+            return None
+        size = self.data.global_batch_size
+        further = int(self.steps * size - Fraction(str(self.epochs)) * samples)
+        length = f"epochs: {self.epochs:g} over {samples:,} samples are {self.steps:,} steps of {size}"
+        return f"{length}; the last one takes {further} from a further pass" if further else None
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

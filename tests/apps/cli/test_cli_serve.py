@@ -41,6 +41,9 @@ def test_server_survives_lost_output_and_stops_cleanly(number: signal.Signals, t
         assert server.stdout is not None
         address = re.search(r"at (http://\S+)", server.stdout.readline())
         assert address is not None
+        lines = [server.stdout.readline() for _ in range(4)]  # export, the demo's client, checkpoints, page
+        assert lines[2] == f"checkpoints: {tmp_path / 'checkpoints'}\n"
+        assert re.match(rf"status page: {address[1]}/#tml-\S+ ", lines[3])
         server.stdout.close()  # as `| head -1` does
         assert httpx.get(f"{address[1]}/api/v1/healthz", timeout=60).status_code == 200
         server.send_signal(number)

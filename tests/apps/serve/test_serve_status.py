@@ -8,6 +8,7 @@ import re
 from recording_backend import Served
 
 from megascend.apps.cli.serve import DEMO_CLIENT, demo_directory, demo_settings
+from megascend.apps.serve.activity import Activity
 from megascend.apps.serve.api.page import loss_curve
 from megascend.config.serve import load_serve_config
 from megascend.runtime.platforms.base import MemoryFigures
@@ -18,6 +19,22 @@ def status(system: Served, name: str | None = None):
     answer = system.client.get("/status", headers=headers)
     assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
     return answer.json()
+
+
+def test_terminal_shows_failures_at_once_and_progress_at_intervals(system, capsys) -> None:
+    activity, model = Activity(system.service), system.alice.model(rank=8)
+    system.tick(1)
+    system.alice.fetch(system.alice.forward_backward(model, 1, 10, weights=[1.0, 2.0]))  # two for one token
+    activity.report()
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"forward_backward {model} failed (user's fault): " in line
+    activity.report()
+    assert capsys.readouterr().err == ""
+    system.tick(7)
+    activity.report()
+    assert capsys.readouterr().err.endswith(" sessions 1, models 1, steps 0, waiting 0\n")
+    activity.report(last=True)
+    assert capsys.readouterr().err == ""  # nothing has changed
 
 
 def test_totals_have_no_names_and_tenants_see_only_their_models(system) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from megascend.models.memory.megatron import StageGroup, stage_groups
 from megascend.models.memory.parameters import LayerTensors, StageParameters, is_target, stages
 from megascend.models.memory.sizes import ModelSizes, Workload
 from megascend.runtime.topology.topology import Topology, format_pipeline_layout, plan
+from megascend.surroundings import announce
 
 MEMORY_SHARE = 0.92
 """Share of the device's memory that a layout or a trial may take: batches differ, and the allocator needs some for itself."""
@@ -37,6 +39,7 @@ SHORTEST_SLICE = 2048
 """Tokens of a sample that a context parallel rank should have at least; shorter slices only add communication."""
 MOST_MICRO_BATCH = 65536
 """Tokens of a micro batch on a rank, at most: products gain nothing beyond."""
+ANNOUNCED_EVERY_S = 3.0  # between two lines about the progress of a search
 LONGEST_PIPELINE = 64
 """Pipeline stages, at most."""
 UNEVEN_LAYERS = 2
@@ -214,10 +217,13 @@ def search(model: PlannedModel, request: PlanRequest, hardware: Hardware, best: 
     if longest is not None and request.length > longest:
         raise ConfigError(f"length: {request.length} is above the model's context of {longest} tokens")
     state = _Search(model, request, hardware, CostTable(model.sizes, hardware, model.windows))
-    legal = 0
+    legal, announced = 0, time.monotonic()
     for topology, parallel in layouts(model, request, hardware):
         legal += 1
         _evaluate(state, topology, parallel)
+        if time.monotonic() - announced > ANNOUNCED_EVERY_S:
+            announced = time.monotonic()
+            announce(f"{legal} layouts so far, {len(state.fitting):,} of {state.evaluations:,} variants fit")
     smallest = None if state.fitting else state.smallest
     return SearchResult(_fastest(state.fitting, best), state.evaluations, legal, len(state.fitting), smallest)
 

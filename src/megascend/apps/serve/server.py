@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.apps.serve.api import keys as api_keys
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from megascend.apps.data.images import ImageProcessor
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-log = logging.getLogger("megascend.apps.serve")
 
 
 def serve(
@@ -124,8 +124,9 @@ def base_model(settings: ServeConfig, backend: Any, image_processor: ImageProces
     """Describe the served model."""
     from megascend.models.checkpoint_files.files import read_config
 
-    path = settings.model.absolute()
-    names = tuple(name for name in (settings.name, str(path)) if name)
+    path = Path(os.path.abspath(settings.model))
+    # Clients may also write the path as it was given here.
+    names = tuple(dict.fromkeys(name for name in (settings.name, str(path), str(settings.model)) if name))
     config = read_config(settings.model)
     architecture = str((config.get("architectures") or [config.get("model_type", "unknown")])[0])
     projections = tuple(backend.engine.trainable.projections)
@@ -279,12 +280,17 @@ def serve_rank(values: str, keys: dict[str, str], new_key: str | None, client: s
         client: path of an example client program to print.
     """
     settings = ServeConfig.model_validate_json(values)
+    model, storage = os.path.abspath(settings.model), os.path.abspath(settings.storage)
 
     def ready(address: str) -> None:
-        print(f"serving {settings.name or settings.model.absolute()} at {address}", flush=True)
+        print(f"serving {settings.name or model} at {address}", flush=True)
         print(f"export TINKER_BASE_URL={address}" + (f" TINKER_API_KEY={new_key}" if new_key else ""), flush=True)
         if client is not None:
             print(f"python {client}", flush=True)
+        print(f"checkpoints: {storage}", flush=True)
+        # A browser keeps what follows # to itself; the page takes the key from there.
+        print(f"status page: {address}/{f'#{new_key}' if new_key else ''} (Ctrl-C stops the server)", flush=True)
 
     serve(settings, keys, ready)
-    log.info("stopped (pid %s)", os.getpid())
+    if os.environ.get("RANK", "0") == "0":
+        print("stopped", flush=True)

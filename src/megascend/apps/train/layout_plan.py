@@ -23,6 +23,7 @@ from megascend.models.checkpoint_files.files import read_config
 from megascend.models.checkpoint_files.hub import snapshot
 from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
 from megascend.runtime.topology.topology import Topology
+from megascend.surroundings import announce
 
 GAIN = 1.1
 """Factor by which a planned layout has to be faster than a run's before a dry run mentions it: twice the error of predictions for
@@ -129,6 +130,7 @@ def plan_layouts(
     info = inspect_checkpoint(checkpoint, config.head, config.mtp)
     check_lora(config, info)
     request = PlanRequest(cards, length, config.data.global_batch_size, config)
+    announce(f"searching the layouts of {cards} x {hardware.title}")
     plan = search(PlannedModel.from_checkpoint(info, read_config(checkpoint)), request, hardware, best=3 * best)
     layouts, refused, unchecked = checked(plan.candidates, checkpoint, info, best)
     return LayoutPlan(request, info, hardware, plan, layouts, refused, unchecked)
@@ -139,6 +141,7 @@ def plan_split(checkpoint: Path, config: RunConfig, cards: int, length: int, har
     info = inspect_checkpoint(checkpoint, config.head, config.mtp)
     check_lora(config, info)
     request = PlanRequest(cards, length, config.data.global_batch_size, config)
+    announce(f"searching the layouts of the trainer for each division of {cards} x {hardware.title}")
     divisions = splits(PlannedModel.from_checkpoint(info, read_config(checkpoint)), request, hardware)
     if not divisions:
         raise ConfigError(

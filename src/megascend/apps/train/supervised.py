@@ -28,6 +28,7 @@ from megascend.errors import EvaluationError
 from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.io.paths import make_directory
 from megascend.runtime.stop_signals import MeasurementStopped
+from megascend.surroundings import announce
 from megascend.training.batch.images import decode_together
 from megascend.training.batch.sample import Sample
 
@@ -90,8 +91,12 @@ class SupervisedData(RunData[RunConfig]):
             teacher = config.distillation.teacher
             check_teacher_model(config, teacher, "distillation.teacher", plan.info, tokenizer)
             check_context(teacher, "distillation.teacher", limits)
+        units = objective.units(samples.train)
+        config = config.for_samples(units)
+        if (last_step := config.last_step(units)) is not None:
+            announce(last_step)
         return cls(
-            config=config.for_samples(objective.units(samples.train)),
+            config=config,
             chat_template=chat_template,
             ends=samples.ends,
             resume=context.resume,

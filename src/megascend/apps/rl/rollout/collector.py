@@ -121,7 +121,7 @@ class RolloutCollector:
         """
         if not engines:
             raise ConfigError("rollouts need at least one engine")
-        self._engines, self._prompts, self._buffer, self._task = tuple(engines), prompts, buffer, task
+        self._prompts, self._buffer, self._task = prompts, buffer, task
         self._running: set[asyncio.Task[None]] = set()
         self._attempts: dict[int, Attempts] = {}  # by prompt number
         self._problem: BaseException | None = None
@@ -136,14 +136,6 @@ class RolloutCollector:
         self.run, self.call = self._thread.run, self._thread.call
 
     # --- the trainer's side ---
-
-    def engine_versions(self) -> list[int]:
-        """Return the version that each engine reports, by its own count."""
-
-        async def ask() -> list[int]:
-            return list(await asyncio.gather(*(engine.version() for engine in self._engines)))
-
-        return self.run(ask())
 
     def start(self, step: int, offset: int) -> None:
         """Send the first prompts. The trainer has completed ``step`` steps, and the engines have the weights after the last one.

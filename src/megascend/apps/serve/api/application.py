@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from megascend.apps.serve.activity import Activity
 from megascend.apps.serve.api.bodies import CancelFuture, CreateSampler, RetrieveFutures, SamplerTarget, WithMetadata
 from megascend.apps.serve.api.catalogue import catalogue_routes
 from megascend.apps.serve.api.guard import Audit, Handler, Json, RequestGuard
@@ -321,7 +322,7 @@ def _pending_answer(future: Future) -> Response:
 def make_application(service: Service, keys: Keys) -> Starlette:
     """Build the ASGI application of a service."""
     service.figures.registry.register(ServiceGauges(service))
-    api = Api(service, keys)
+    api, activity = Api(service, keys), Activity(service)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -338,6 +339,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
                             "this process was stopped or blocked for %.0f s; timeouts start again", loop.time() - start
                         )
                         restart_timeouts(service)
+                    activity.report()
                     await sweep(service)  # on the event loop, like all that touches the service's state
                     if service.clock() - returned > TRIM_S:
                         returned = service.clock()
@@ -353,6 +355,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
             # Raised by the cancellation above, which is not an error.
             with suppress(asyncio.CancelledError):
                 await task
+            activity.report(last=True)
             # In a thread, as it waits for the disk.
             await asyncio.to_thread(service.close)
             api.audit.close()
