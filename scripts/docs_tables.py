@@ -398,6 +398,7 @@ def recipes() -> str:
                 f"{row['tokens_per_second']:,.0f}",
                 "" if row["mfu"] is None else f"{row['mfu']:.0%}",
                 f"{row['memory_bytes'] / 2**30:.0f}",
+                row["measured"],
             ]
         )
     header = (
@@ -410,6 +411,7 @@ def recipes() -> str:
         "tokens/s a card",
         "MFU",
         "GiB a card",
+        "measured",
     )
     return table(header, rows)
 

@@ -48,4 +48,6 @@ def test_recipe_is_accepted_and_its_model_allows_the_layout(path: Path, tmp_path
     assert 2 * info.parameter_count / row["cards"] < row["memory_bytes"]
     assert config.batching.max_length == row["length"]
     assert (config.lora is None) == (row["lora"] is None)
-    assert "predicted (not measured)" in path.read_text().replace("\n# ", " ")  # comments are wrapped
+    comments = path.read_text().replace("\n# ", " ")  # they are wrapped
+    assert "predicted (not measured)" in comments
+    assert f"Measured: {row['measured']}." in comments
