@@ -1,7 +1,8 @@
-"""Hooks of mkdocs: tables made from the code, pages of benchmarks/ under figures/, labels of cells, roles of reStructuredText."""
+"""Hooks of mkdocs: tables made from the code, pages from beside docs/, labels of cells, roles of reStructuredText as code."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 import sys
 from html import escape
@@ -14,21 +15,40 @@ sys.path.append(str(Path(__file__).parent))
 
 import docs_tables
 
-FIGURES = docs_tables.DOCS.parent / "benchmarks"
+DOCS, ROOT = docs_tables.DOCS, docs_tables.DOCS.parent
+BESIDE = {
+    ROOT / "CONTRIBUTING.md": "contributing.md",
+    ROOT / "CHANGELOG.md": "changes.md",
+    **{page: f"figures/{page.name}" for page in sorted((ROOT / "benchmarks").glob("*.md"))},
+}
+"""Pages of the site that are not in docs/."""
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
-    """Add the pages of benchmarks/ as ``figures/NAME.md``."""
-    for page in sorted(FIGURES.glob("*.md")):
-        text = re.sub(r"\]\(\.\./docs/", "](../", page.read_text(encoding="utf-8"))
-        files.append(File.generated(config, f"figures/{page.name}", content=text))
+    """Add the pages from beside docs/; of the changelog what users of the last version need."""
+    for path, page in BESIDE.items():
+        text = path.read_text(encoding="utf-8")
+        if path.name == "CHANGELOG.md":
+            text = "# What changed\n\n" + text[text.index("## [") : text.index("### Added")]
+        files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Insert the tables, and link to figures where the site has them and to the repository's other files by their path."""
-    up = "../" * page.file.src_uri.count("/")
-    return docs_tables.expanded(re.sub(r"\]\((?:\.\./)+benchmarks/([\w-]+\.md)", rf"]({up}figures/\1", markdown))
+    """Insert the tables, and link to pages where the site has them."""
+    uri = page.file.src_uri
+    source = next((path for path, beside in BESIDE.items() if beside == uri), DOCS / uri)
+
+    def relinked(match: re.Match[str]) -> str:
+        target = (source.parent / match[1]).resolve()
+        place = BESIDE.get(target) or (target.relative_to(DOCS).as_posix() if target.is_relative_to(DOCS) else None)
+        return (
+            match[0]
+            if place is None
+            else f"]({posixpath.relpath(place, posixpath.dirname(uri) or '.')}{match[2] or ''})"
+        )
+
+    return docs_tables.expanded(re.sub(r"\]\(([\w./-]+\.md)(#[\w-]+)?\)", relinked, markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -14,7 +14,7 @@
 # main is everything but the Ascend path; npu is the Ascend path, in processes of its own on the simulated device, with the stand-ins
 # for Ascend's packages in tests/doubles: MindSpeed, and from stack 0.18 on MegatronAdaptor and TransformerEngineNPU. If
 # MEGASCEND_MINDSPEED names a checkout of the stack's branch, the real MindSpeed is used; stack 0.19 has none.
-# Without either, both run; with pytest arguments, main. docs/testing-megascend.md says what runs when. Stacks 0.19 and 0.18 need Python 3.12;
+# Without either, both run; with pytest arguments, main. CONTRIBUTING.md says what runs when. Stacks 0.19 and 0.18 need Python 3.12;
 # the simulator's own tests run there at night only.
 #
 # MEGASCEND_OTHER_STACK_PYTHON  an interpreter with another stack, with which checkpoints are exchanged (tests/training/checkpoint/test_across_stacks.py);

@@ -50,8 +50,8 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
 
 
-PAGES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
-LINKING = [*ROOT.glob("*.md"), *PAGES, ROOT / "cookbook" / "README.md"]
+PAGES = [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+LINKING = [*{*ROOT.glob("*.md"), *PAGES}, ROOT / "cookbook" / "README.md"]
 
 
 @pytest.mark.parametrize("page", sorted(LINKING), ids=lambda page: str(page.relative_to(ROOT)))
