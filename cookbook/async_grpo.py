@@ -347,7 +347,7 @@ def main() -> None:
         if main_rank:
             print(f"weights: {precision}, {first.nbytes:,} bytes over {first.transport}", flush=True)
         rollouts.on_rank_0(lambda collector: collector.updated(completed_steps + offset))
-        before = saved["before"] if saved else rollouts.evaluate(held_out, temperature=1.0, n=4)
+        before = saved["before"] if saved else rollouts.evaluate(held_out, temperature=1.0, n=4)[0]
         rollouts.on_rank_0(lambda collector: collector.start(step=completed_steps, offset=offset))
 
         rows = saved["rows"] if saved else []
@@ -383,7 +383,7 @@ def main() -> None:
             if arguments.save_every and step % arguments.save_every == 0:
                 progress = {"done": step, "before": before, "rows": rows, "rollouts": rollouts.state_dict()}
                 backend.save(checkpoint, progress=progress)
-        after = rollouts.evaluate(held_out, temperature=1.0, n=4)
+        after, _ = rollouts.evaluate(held_out, temperature=1.0, n=4)
         backend.export_hf(arguments.output / "hf")
         if main_rank:
             labels = ("reward", "lag", "mismatch", "pause_s", "grad_norm", "wait_s")
