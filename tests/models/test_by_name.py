@@ -16,7 +16,9 @@ from support.stacks import stack_marks
 
 IN_CI = ("deepseek_v3", "gpt_oss")
 """A whole family and one that Megatron-Core does not divide by tensor parallelism alone."""
-OLDER_STACK = r"VersionError: \w+: Megatron-Core has its layers from \S+ on, and \S+ is installed; install stack .+"
+OLDER_STACK = (
+    r"VersionError: \w+: Megatron-Core has its layers from \S+ on, and \S+ is installed; use Python \S+ and .+"
+)
 NOT_BUILT = r"CheckpointError: \S+ mcore-bridge \S+ has no model for model_type '\w+'; .+"
 
 

@@ -52,7 +52,7 @@ OPTIONS = {
     "no run file": command("train", says="Missing argument | config | megascend train --help"),
     "no such option": command("train run.yaml --gpus 2", says="No such option | --gpus | megascend train --help"),
     "an option without its value": command("train run.yaml --set", says="--set | requires an argument"),
-    "processes in words": command("train run.yaml --nproc two", says="--nproc | integer | 'two'"),
+    "processes in words": command("train run.yaml --nproc two", says="--nproc | int | 'two'"),
     "more processes than cores": command("train run.yaml --nproc 4096", says="--nproc 4096 | 4 processes a core | torchrun"),
     "a dry run of bad data": command("train run.yaml --dry-run --set data.path=no.jsonl", says="data.path | no.jsonl"),
     "--nproc under torchrun": command(
