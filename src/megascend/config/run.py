@@ -126,6 +126,12 @@ class Checkpoint(Section):
         "stop",
         description="when a checkpoint cannot be written: end the run, or continue and try again at the next save",
     )
+    remote: str | None = Field(
+        None,
+        pattern=r"^\w[\w+.-]*://.+",
+        description="folder in object storage (s3://BUCKET/FOLDER, gs://) to which complete checkpoints and the export are "
+        "copied in the background; --resume auto continues from there where OUTPUT has no checkpoint",
+    )
 
 
 class TrainerConfig(EngineSettings):

@@ -78,6 +78,7 @@ def start_training(
         function: called on every rank, with the arguments of :func:`train_rank`.
         profile: record a profile; a section of the file takes precedence.
     """
+    from megascend.apps.train.object_storage import fetch_checkpoint
     from megascend.apps.train.preflight import preflight
     from megascend.config import Profile
     from megascend.runtime.io.lasting_output import LastingOutput
@@ -90,6 +91,7 @@ def start_training(
     else:
         # Once, in the parent: an error is one line, not one for each rank.
         plan = preflight(settings, nproc or 1, overwrite, resume)
+        fetch_checkpoint(settings, overwrite, resume)
         stopped = start_ranks(function, settings, overwrite, resume, plan, nproc=nproc or 1)
     if stopped:
         raise typer.Exit(EXIT_STOPPED)

@@ -15,6 +15,7 @@ from megascend.training.checkpoint.retention import Retention
 
 if TYPE_CHECKING:
     from megascend.apps.train.event_log import EventLog
+    from megascend.apps.train.object_storage import Uploads
     from megascend.backend import Backend
     from megascend.training.checkpoint.saver import PendingSave
 
@@ -39,6 +40,7 @@ class CheckpointPolicy:
         may_save: Callable[[], bool] = lambda: True,
         best_step: Callable[[], int | None] = lambda: None,
         on_save: Callable[[Path], object] = lambda path: None,
+        uploads: Uploads | None = None,
     ) -> None:
         """
         Args:
@@ -47,11 +49,12 @@ class CheckpointPolicy:
             may_save: returns False, on every rank, while files of an earlier run are in the output directory.
             best_step: returns the best step so far, whose checkpoint is saved at once and kept; None: there is none.
             on_save: called on every rank with the directory of a checkpoint that is complete.
+            uploads: gets every complete checkpoint, on rank 0.
         """
         self._backend, self._config, self._settings = backend, config, config.checkpoint
         self._event_log, self._progress = event_log, progress
         self._before_save, self._may_save, self._best_step = before_save, may_save, best_step
-        self._on_save = on_save
+        self._on_save, self._uploads = on_save, uploads
         self._series = Retention(
             config.output / CHECKPOINTS, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every
         )
@@ -60,6 +63,8 @@ class CheckpointPolicy:
         step = backend.step_count
         self._last_step = step if backend.from_rank_0(lambda: self._series.path(step).is_dir()) else -1
         self._saved = False  # a checkpoint of that step is complete in this run's directory
+        if uploads is not None and self._last_step == step:
+            uploads.add_checkpoint(self._series.path(step))  # an attempt before may have ended before its copy
         self.stall_s = 0.0
         self.problem: str | None = None
         if self._settings.every and self._settings.asynchronous:
@@ -154,7 +159,11 @@ class CheckpointPolicy:
             return self._begin(step, hf=False)
 
     def _committed(self, path: Path, best: int | None) -> None:
-        self._series.committed(path, best)
+        keep = set() if best is None else {best}
+        if self._uploads is not None:
+            self._uploads.add_checkpoint(path, keep)
+            keep |= self._uploads.in_use
+        self._series.committed(path, keep)
         self._event_log.event("saved", checkpoint=path.name)
 
     def _finish_pending(self) -> None:

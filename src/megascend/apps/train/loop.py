@@ -17,6 +17,7 @@ from megascend.apps.train.callbacks import Callback, Callbacks
 from megascend.apps.train.checkpoint_policy import CheckpointPolicy
 from megascend.apps.train.event_log import EventLog
 from megascend.apps.train.learner import Learner, Run, RunContext, RunData, RunKind, RunResult, too_many_skips
+from megascend.apps.train.object_storage import Uploads, fetch_checkpoint
 from megascend.apps.train.prefetch import SelfCheckPrefetch, compiling_kernels
 from megascend.apps.train.preflight import AnyConfig, RunPlan, check_run, disk_warning
 from megascend.apps.train.profile import StepProfiler
@@ -62,6 +63,8 @@ def run(
     phases = StartPhases()
     launch = Launch.from_environment()
     if plan is None:
+        if launch.rank == 0:
+            fetch_checkpoint(config, overwrite, resume)
         check_start(config.output, overwrite, resume, launch)
     with ExitStack() as stack:
         # Process
@@ -73,6 +76,9 @@ def run(
         active = may_write(config.output, resume, launch)
         event_log = EventLog(config.output, launch, active=active, losses=output.losses)
         stack.enter_context(event_log.recording_errors(lambda: 0))
+        # Its last copy is waited for after the process groups are destroyed: no other rank's deadline runs meanwhile.
+        remote = config.checkpoint.remote is not None and launch.rank == 0
+        uploads = stack.enter_context(Uploads(config.checkpoint, event_log, overwrite)) if remote else None
         plan = plan_with_plugins(kind, config, launch, launch.world_size, overwrite, plan)
         self_check = SelfCheckPrefetch(plan, launch.rank)
         stack.callback(self_check.close)
@@ -112,11 +118,13 @@ def run(
         this_run = build_model(data, event_log, launch, stack, phases)
         # Before the first step: if only the export after the last step failed, the whole run would be lost.
         check_results(config, this_run.backend, overwrite)
+        this_run.backend.from_rank_0(lambda: None if uploads is None else uploads.check())
         initial = data.evaluate_initial_model(this_run)
 
         # Checkpoint
         this_run.backend.from_rank_0(lambda: lock_output(config.output, stack))
         directory, progress = begin(config, this_run.backend, event_log, overwrite, resume, data.progress_keys)
+        directory.on_take_over = lambda: None if uploads is None else uploads.take_over()
         inputs = RunInputs(this_run.backend, data.inputs)
         inputs.compare(None if progress is None else progress.get(INPUTS))
 
@@ -132,7 +140,7 @@ def run(
             if this_run.main_rank:
                 print(f"ready after {phases}", flush=True)
             saves, step = train_steps(
-                this_run, learner, directory, inputs, log, run_callbacks, phases, kernel_compilation
+                this_run, learner, directory, inputs, log, run_callbacks, phases, kernel_compilation, uploads
             )
             stopping_callback = run_callbacks.check()
 
@@ -144,6 +152,8 @@ def run(
             result = RunResult(step, None, stopped, learner.totals)
         else:
             exported = write_results(this_run, learner, saves, log.rows, step)
+            if uploads is not None and exported is not None:
+                uploads.add_export(exported)
             result = RunResult(step, exported, None, learner.totals)
         run_callbacks.call("on_end", result)
         run_callbacks.check()
@@ -208,6 +218,7 @@ def train_steps(
     callbacks: Callbacks,
     phases: StartPhases,
     kernel_compilation: ExitStack,
+    uploads: Uploads | None,
 ) -> tuple[CheckpointPolicy, int]:
     """Train up to the last step, to a signal or to a callback's stop; return the checkpoints' policy and the last step.
 
@@ -227,6 +238,7 @@ def train_steps(
         may_save=lambda: not directory.holds_earlier_run,
         best_step=lambda: learner.best_step,
         on_save=lambda path: callbacks.call("on_save", path),
+        uploads=uploads,
     )
     # The peak while loading is not the peak of training.
     backend.platform.reset_peak_memory()

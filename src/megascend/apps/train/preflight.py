@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from megascend.apps.tracking.tracker import check_trackers
+from megascend.apps.train.object_storage import ObjectStorage
 from megascend.apps.train.plot import require_extra
 from megascend.apps.train.resume import check_start
 from megascend.apps.train.run_directory import CHECKPOINTS, RUN_FILES
@@ -182,6 +183,8 @@ def check_packages(config: TrainerConfig, *, plugins_pending: bool = False) -> N
     if isinstance(config, RunConfig) and config.validation is not None and config.validation.tasks is not None:
         require_harness("validation.tasks")
     check_trackers(config.tracker_options, plugins=plugins_pending and bool(config.plugins))
+    if config.checkpoint.remote is not None:
+        ObjectStorage(config.checkpoint.remote)
 
 
 def require_harness(setting: str) -> None:

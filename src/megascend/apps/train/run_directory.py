@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,7 @@ class OutputDirectory:
     Attributes:
         earlier_files: names of an earlier run's files, to be removed.
         holds_earlier_run: they are kept until this run has completed a step; until then nothing may be written here.
+        on_take_over: called once, when the directory is this run's.
     """
 
     config: TrainerConfig
@@ -71,6 +72,7 @@ class OutputDirectory:
     event_log: EventLog
     earlier_files: tuple[str, ...] = ()
     holds_earlier_run: bool = False
+    on_take_over: Callable[[], object] = lambda: None
     _owned: bool = field(default=False, init=False)
 
     def take_over(self) -> None:
@@ -81,6 +83,7 @@ class OutputDirectory:
         if self.holds_earlier_run:
             self.clear()
             self.holds_earlier_run = False
+        self.on_take_over()
         if self.backend.rank == 0:
             write_config(self.config)
         self.event_log.write_pending()

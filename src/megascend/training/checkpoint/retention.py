@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,11 +59,11 @@ class Retention:
             self.path(step) for step in [*best, *(step for step in reversed(self._named_steps()) if step not in best)]
         ]
 
-    def committed(self, path: Path, best: int | None = None) -> None:
+    def committed(self, path: Path, keep: Collection[int] = ()) -> None:
         """Point ``latest`` to a checkpoint that has just been completed, and remove superseded ones.
 
         Args:
-            best: step of a checkpoint to keep whatever its age.
+            keep: steps of checkpoints to keep whatever their age.
 
         Raises:
             OSError: the file cannot be written. The checkpoint itself is complete.
@@ -74,9 +74,8 @@ class Retention:
             if LEFT_OVER.fullmatch(entry.name):
                 _remove(entry, entry)
         current = int(path.name.removeprefix("step-"))
-        for step in superseded(
-            [step for step in self.steps() if step != best], current, self.keep_last, self.keep_every
-        ):
+        old = [step for step in self.steps() if step not in keep]
+        for step in superseded(old, current, self.keep_last, self.keep_every):
             # Renamed before it is removed: an interrupted removal must not leave a partial checkpoint under a valid name.
             _remove(self.path(step), self.directory / f".{self.path(step).name}.removing")
 
