@@ -21,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pydantic import BaseModel
 
+from megascend import errors
 from megascend.apps.rl.records import RlRecord
 from megascend.apps.train.records import StepRecord
 from megascend.config import RunConfig, Section, TrainerConfig
@@ -458,6 +459,16 @@ def rules_of_settings() -> str:
     return rules((prefix, rule) for rule, prefix in prefixes.items())
 
 
+def error_classes() -> str:
+    """Format the public errors: what each is besides, and when it is raised."""
+    rows = []
+    for name, error in vars(errors).items():
+        if isinstance(error, type) and error.__module__ == errors.__name__ and error is not errors.MegascendError:
+            bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__ if base is not errors.MegascendError)
+            rows.append([f"`{name}`", bases, sentence((error.__doc__ or "").split("\n\n")[0].replace("\n", " "))])
+    return table(["class", "also a", "raised when"], rows)
+
+
 # --- commands ---
 
 
@@ -515,6 +526,7 @@ def default_text(default: Any) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "errors": error_classes,
     "commands": commands,
     "settings of train and rl": lambda: settings()["settings of train and rl"],
     "settings of train": lambda: settings()["settings of train"],
