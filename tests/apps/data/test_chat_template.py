@@ -505,6 +505,40 @@ def test_template_variables_of_settings_and_record() -> None:
         assert tokenizer.decode(sample.input_ids).startswith(f"{expected}|user: one?")
 
 
+def test_separate_tool_template_is_used() -> None:
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = {
+        "default": BARE,
+        "tool_use": "{% for t in tools %}{{ t.function.name }}{% endfor %}" + BARE,
+    }
+    sample, _ = encode({"messages": CHAT, "tools": [TOOL]}, tokenizer)
+    assert tokenizer.decode(sample.input_ids).startswith("lookuser: one?")
+    sample, _ = encode({"messages": CHAT}, tokenizer)
+    assert tokenizer.decode(sample.input_ids).startswith("user: one?")
+
+
+@pytest.mark.parametrize("record", [{"messages": CHAT}, {"messages": CHAT, "tools": [TOOL]}])
+def test_named_templates_without_default_are_used_as_transformers_does(record: dict[str, Any]) -> None:
+    tokenizer = byte_tokenizer(4096)
+    tools = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + BARE
+    tokenizer.chat_template = {"rag": BARE, "tool_use": tools}
+    if "tools" in record:
+        reference = tokenizer.apply_chat_template(CHAT, tools=[TOOL], return_dict=True)["input_ids"]
+        assert encode(record, tokenizer)[0].input_ids.tolist() == reference[:-1]
+        return
+    with pytest.raises(ValueError, match="'rag', 'tool_use'"):
+        tokenizer.apply_chat_template(CHAT)
+    with pytest.raises(DataError, match="'rag', 'tool_use', and none is 'default'"):
+        encode(record, tokenizer)
+
+
+def test_tools_that_their_own_template_leaves_out_raise_data_error() -> None:
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = {"default": BARE, "tool_use": "tools: " + BARE}
+    with pytest.raises(DataError, match="'tools': the model's chat template does not write them"):
+        encode({"messages": CHAT, "tools": [TOOL]}, tokenizer)
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("family", ["Qwen", "Qwen thinks"])
 def test_empty_reasoning_is_none(family: str, key: str) -> None:
@@ -536,3 +570,14 @@ def test_learned_ends_are_those_after_the_last_turn(template: str, settings: dic
     findings = Findings()
     Encoder(tokenizer, SampleLimits(4096), findings, **settings).encode(parse_record({"messages": CHAT}, "f:1"))
     assert {tokenizer.decode([end]) for end in findings.ends} == expected
+
+
+@pytest.mark.parametrize("record", [{"text": "one"}, {"prompt": "one", "completion": "two"}])
+def test_text_without_an_end_token_is_reported(record: dict[str, Any]) -> None:
+    tokenizer = byte_tokenizer(4096)
+    for end, count in (("<|im_end|>", 0), (None, 1)):
+        tokenizer.eos_token = end
+        findings = Findings()
+        Encoder(tokenizer, SampleLimits(4096), findings).encode(parse_record(record, "f:1"))
+        assert ["have no end to learn" in line for line in findings.lines()] == [True] * count
+        assert findings.ends == ({tokenizer.eos_token_id} if end else set())

@@ -37,6 +37,11 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chat as JSON": ({"messages": '[{"role": "user", "content": "one?"}]'}, {"messages": (USER,)}),
     "null columns": ({"messages": list(CHAT), "text": None, "tools": None}, {"messages": CHAT}),
     "tools": ({"messages": list(CHAT), "tools": [TOOL]}, {"messages": CHAT, "tools": (WRAPPED,)}),
+    "tools as JSON": (
+        {"messages": list(CHAT), "tools": '[{"name": "look", "parameters": {}}]'},
+        {"messages": CHAT, "tools": (WRAPPED,)},
+    ),
+    "no tools": ({"messages": list(CHAT), "tools": []}, {"messages": CHAT}),
     "template options": (
         {"messages": list(CHAT), "chat_template_kwargs": {"enable_thinking": False}},
         {"messages": CHAT, "template_options": {"enable_thinking": False}},
@@ -74,6 +79,10 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"prompt": "[1, 2]", "completion": '[{"name": "f", "arguments": {}}]'},
         {"prompt": "[1, 2]", "completion": '[{"name": "f", "arguments": {}}]'},
     ),
+    "pair of texts that are JSON": (
+        {"prompt": "x", "chosen": "[1]", "rejected": "[]"},
+        {"prompt": "x", "chosen": "[1]", "rejected": "[]"},
+    ),
     "pair of conversations after a prompt that is JSON": (
         {"prompt": "[3, 1]", "chosen": [ANSWER], "rejected": [ANSWER | {"content": "no"}]},
         {
@@ -81,6 +90,18 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rejected": ({"role": "user", "content": "[3, 1]"}, ANSWER | {"content": "no"}),
         },
     ),
+    "pair that goes on with a tool's message": (
+        {
+            "prompt": [USER, ANSWER],
+            "chosen": [{"role": "tool", "content": "t"}, ANSWER],
+            "rejected": [{"role": "tool", "content": "t"}, ANSWER | {"content": "no"}],
+        },
+        {
+            "chosen": (*CHAT, {"role": "tool", "content": "t"}, ANSWER),
+            "rejected": (*CHAT, {"role": "tool", "content": "t"}, ANSWER | {"content": "no"}),
+        },
+    ),
+    "Alpaca": ({"instruction": "one?", "input": "", "output": "two"}, {"messages": CHAT}),
     "Alpaca with everything": (
         {"instruction": "add", "input": "1 1", "output": "two", "system": "be brief", "history": [["one?", "two"]]},
         {"messages": (SYSTEM, *CHAT, {"role": "user", "content": "add\n1 1"}, ANSWER)},
@@ -96,6 +117,10 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pair of answers": (
         {"prompt": "one? ", "chosen": list(CHAT), "rejected": [USER, WORSE]},
         {"chosen": CHAT, "rejected": (USER, WORSE)},
+    ),
+    "pair with a prompt that both hold, as a list": (
+        {"prompt": [USER], "chosen": [SYSTEM, *CHAT], "rejected": [SYSTEM, USER, WORSE]},
+        {"chosen": (SYSTEM, *CHAT), "rejected": (SYSTEM, USER, WORSE)},
     ),
     "pair of answers after a text": (
         {"prompt": "one?", "chosen": [ANSWER], "rejected": [WORSE]},
@@ -166,9 +191,48 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "loss_weights": (0.0, 1.0, 0.0, 0.0),
         },
     ),
+    "a function call of OpenAI's earlier form": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+            ]
+        },
+        {
+            "messages": (
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+                },
+            )
+        },
+    ),
     "the id of a flat call": (
         {"messages": [USER, {"role": "assistant", "tool_calls": [CALL | {"id": "c1"}]}]},
         {"messages": (USER, {"role": "assistant", "tool_calls": [WRAPPED_CALL | {"id": "c1"}]})},
+    ),
+    "a prompt with parallel calls": (
+        {
+            "prompt": [
+                USER,
+                {"role": "tool_call", "content": json.dumps(CALL)},
+                {"role": "tool_call", "content": json.dumps(CALL)},
+            ],
+            "completion": [{"role": "tool_call", "content": json.dumps(CALL)}],
+        },
+        {
+            "messages": (
+                USER,
+                {"role": "assistant", "tool_calls": [WRAPPED_CALL] * 2},
+                {"role": "assistant", "tool_calls": [WRAPPED_CALL]},
+            ),
+            "prompt_messages": 2,
+        },
+    ),
+    "an empty answer that is not learned": (
+        {"messages": [USER, ANSWER | {"content": "", "loss": False}, USER, ANSWER]},
+        {"messages": (USER, ANSWER | {"content": ""}, USER, ANSWER), "loss_weights": (0.0, 0.0, 0.0, 1.0)},
     ),
     "an empty answer with thoughts": (
         {"messages": [USER, ANSWER | {"content": "", "thinking": "hm"}]},
@@ -239,25 +303,51 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
     "conversation under text": ({"text": json.dumps([USER, ANSWER])}, "is a conversation, not a text"),
     "not an object": ([1], "found list"),
     "one token": ({"token_ids": [1]}, "'token_ids' must be a list of at least two token ids"),
+    "long prompt": ({"token_ids": [1, 2], "prompt_length": 2}, r"'prompt_length' must be in \[0, 2\), found 2"),
+    "weights of other tokens": ({"token_ids": [1, 2], "weights": [1]}, "'weights' must be 2 numbers"),
+    "negative weight": ({"token_ids": [1, 2], "weights": [1, -1]}, "'weights' must be 2 numbers of at least 0"),
     "nothing learned": ({"token_ids": [1, 2], "weights": [1, 0]}, "no token is learned"),
+    "ids alone": ({"token_ids": [1, 2], "top_ids": [[], [1]]}, "must be both there; only 'top_ids' is"),
     "rows": ({"token_ids": [1, 2], "top_ids": [[1]], "top_logprobs": [[-1]]}, "each of the 2 tokens, found 1 rows"),
+    "flat rows": ({"token_ids": [1, 2], "top_ids": [1, 2], "top_logprobs": [-1, -1]}, "must be a list of lists"),
     "empty row": (
         {"token_ids": [1, 2], "top_ids": [[1], []], "top_logprobs": [[-1], []]},
         r"'top_ids'\[1\] is empty, and the token there is learned",
     ),
+    "uneven rows": (
+        {"token_ids": [1, 2], "top_ids": [[], [1, 2]], "top_logprobs": [[], [-1]]},
+        "'top_ids' and 'top_logprobs': rows of candidates' ids and log-probabilities have different lengths",
+    ),
     "probabilities": ({"token_ids": [1, 2], "top_ids": [[], [1]], "top_logprobs": [[], [0.5]]}, "at most 0"),
+    "no key": ({"question": "x"}, "found: question"),
     "two forms": (
         {"text": "x", "messages": list(CHAT)},
         "exactly one.*found: messages, text; choose the ones to read with data.columns",
     ),
+    "text is a number": ({"text": 3}, "found 3"),
+    "no messages": ({"messages": []}, "messages must be a list that is not empty"),
+    "message is a string": ({"messages": ["hi"]}, r"messages\[0\] must be an object"),
+    "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\] must have a string 'role'"),
     "content is null": ({"messages": [USER, {"role": "assistant", "content": None}]}, r"messages\[1\].*'content'"),
     "a video": (
         {"messages": [{"role": "user", "content": [PART]}]},
         r"content\[0\] is a part of type 'video'; only text and images",
     ),
+    "a part without text": (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        r"content\[0\] is \{'type': 'text'\}",
+    ),
     "a call without a name": (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]},
         r"tool_calls\[0\] must name a function",
+    ),
+    "calls are a string": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": "f()"}]},
+        "'tool_calls' must be a list",
+    ),
+    "arguments are no object": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x=1"}]}]},
+        r"arguments of tool_calls\[0\] must be an object.*'x=1'",
     ),
     "arguments under another name": (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "parameters": {"x": 1}}]}]},
@@ -277,16 +367,56 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
         "'system' is 'be kind', and the conversation begins with another system message, 'be brief'",
     ),
     "a call of the user": ({"messages": [USER | {"tool_calls": [CALL]}]}, "'tool_calls' belong to the assistant"),
+    "two thoughts": ({"messages": [ANSWER | {"reasoning": "a", "thinking": "b"}]}, "must be one string"),
+    "loss of the user": (
+        {"messages": [USER | {"loss": True}, ANSWER]},
+        r"messages\[0\]: only the assistant's messages can carry loss",
+    ),
+    "loss of 400 digits": ({"messages": [USER, ANSWER | {"loss": 10**400}]}, "a number from 0 on, found 1000"),
+    "weight of 400 digits": (
+        {"token_ids": [1, 2], "weights": [1, 10**400]},
+        "'weights' must be 2 numbers of at least 0",
+    ),
+    "log-probability of 400 digits": (
+        {"token_ids": [1, 2], "top_ids": [[1], [2]], "top_logprobs": [[-1], [-(10**400)]]},
+        "'top_ids' and 'top_logprobs'",
+    ),
+    "loss below 0": ({"messages": [USER, ANSWER | {"weight": -1}]}, "a number from 0 on, found -1"),
     "loss and weight": (
         {"messages": [USER, ANSWER | {"weight": 1, "loss": False}]},
         "'loss' says False and 'weight' says 1",
+    ),
+    "tools are names": ({"messages": list(CHAT), "tools": ["look"]}, "tools must be a list of objects"),
+    "options are a list": (
+        {"messages": list(CHAT), "chat_template_kwargs": [1]},
+        "'chat_template_kwargs' must be an object",
     ),
     "an empty answer": (
         {"messages": [USER, ANSWER | {"content": " \n"}]},
         r"messages\[1\]: the assistant's message is empty",
     ),
+    "an empty answer of parts": (
+        {"messages": [USER, ANSWER | {"content": [{"type": "text", "text": ""}]}]},
+        "the assistant's message is empty",
+    ),
+    "a role with a capital": (
+        {"messages": [USER | {"role": "User"}, ANSWER]},
+        "role 'User' is unknown, did you mean 'user'",
+    ),
+    "a call that is no JSON": (
+        {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "look(sky)"}]},
+        r"conversations\[1\]: tool_calls\[0\] must name a function, found 'look\(sky\)'",
+    ),
     "an unknown speaker": ({"conversations": [{"from": "dog", "value": "woof"}]}, "'from' is 'dog'; known: human"),
+    "a speaker is missing": (
+        {"conversations": [{"from": "human", "value": "x"}, {"value": "y"}]},
+        r"\[1\] must have 'from'",
+    ),
+    "prompt of messages, completion of text": ({"prompt": [USER], "completion": "x"}, "both strings or both lists"),
+    "empty completion": ({"prompt": "x", "completion": ""}, "'completion' must be a string that is not empty"),
+    "history of strings": ({"instruction": "x", "output": "y", "history": ["a"]}, "'history' must be a list of"),
     "a pair of equals": ({"prompt": "x", "chosen": "y", "rejected": "y"}, "are the same"),
+    "a pair of text without a prompt": ({"chosen": "x", "rejected": "y"}, "'prompt' must be a string"),
     "a pair of answers without a prompt": (
         {"chosen": [ANSWER], "rejected": [WORSE]},
         "chosen begins with the assistant's message",
@@ -295,6 +425,8 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
         {"prompt": "four?", "chosen": list(CHAT), "rejected": [USER, WORSE]},
         "chosen begins with the user's message, and what 'prompt' says is not in it",
     ),
+    "a pair that ends with the user": ({"chosen": [USER], "rejected": [*CHAT]}, "chosen must end with the assistant's"),
+    "a pair of two kinds": ({"prompt": "x", "chosen": "y", "rejected": [ANSWER]}, "both strings or both lists"),
     "a pair with weights": (
         {"chosen": [USER, ANSWER | {"loss": 1}], "rejected": [USER, WORSE]},
         "no meaning in preference pairs",

@@ -164,6 +164,14 @@ def test_prepared_samples_of_other_data_are_refused_where_the_data_are_missing(f
         read(first, "data.sources[1]", prepared=folder / "prepared")
 
 
+def test_labelled_completions_of_text_and_of_messages_are_refused(folder: Path) -> None:
+    chat = {"prompt": CHAT[:1], "completion": CHAT[1:], "label": False}
+    plain = [{"prompt": prompt, "completion": "c", "label": True} for prompt in "pq"]
+    write(folder / "data.jsonl", *plain, chat)
+    with pytest.raises(DataError, match=r"data\.jsonl:3: a labelled completion of messages, and others of text"):
+        samples_of(folder)
+
+
 def test_data_are_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = samples_of(folder)
     with monkeypatch.context() as patched:
@@ -291,6 +299,17 @@ def test_samples_with_a_date_are_cached_by_day(folder: Path) -> None:
     assert now.startswith(date.today().strftime("%d %b %Y "))
 
 
+def test_every_template_of_a_tokenizer_is_in_the_key(folder: Path) -> None:
+    """Key the cache also by the tokenizer's template for tools."""
+    plain = DATED.partition("}}")[2]
+    first = dated(folder, model_template={"default": plain, "tool_use": "a" + plain})
+    second = dated(folder, model_template={"default": plain, "tool_use": "b" + plain})
+    assert [name for name in first.sources if first.sources[name] != second.sources[name]] == ["chat template"]
+    assert len(stores(folder)) == 2
+    dated(folder, model_template={"default": plain, "tool_use": "b" + plain})
+    assert len(stores(folder)) == 2
+
+
 @pytest.mark.parametrize("expression", ["['a', 'b'] | random", "lipsum(n=1)"])
 def test_random_template_raises_data_error(folder: Path, expression: str) -> None:
     template = "{{ " + expression + " }}" + DATED.partition("}}")[2]
@@ -318,4 +337,10 @@ def test_candidates_are_stored_with_their_samples(folder: Path) -> None:
     assert samples_of(folder, on_too_long="truncate").fingerprint != store.fingerprint
     write(folder / "data.jsonl", records[0], {"text": "abc"})
     with pytest.raises(DataError, match=r"with a teacher's distributions .* and others without"):
+        samples_of(folder)
+
+
+def test_candidate_outside_the_vocabulary_is_refused(folder: Path) -> None:
+    write(folder / "data.jsonl", {"token_ids": [5, 9], "top_ids": [[], [300]], "top_logprobs": [[], [-0.5]]})
+    with pytest.raises(DataError, match=r"data.jsonl:1: token id 300 lies outside the model's vocabulary"):
         samples_of(folder)

@@ -260,6 +260,19 @@ def test_saves_in_progress_keep_to_the_quota(tmp_path) -> None:
         assert service.service.checkpoints.total_bytes("alice") == 10
 
 
+def test_saves_in_progress_reserve_what_an_earlier_one_took(tmp_path) -> None:
+    with served(tmp_path / "storage", limits={"storage_bytes": 12}) as service:
+        model = service.alice.model()
+        service.alice.ask("save_weights", {"model_id": model, "path": "first", "seq_id": 1})
+        late = [{"model_id": model, "path": f"p{number}", "seq_id": number} for number in (4, 3, 2)]
+        names = [service.alice.post("save_weights", body).json()["request_id"] for body in late][::-1]
+        answers = [service.alice.fetch(name) for name in names]
+        assert ["12 are allowed" in answer.get("error", "") for answer in answers] == [False, True, True]
+        assert [call[0] for call in service.backend.calls].count("save") == 2, "nothing is written beyond the quota"
+        service.alice.get(f"training_runs/{model}/checkpoints/weights/p2", "DELETE")
+        assert "error" not in service.alice.ask("save_weights", {"model_id": model, "path": "p5", "seq_id": 5})
+
+
 def test_server_whose_storage_is_gone_is_not_ready(tmp_path) -> None:
     with served(tmp_path / "storage", durable=True) as service:
         model = service.alice.model()

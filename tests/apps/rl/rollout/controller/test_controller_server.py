@@ -12,6 +12,7 @@ from controller_doubles import (
     KEY,
     BlockingClient,
     ManualClock,
+    NotingEngine,
     Served,
     a_seal,
     an_offer,
@@ -34,6 +35,7 @@ from megascend.errors import (
 )
 from weightwire import asgi
 from weightwire.auth import sign
+from weightwire.engine import Completion, Sampling
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import AuthError
 from weightwire.keys import Key
@@ -101,6 +103,26 @@ def test_an_engine_of_the_controller_claims_again_after_its_claim_was_lost() -> 
         assert client.status()["engines"]["one"]["owner"] == "trainer"
         asyncio.run(engine.close())
         assert client.status()["engines"]["one"]["owner"] is None
+
+
+def test_engine_whose_logprobs_are_not_finite_gets_no_further_prompts() -> None:
+    class OneToken(NotingEngine):
+        logprob = -1.0
+
+        async def generate(self, *_: object) -> list[Completion]:
+            return [Completion((5,), (self.logprob,), "length", 0, 0)]
+
+    broken = OneToken("one")
+    broken.logprob = float("nan")
+    with (
+        Served(engines=[broken, OneToken("two")]) as served,
+        served.client() as client,
+        client.claim("trainer") as claim,
+    ):
+        with pytest.raises(EngineError, match=r"engine 'one' gave .* log-probability nan"):
+            claim.generate([1], Sampling(1))
+        for _ in range(4):
+            assert claim.generate([1], Sampling(1))[0].logprobs == (-1.0,)
 
 
 async def _count_renewals(served: Served) -> list[str]:
