@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from wire_members import run_members
 
-from weightwire.errors import ManifestError, TransportError, WireError
+from weightwire.errors import ManifestError, PeerLostError, TransportError, WireError
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.receiver import Receiver
 from weightwire.transports import Setup, base, make_transport, register_transport, transport_names
@@ -147,6 +147,19 @@ def test_tampered_files_raise_wire_error(tmp_path, monkeypatch):
     seal = trainer.send(manifest_of(NEW, 1), NEW.items())
     with pytest.raises(WireError, match="1 of 6 buckets differ"):
         receiver.verify(seal, TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "must be an absolute path"),
+        ({"directory": "here"}, "an absolute path"),
+        ({"directory": "/proc/1/no"}, "cannot be written"),
+    ],
+)
+def test_invalid_file_directories_raise_errors(options, text):
+    with pytest.raises((TransportError, PeerLostError), match=text):
+        Trainer([Receiver("engine")], "files", **options).send(manifest_of(NEW, 1), NEW.items())
 
 
 def test_foreign_shared_memory_is_refused():

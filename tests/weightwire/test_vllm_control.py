@@ -32,6 +32,7 @@ from weightwire.reception import RECEIVING
 from weightwire.sender import Sender, spec_of
 from weightwire.transports import Setup, make_transport
 from weightwire.vllm import contract
+from weightwire.vllm import control as module
 from weightwire.vllm.__main__ import arguments
 from weightwire.vllm.checkpoint import ExpectedTensors
 from weightwire.vllm.control import Control
@@ -413,6 +414,22 @@ def test_only_the_owner_updates_the_engine(control, engine):
     run(act())
 
 
+def test_claim_ends_a_verify_of_the_last_owner(control):
+    async def act():
+        await control.claim("a#1", 60)
+        offer, _ = offer_of(1.0, 1)
+        await owned(control, "a#1", "begin_update", offer)
+        seal = Seal(offer.update, 1, offer.manifest.identity, ("0" * 16,) * 4)
+        verifying = asyncio.ensure_future(owned(control, "a#1", "verify", seal, TIMEOUT_S))
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(control.claim("b#1", 60, take_over=True), TIMEOUT_S / 4)
+        with pytest.raises(OwnerError, match=r"b#1 has claimed it"):
+            await verifying
+        await push(control, 3.0, 1, owner="b#1")
+
+    run(act())
+
+
 async def lapsed(engine):
     while engine.paused:
         await asyncio.sleep(0.01)
@@ -453,6 +470,25 @@ def test_engine_sleeps_and_wakes_up_for_an_update(control, engine):
         assert engine.calls == ["pause keep", "sleep 1 keep", "wake up", "resume"]
         await push(control, 2.0, 2)
         assert engine.values == [2.0, 2.0]
+
+    run(act())
+
+
+def test_sleep_ends_with_its_lease_or_with_another_owner(control, engine, monkeypatch):
+    monkeypatch.setattr(module, "WAKE_RETRY_S", 0.05)
+
+    async def act():
+        await control.claim("a#1", 60)
+        engine.no_memory = True
+        await owned(control, "a#1", "sleep", 0.05)
+        await asyncio.sleep(0.3)
+        assert engine.asleep  # the trainer holds the memory
+        engine.no_memory = False
+        await asyncio.wait_for(lapsed(engine), 60)
+        assert not engine.asleep
+        await owned(control, "a#1", "sleep", 60)
+        await control.claim("b#1", 60, take_over=True)
+        assert (engine.paused, engine.asleep) == (False, False)
 
     run(act())
 

@@ -20,7 +20,7 @@ from weightwire.slices import index_of
 from weightwire.staging import BucketLayout, ShardLayout
 from weightwire.vllm import exchange as exchange_module
 from weightwire.vllm import in_place
-from weightwire.vllm.exchange import Exchange, ExchangePart
+from weightwire.vllm.exchange import Exchange, ExchangePart, split_large
 from weightwire.vllm.in_place import Copy, NotInPlaceError, Recording
 from weightwire.vllm.model import storage_id
 from weightwire.vllm.needs import Recorder, as_slices
@@ -197,6 +197,16 @@ def test_exchange_releases_the_memory_of_an_update() -> None:
     assert sys.getrefcount(buffer) == free
 
 
+def test_large_strided_part_is_split_by_rows() -> None:
+    target, source = random(64, 128), random(64, 300, seed=1)
+    update = Update()
+    pieces = split_large([part(target, source, update.add(source), lambda tensor: tensor[:, 100:228])])
+    assert max(item.target.nbytes for item in pieces) <= 4096
+    for item in pieces:
+        item.target.copy_(item.source(update.staging))
+    assert torch.equal(target, source[:, 100:228])
+
+
 @pytest.mark.parametrize(
     "second",
     [
@@ -214,6 +224,17 @@ def test_shared_elements_are_refused(second: Callable[[Tensor, Region], Copy]) -
     assert in_place.distinct([first, next_row]) == [first, next_row]
     with pytest.raises(NotInPlaceError, match="into two parameters, or two tensors into one"):
         in_place.distinct([first, second(target, source)])
+
+
+def test_another_model_or_manifest_does_not_fit() -> None:
+    model = torch.nn.Linear(4, 2, bias=False)
+    specs = (TensorSpec("weight", "float32", (2, 4)),)
+    copy = Copy(model.weight.detach(), Region(0, (0, 0), (2, 4)))
+    recording = Recording([copy], specs, in_place.parameter_addresses(model))
+    assert recording.fits(Manifest(7, specs), model)
+    assert not recording.fits(Manifest(7, (TensorSpec("weight", "bfloat16", (2, 4)),)), model)
+    model.weight = torch.nn.Parameter(torch.zeros(2, 4))
+    assert not recording.fits(Manifest(7, specs), model)
 
 
 # --- layouts: whole tensors in buckets, slices in chunks ---
@@ -433,6 +454,17 @@ def test_exchange_of_shards_that_stops_can_be_undone(
         for (target, _), old in zip(loaders.expected(weights), before, strict=True):
             assert torch.equal(target, old)
         exchange.unbind()
+
+
+def test_update_without_a_part_that_is_loaded_is_refused(sharded: tuple[Loaders, Share]) -> None:
+    loaders, share = sharded
+    copies = [*loaders.copies, Copy(random(9, 9), Region(13, (0, 0), (9, 9)))]
+    recording = Recording(copies, loaders.specs, {})
+    layout = ShardLayout(share, loaders.specs)
+    for _ in range(2):
+        with pytest.raises(NotInPlaceError, match="not all of unused"):
+            recording.exchange(layout, keep=False)
+    assert recording.exchange(BucketLayout(Manifest(1, loaders.specs)), keep=False)
 
 
 def test_old_weights_of_another_dtype_are_kept_apart_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,20 @@ def test_too_long_documents_raise_or_are_cut_or_skipped(document: Document) -> N
         ]
 
 
+def test_pair_longer_than_a_micro_batch_raises_or_is_skipped() -> None:
+    pair_samples, _ = encode(PAIR)
+    assert [len(sample) for sample in pair_samples] == [21, 11]
+    for settings, tokens in (({}, 32), ({"multiple": 4}, 36), ({"packing": False}, 42)):
+        assert encode(PAIR, SampleLimits(256, budget=tokens, **settings))[0]
+        with pytest.raises(
+            DataError, match=rf"^f:1: the pair takes {tokens} tokens .* {tokens - 1} \(batching.micro_batch_tokens\)"
+        ):
+            encode(PAIR, SampleLimits(256, budget=tokens - 1, **settings))
+        samples, [remark] = encode(PAIR, SampleLimits(256, budget=tokens - 1, **settings), on_too_long="skip")
+        assert samples == []
+        assert "longer than a micro batch" in remark
+
+
 def test_invalid_characters_and_token_ids_raise_data_error() -> None:
     with pytest.raises(DataError, match=r"^f:1: character 1 is half of a surrogate pair"):
         encode(Document("f:1", text="a\ud800b"))

@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from megascend.apps.data.files import iterate_records, read_documents, read_file
 from megascend.apps.data.findings import Findings
-from megascend.apps.data.labels import LabelSet
+from megascend.apps.data.labels import LabelSet, label_name
 from megascend.apps.data.splits import SplitFiles
 from megascend.apps.data.streaming import StreamedBatches
 from megascend.config import Data
@@ -275,3 +275,15 @@ def test_column_of_nulls_is_still_a_column(tmp_path: Path) -> None:
     assert records(tmp_path / "a.parquet") == loaded(tmp_path / "a.parquet").to_list()
     labels = [document.class_label for document in read_documents(tmp_path / "a.parquet", columns=columns)]
     assert labels == ["c", None]
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), [("1.0", "positive"), (1.0, "positive"), (" positive", "positive"), (1.5, None)]
+)
+def test_class_label_is_an_integer(value: Any, name: str | None) -> None:
+    feature = CLASSES["label"]
+    if name is None:
+        with pytest.raises(DataError, match=r"negative, positive, found 1\.5"):
+            label_name(feature, value)
+        return
+    assert label_name(feature, value) == name

@@ -176,6 +176,19 @@ def test_a_published_checkpoint_is_everybodys_to_load_and_only_its_owners_to_del
     assert system.alice.get(f"training_runs/{model}/checkpoints").json() == {"checkpoints": []}
 
 
+@pytest.mark.parametrize(
+    "name", ["../one", "a/b", "..", ".hidden", "a..b", "x" * 101, "a\x00b", "/etc/x", "a\n", "", "one.json"]
+)
+def test_a_name_is_never_a_path(system, tmp_path, name) -> None:
+    model = system.alice.model()
+    answer = system.alice.ask("save_weights", {"model_id": model, "path": name, "seq_id": 1})
+    assert answer["category"] == "user"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["audit.jsonl"]
+    for path in (f"tinker://{model}/weights/{name}", f"tinker://../{model}/weights/a", f"file:///{name}", name):
+        assert system.alice.post("weights_info", {"tinker_path": path}).status_code in (400, 404, 422)
+    assert "error" not in system.alice.fetch(system.alice.forward_backward(model, 2, 10))
+
+
 # --- what fails, and how ---
 
 
@@ -213,6 +226,20 @@ def test_a_step_that_is_not_made_is_an_error(system) -> None:
         name = system.alice.post("optim_step", content=content.replace("inf", "Infinity")).json()["request_id"]
         assert system.alice.fetch(name)["category"] == "user"
     assert steps(system)[-1] == ("discard", "a1")  # nothing is left for the step after it
+
+
+def test_errors_of_creating_and_saving_have_their_category(system) -> None:
+    session = system.alice.post("create_session", {}).json()["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 65}}
+    assert system.alice.ask("create_model", body)["category"] == "user"
+    assert system.service.tenancy.models == {}
+    assert system.alice.post("create_model", {**body, "base_model": "/etc"}).status_code == 400
+    model = system.alice.model()
+    full = system.alice.ask("save_weights", {"model_id": model, "path": "disk-full", "seq_id": 1})
+    assert full == {"error": "no space left", "category": "server"}
+    saves = [{"model_id": model, "path": "one", "seq_id": number} for number in (2, 3)]
+    assert system.alice.ask("save_weights", saves[0])["path"].endswith("/weights/one")
+    assert "exists" in system.alice.ask("save_weights", saves[1])["error"]
 
 
 def test_requests_over_the_limits_are_refused(tmp_path) -> None:
@@ -359,6 +386,18 @@ def test_a_silent_session_ends_and_its_models_go(system) -> None:
     assert list(system.backend.adapters) == ["a2"]
 
 
+def test_sessions_end_after_an_error_of_an_earlier_sweep(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(application, "TICK_S", 0.01)
+    with served(tmp_path / "storage", log="none") as service:
+        shutil.rmtree(tmp_path / "storage")  # unmounted, say
+        service.clock.now += application.SWEEP_S + 1
+        wait_until(lambda: "timeouts could not be applied" in caplog.text)
+        (tmp_path / "storage").mkdir()
+        service.alice.post("create_session", {})
+        service.clock.now += service.service.settings.session_timeout_s + 1
+        wait_until(lambda: not service.service.tenancy.sessions)
+
+
 def test_sessions_survive_a_server_that_could_not_hear_their_clients(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(application, "TICK_S", 0.1)
     monkeypatch.setattr(application, "LATE_S", 1.0)
@@ -388,6 +427,15 @@ def test_answers_are_forgotten_some_time_after_they_were_fetched(system) -> None
     system.tick(121)
     assert system.alice.post("retrieve_future", {"request_id": name}).status_code == 410
     assert "no longer kept" in system.alice.post("forward_backward", train_body(model, 1, 10)).text
+
+
+def test_model_is_not_replaced_once_the_answer_to_its_creation_is_dropped(system) -> None:
+    model = system.alice.model()
+    system.tick(121)
+    body = {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+    refused = system.alice.post("create_model", {"session_id": model.partition(":")[0], **body})
+    assert (refused.status_code, "no longer kept" in refused.text) == (400, True)
+    assert list(system.backend.adapters) == [system.service.tenancy.models[model].adapter] == ["a1"]
 
 
 def test_unloading_a_model_fails_its_waiting_requests(system) -> None:

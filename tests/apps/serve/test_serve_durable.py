@@ -22,6 +22,7 @@ from megascend.apps.serve.scheduler.inbox import Inbox
 from megascend.apps.serve.served_model import ServedModel
 from megascend.apps.serve.server import http_server, keys_of
 from megascend.apps.serve.store import durability, recovery
+from megascend.apps.serve.store.database import StoredRow
 from megascend.apps.serve.store.recovery import NAME
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
@@ -255,6 +256,17 @@ def test_requests_are_refused_while_the_disk_is_full(disks, monkeypatch, largest
         with disks(storage_of(first)) as second:
             second.alice.fetch(name)
             assert steps_of(second) == [1.0]
+
+
+def test_requests_are_refused_after_an_internal_error_of_the_writer(disks) -> None:
+    with disks() as first:
+        model = first.alice.model()
+        first.service.durability._writer.enqueue(StoredRow("session", "s", {"tenant": object()}))
+        wait_until(lambda: first.service.durability.stalled)
+        first.service.durability._writer._wait_s = 0.1
+        refused = first.alice.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+        assert refused.status_code == 503
+        assert "internal error (TypeError)" in refused.json()["detail"]
 
 
 def test_state_that_cannot_be_resumed_raises_config_error(disks, monkeypatch) -> None:

@@ -87,6 +87,19 @@ def test_steps_run_between_the_slices_of_long_responses(backend) -> None:
     assert waited == {1: None, 2: None, 3: 1, 4: 1, 5: 1, 6: 0}
 
 
+def test_an_adapter_is_removed_once_it_is_not_sampled_from(backend) -> None:
+    lines = lines_of(backend)
+    assert lines.add([respond(1, "p", 2 * SLICE_TOKENS)]) == []
+    assert lines.run_once() == []
+    assert lines.add([Remove(2, "p"), Remove(3, "b")]) == [Outcome(3)]
+    assert [outcome.number for outcome in lines.run_once()] == [1, 2]
+    assert [call for call in backend.calls if call[0] != "discard"] == [
+        ("slice", 1), ("remove", "b"), ("slice", 1), ("remove", "p"),
+    ]  # fmt: skip
+    assert set(backend.adapters) == {"a"}
+    assert lines.idle
+
+
 def test_sampling_out_of_memory_is_retried_one_by_one(backend) -> None:
     outcomes = run(lines_of(backend, room=1), [respond(number, "p", 5) for number in (1, 2, 3)])
     assert [(outcome.number, outcome.error) for outcome in outcomes] == [(1, None), (2, None), (3, None)]

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import resource
 import tarfile
 import time
 from contextlib import ExitStack
@@ -20,6 +21,8 @@ import megascend
 from megascend.apps.serve import server, tenancy
 from megascend.apps.serve.api import reading, wire
 from megascend.apps.serve.api.application import ABSENT
+from megascend.apps.serve.api.catalogue import MAX_DOWNLOADS
+from megascend.apps.serve.api.guard import Audit
 from megascend.apps.serve.api.reading import MAX_CONTAINERS
 from megascend.apps.serve.checkpoints import new_session
 from megascend.apps.serve.errors import RequestRefusedError
@@ -320,6 +323,24 @@ def test_an_archive_holds_the_checkpoints_files_and_nothing_else(system, tmp_pat
     assert (entries[0].uid, entries[0].uname, entries[0].gname, entries[0].mode) == (0, "", "", 0o644)
 
 
+def test_a_tenants_downloads_at_a_time_are_bounded(system, monkeypatch) -> None:
+    """Bound downloads, because a slow reader keeps a temporary file."""
+    model = system.alice.model()
+    system.alice.ask("save_weights", {"model_id": model, "path": "one"})
+    route = f"training_runs/{model}/checkpoints/weights/one/archive"
+    for _ in range(2 * MAX_DOWNLOADS):
+        assert system.alice.get(route).status_code == 200
+    assert system.service.downloads["alice"] == 0, "what was sent does not count"
+    monkeypatch.setattr("megascend.apps.serve.api.catalogue.pack", lambda directory: 1 / 0)
+    assert system.alice.get(route).status_code == 500
+    assert system.service.downloads["alice"] == 0
+    monkeypatch.undo()
+    system.service.downloads["alice"] = MAX_DOWNLOADS
+    assert system.alice.get(route).status_code == 429
+    system.service.downloads["alice"] = 0
+    assert system.alice.get(route).status_code == 200
+
+
 # --- keys ---
 
 
@@ -374,6 +395,27 @@ def test_requests_are_answered_while_the_audit_log_cannot_be_written(tmp_path, c
         route = f"training_runs/{model}/checkpoints/weights/one"
         assert server.alice.get(route, "DELETE").status_code == 204  # which makes room
     assert caplog.text.count("audit log") == 1
+
+
+def test_audit_log_continues_behind_a_partial_entry(tmp_path, caplog) -> None:
+    audit, limits = Audit(tmp_path / "audit.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write(*statuses: int) -> None:
+        for status in statuses:
+            audit.write("alice", "POST", "/api/v1/optim_step", status, "")
+
+    write(201)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "audit.jsonl").stat().st_size + 10, limits[1]))
+        write(202, 203)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    write(204, 205)
+    audit.close()
+    first, partial, *later = (tmp_path / "audit.jsonl").read_text().splitlines()
+    assert [json.loads(line)["status"] for line in (first, *later)] == [201, 204, 205]
+    assert len(partial) == 10
+    assert "entries of 2 requests are missing" in caplog.text
 
 
 def test_internal_error_reveals_nothing_and_is_audited(tmp_path, monkeypatch) -> None:

@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 import pytest
 
+from megascend.apps.cli.random_checkpoint import byte_tokenizer
 from megascend.apps.train.event_log import EventLog, agent
 from megascend.apps.train.resume import (
     StartPoint,
@@ -21,6 +23,7 @@ from megascend.apps.train.resume import (
     decide,
     differences,
     may_write,
+    with_template_date,
 )
 from megascend.apps.train.run_directory import JOURNAL, RESULTS, RUN_FILES, run_files
 from megascend.config import Lora, RunConfig
@@ -131,6 +134,22 @@ def test_directory_of_a_running_run_is_refused(tmp_path: Path) -> None:
         check_start(output, True, None, Launch())
 
 
+def test_running_run_is_refused_after_the_clock_was_set(tmp_path: Path) -> None:
+    output = add_run(tmp_path, 4)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        start_ticks = int(Path(f"/proc/{other.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])  # proc_pid_stat(5)
+        # The clock was an hour behind when the run began.
+        start = {"event": "start", "time": time.time() - 3600, "pid": other.pid, "host": socket.gethostname()}
+        (output / "events.jsonl").write_text(json.dumps(start | {"start_ticks": start_ticks}) + "\n")
+        with pytest.raises(ConfigError, match=f"is being written by another run, process {other.pid}"):
+            check_start(output, True, None, Launch())
+        # The number belongs to a later process, as the clock was an hour ahead.
+        later = start | {"time": time.time() + 3600, "start_ticks": start_ticks - 1}
+        (output / "events.jsonl").write_text(json.dumps(later) + "\n")
+        check_start(output, True, None, Launch())
+        other.kill()
+
+
 def test_error_of_a_refused_start_does_not_end_the_running_run(tmp_path: Path) -> None:
     """A second start that was refused once its model was built leaves an error beside the events of the run in progress."""
     output = add_run(tmp_path, 4)
@@ -237,3 +256,29 @@ def test_differences_names_the_settings(tmp_path: Path) -> None:
     assert differences(saved, changed) == ["gone: 1 -> None", "optimizer.lr: 0.5 -> 1e-05", "steps: 10 -> 20"]
     changed = config.model_copy(update={"lora": Lora(rank=4)})
     assert "lora.rank: None -> 4" in differences(config.model_dump(mode="json"), changed)
+
+
+def test_template_date_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    """Take the checkpoint's date if the template writes the date and none is set; today for a new run."""
+    output = add_run(tmp_path / "run", 4, 8, by=agent())
+    early = manifest.CheckpointManifest(4, "fp32", {}, {}, None, [], {}, config={"template_date": "2024-02-29"})
+    (Retention(output / "checkpoints").path(4) / manifest.NAME).write_text(early.to_text())  # that of step 8 is damaged
+    config = RunConfig(model=tmp_path, output=output, data={"path": tmp_path})
+    tokenizer = byte_tokenizer(256)
+    tokenizer.chat_template = {"default": "{{ strftime_now('%Y') }}"}
+    today, saved = date.today(), date(2024, 2, 29)
+    for resume, launch, day in (
+        ("auto", Launch(), saved),
+        (output, Launch(), saved),
+        (output / "checkpoints" / "step-00000004", Launch(), saved),
+        (None, RESTART, saved),
+        (None, LATE_RANK, saved),
+        (None, Launch(), today),
+    ):
+        assert with_template_date(config, tokenizer, resume, launch).template_date == day
+    new = config.model_copy(update={"output": tmp_path / "new"})
+    assert with_template_date(new, tokenizer, "auto", Launch()).template_date == today
+    chosen = config.model_copy(update={"template_date": date(2020, 1, 1)})
+    assert with_template_date(chosen, tokenizer, "auto", Launch()) is chosen
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert with_template_date(config, tokenizer, "auto", Launch()) is config

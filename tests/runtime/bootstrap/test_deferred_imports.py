@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.runtime.bootstrap.deferred_imports import DeferredCalls, DeferredNames, deferring
+from megascend.runtime.bootstrap.deferred_imports import BlockedImport, DeferredCalls, DeferredNames, deferring
 
 LEFT_OUT = (
     "datasets",
@@ -137,6 +137,14 @@ def test_reexported_names_are_imported_at_first_lookup() -> None:
 
     assert table == {"one": 1}
     assert user.one is sys.modules["user.passed"].one
+
+
+def test_left_out_module_can_be_imported_later() -> None:
+    with deferring((BlockedImport("framework", "framework.other"),)):
+        framework = importlib.import_module("framework")
+    assert not hasattr(framework, "other")
+    assert not {"heavy", "framework.other"} & set(sys.modules)
+    assert importlib.import_module("framework.other") is framework.other
 
 
 PROGRAM = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.apps.cli.run import SITE, with_hook
+from megascend.apps.cli.run import SITE, isolating_option, with_hook
 from megascend.runtime.bootstrap.reference import gloo
 
 BOOTSTRAP = """
@@ -101,6 +101,22 @@ def test_user_sitecustomize_runs_too(folder: Path) -> None:
     assert (code, err) == (0, "")
     assert out.endswith(f"sitecustomize {folder / 'sitecustomize.py'}\n")
     assert out.startswith("bootstrap cpu")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["python", "-I", "x.py"], "-I"),
+        (["/usr/bin/python3.11", "-uE", "x.py"], "-uE"),
+        (["python3", "-u", "-S"], "-S"),
+        (["python", "-u", "x.py", "-S"], None),
+        (["python", "-m", "x", "-I"], None),
+        (["python", "-c", "x", "-I"], None),
+        (["torchrun", "-I", "x.py"], None),
+    ],
+)
+def test_isolating_python_options_are_detected(command: list[str], option: str | None) -> None:
+    assert isolating_option(command) == option
 
 
 def test_hook_is_first_on_pythonpath_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import json
 import os
@@ -318,6 +319,12 @@ class Frozen(Exception):
         raise AttributeError(f"{name} is read-only")
 
 
+ExceptionGroup: Any = getattr(builtins, "ExceptionGroup", None)
+
+
+GLOO = "[gloo/pair.cc:1] Connection closed by peer"
+
+
 ERRORS = [DataError, KeyError, RuntimeError, Frozen, KeyboardInterrupt, SystemExit, StopIteration]
 
 
@@ -385,6 +392,23 @@ def test_error_from_another_thread_is_published_for_the_thread_it_is_raised_in(m
         pool.submit(write).result()
     assert published == [("write", "DataError: disk"), ("save", "DataError: disk")]
     assert failure().outer == "save"
+
+
+@pytest.mark.skipif(ExceptionGroup is None, reason="exception groups came with Python 3.11")
+def test_exception_group_is_published_with_its_members(monitored) -> None:
+    monitor, published, failure = monitored
+    with pytest.raises(ExceptionGroup), monitor.phase("step"):  # noqa: PT012
+        try:
+            with monitor.phase("forward"):
+                raise DataError("a")
+        except DataError as error:
+            raise ExceptionGroup("two", [error, KeyError("b")]) from None
+    assert [phase for phase, _ in published] == ["forward", "step"]
+    assert failure().error == "ExceptionGroup: two (2 sub-exceptions): DataError: a; KeyError: 'b'"
+    closed = RuntimeError(GLOO)
+    with pytest.raises(ProcessGroupError), monitor.phase("step"):
+        raise ExceptionGroup("all of the library", [closed, ExceptionGroup("inner", [closed])])
+    assert library_of(ExceptionGroup("mixed", [closed, KeyError("b")])) is None
 
 
 def test_communication_error_without_a_lost_rank_raises_process_group_error(tmp_path) -> None:

@@ -275,7 +275,17 @@ def test_distillation_of_a_distribution_without_a_rest_is_the_plain_divergence()
     torch.testing.assert_close(values, (teacher.exp() * (teacher - student)).sum(1), atol=1e-5, rtol=1e-4)
 
 
+def test_jsd_refuses_its_limits() -> None:
+    with pytest.raises(ConfigError, match=r"beta=1 is not between 0 and 1; forward_kl and reverse_kl are its limits"):
+        BUILT_IN["jsd"].with_settings(beta=1.0)(torch.zeros(3), distillation_inputs())
+
+
 @pytest.mark.parametrize("value", ["0.1", None, True, float("nan"), [0.1]])
 def test_setting_that_is_no_number_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ConfigError, match="loss 'ppo': clip_low must be a number"):
         resolve("ppo", {"clip_low": value})
+
+
+def test_settings_are_a_mapping() -> None:
+    with pytest.raises(ConfigError, match="loss_settings must be a mapping of names to numbers, got list"):
+        resolve("ppo", ["clip_low"])  # type: ignore[arg-type]

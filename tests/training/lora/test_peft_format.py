@@ -507,6 +507,13 @@ def test_refused_tensors(dense: Files, tmp_path: Path, damage: Callable[[Any], A
     assert str(tmp_path) in str(refusal.value)
 
 
+def test_an_adapter_inside_another_layer_is_refused(dense: Files, tmp_path: Path) -> None:
+    inner = f"{PREFIX}{Q}.base_layer"
+    dense.tensors |= {f"{inner}.lora_A.weight": torch.ones(2, 4), f"{inner}.lora_B.weight": torch.ones(6, 2)}
+    with pytest.raises(CheckpointError, match="an adapter inside another"):
+        dense.read(tmp_path)
+
+
 def test_files_that_are_missing_or_damaged(dense: Files, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):
         peft_format.read(tmp_path)
@@ -568,6 +575,23 @@ def test_the_layout_of_experts() -> None:
 def test_parameters_must_be_named(moe: Files, tmp_path: Path, parameters: list[str], message: str) -> None:
     moe.config["target_parameters"] = parameters
     with pytest.raises(CheckpointError, match=message):
+        moe.read(tmp_path)
+
+
+def test_experts_that_do_not_fit(moe: Files, tmp_path: Path) -> None:
+    moe.config["r"] = 4
+    with pytest.raises(CheckpointError, match=r"are \[6, 4\] and \[10, 6\]; expected experts \* r rows .* r is 4"):
+        moe.read(tmp_path)
+    moe.config["r"] = 2
+    outer = f"{PREFIX}model.layers.1.mlp.experts"
+    swapped = {f"{outer}{inner}.lora_{f}.weight": f for inner in ("", ".base_layer") for f in "AB"}
+    moe.tensors = {
+        key: moe.tensors[
+            key.replace(".base_layer", "") if ".base_layer" in key else key.replace("experts", "experts.base_layer")
+        ]
+        for key in swapped
+    }
+    with pytest.raises(CheckpointError, match="which do not fit together"):
         moe.read(tmp_path)
 
 

@@ -538,6 +538,22 @@ def test_requests_may_follow_the_call_that_creates_their_adapter(queue, backend)
         after.result()
 
 
+def test_requests_of_an_adapter_that_was_not_created_fail(queue, backend):
+    def refuse():
+        raise ConfigError("rank 65 is above 64")
+
+    created, loss = queue.call("new", refuse), queue.forward_backward("new", [sample(1)])
+    other = queue.forward_backward("a", [sample(1)])
+    assert other.result().loss == 1.0
+    with pytest.raises(ConfigError, match="rank 65"):
+        created.result()
+    with pytest.raises(ConfigError, match="unknown adapter 'new'"):
+        loss.result()
+    assert queue.pending("new") == 0
+    backend.adapters["new"] = Adapter()
+    assert queue.forward_backward("new", [sample(1)]).result().loss == 1.0
+
+
 def test_call_out_of_memory_fails_alone_unless_other_ranks_may_wait(queue, backend):
     def full():
         raise torch.OutOfMemoryError("CUDA out of memory")

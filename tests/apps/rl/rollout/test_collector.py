@@ -116,6 +116,17 @@ def test_prompt_whose_logprobs_are_not_finite_is_answered_by_another_engine(valu
         rollouts.take(0, DEADLINE_S)
 
 
+def test_prompt_of_an_evaluation_that_fails_at_one_engine_is_answered_by_another(monkeypatch):
+    failing, sound = Engine("one", fails=EngineError), Engine("two")
+    with collecting(monkeypatch, failing, sound) as rollouts:
+        groups = rollouts.evaluate([{"prompt": number} for number in range(100, 104)], 1.0, 2).result(DEADLINE_S)
+        assert [group.trajectories[0].prompt_tokens for group in groups] == [(100,), (101,), (102,), (103,)]
+        sound.fails = EngineError
+        with pytest.raises(EngineError, match="has failed"):
+            rollouts.evaluate([{"prompt": 104}], 1.0, 2).result(DEADLINE_S)
+        assert [*failing.requests, *sound.requests].count(104) == collector.ATTEMPTS
+
+
 def test_prompt_failed_by_all_engines_raises_the_engines_error(monkeypatch):
     engines = Engine("one", fails=EngineError), Engine("two", fails=EngineError)
     with collecting(monkeypatch, *engines) as rollouts, pytest.raises(EngineError, match="has failed"):
@@ -187,6 +198,23 @@ def test_reward_error_names_the_prompt_line(monkeypatch):
         pytest.raises(DataError, match=r"^p.jsonl:\d: the reward function .* returned None, not a finite number"),
     ):
         rollouts.take(0, DEADLINE_S)
+
+
+def test_a_reward_that_never_returns_is_named(monkeypatch):
+    never = threading.Event()
+
+    def stuck(response, prompt):
+        never.wait()
+        return 0.0
+
+    with collecting(monkeypatch, Engine("one"), reward=stuck, locate=lambda prompt: "p.jsonl:3") as rollouts:
+        assert rollouts.take(0, 0.2) is None
+        assert "stuck has not returned for 0 s for the prompt at p.jsonl:3" in rollouts.describe_wait()
+        never.set()
+    with collecting(monkeypatch, Engine("one")) as rollouts:
+        assert rollouts.take(0, DEADLINE_S) is not None
+        assert rollouts.describe_wait() == "no engine has answered"
+        assert rollouts.completed_episodes() >= 4
 
 
 def test_a_reward_that_never_returns_for_one_prompt_is_reported(monkeypatch, caplog):

@@ -9,12 +9,14 @@ import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -32,7 +34,7 @@ from megascend.apps.rl.rollout.environments import (
     joined_experts,
     load_environment,
 )
-from megascend.apps.rl.rollout.group import Trajectory
+from megascend.apps.rl.rollout.group import Trajectory, TrajectoryGroup
 from megascend.apps.rl.rollouts import SharedRollouts
 from megascend.errors import ConfigError, DataError, EngineError
 from megascend.models.checkpoint_files.tokenizer import following_tokens
@@ -443,3 +445,15 @@ def test_tokens_that_stop_responses_are_those_of_the_middle_of_a_text() -> None:
     raw = Tokenizer(models.BPE(vocab={"<unk>": 0, "▁": 1, ".": 2, "▁.": 3}, merges=[("▁", ".")], unk_token="<unk>"))
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     assert following_tokens(".", PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")) == [2]
+
+
+def test_trajectory_of_numpy_and_torch_can_be_saved() -> None:
+    ids: Any = np.array([3, 4])
+    logprobs: Any = torch.tensor([-0.5, 0.0])
+    sampled: Any = np.array([True, False])
+    trajectory = Trajectory(tuple(ids), ids, tuple(logprobs), 1.0, "stop", 0, 0, sampled=sampled)
+    group = TrajectoryGroup(1, (trajectory,))
+    assert TrajectoryGroup.from_json(json.loads(json.dumps(group.to_json()))) == group
+    for wrong in ({"tokens": (1.5, 2)}, {"logprobs": (None, 0.0)}, {"logprobs": (float("nan"), 0.0)}):
+        with pytest.raises(DataError):
+            replace(trajectory, **wrong)
