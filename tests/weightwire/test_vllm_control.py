@@ -299,19 +299,6 @@ def test_commit_that_is_cancelled_is_undone(control, engine):
     run(act())
 
 
-def test_workers_that_cannot_release_the_old_weights_have_the_new_ones(control, engine):
-    async def act():
-        await control.claim("a#1", 60)
-        engine.workers[1].updates.faults = {"settle"}
-        await push(control, 3.0, 1)
-        assert (engine.values, control.active_version()) == ([3.0, 3.0], 1)
-        engine.workers[1].updates.faults = set()
-        await push(control, 4.0, 2)
-        assert (engine.values, control.active_version()) == ([4.0, 4.0], 2)
-
-    run(act())
-
-
 def test_update_that_its_owner_has_left_open_is_dropped_after_its_lease(engine):
     clock = {"now": 0.0}
     control = Control(engine, lambda: clock["now"])

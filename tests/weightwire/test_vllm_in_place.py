@@ -425,37 +425,6 @@ def test_one_recording_exchanges_shards_and_buckets(sharded: tuple[Loaders, Shar
                 assert torch.equal(bits(target), bits(values))
 
 
-def test_exchange_of_shards_that_stops_can_be_undone(
-    sharded: tuple[Loaders, Share], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exchange_module, "SCRATCH_BYTES", 512)
-    loaders, share = sharded
-    layout = ShardLayout(share, loaders.specs)
-    exchange = Recording(loaders.copies, loaders.specs, {}).exchange(layout, keep=True)
-    weights = weights_of(loaders.specs, 1)
-    before = [target.clone() for target, _ in loaders.expected(weights)]
-    copy, calls, failing_call = torch._foreach_copy_, 0, 0
-
-    def failing(targets: list[Tensor], sources: list[Tensor]) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == failing_call:
-            copy(targets[:1], sources[:1])
-            raise RuntimeError("the device")
-        copy(targets, sources)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", failing)
-    for failing_call in range(1, 13):
-        staging, calls = staged(layout, weights), 0
-        with pytest.raises(RuntimeError, match="the device"):
-            exchange.run(staging)
-        failing_call = 0
-        exchange.undo()
-        for (target, _), old in zip(loaders.expected(weights), before, strict=True):
-            assert torch.equal(target, old)
-        exchange.unbind()
-
-
 def test_update_without_a_part_that_is_loaded_is_refused(sharded: tuple[Loaders, Share]) -> None:
     loaders, share = sharded
     copies = [*loaders.copies, Copy(random(9, 9), Region(13, (0, 0), (9, 9)))]

@@ -21,7 +21,6 @@ from PIL import Image
 from megascend.apps.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.apps.data.files import read_documents
 from megascend.apps.data.images import ImageProcessor, decode
-from megascend.apps.data.order import fingerprint_of
 from megascend.apps.data.prepare import prepare_samples
 from megascend.apps.data.samples import SampleLimits, build_samples
 from megascend.apps.data.store import Samples
@@ -503,18 +502,6 @@ def test_changed_image_makes_new_samples(folder: Path, model: Path) -> None:
     assert_same_images(after[0].images, expected_images(model, folder / PATH))
     assert after.fingerprint != before.fingerprint
     assert samples_of(path, model).fingerprint == after.fingerprint
-
-
-def test_copied_images_do_not_depend_on_their_files(folder: Path, model: Path) -> None:
-    content = (folder / PATH).read_bytes()
-    path = write(folder / "data.jsonl", record_forms(content)["data URL"])
-    store, expected = samples_of(path, model), expected_images(model, folder / PATH)
-    os.remove(folder / PATH)
-    assert_same_images(store[0].images, expected)
-    in_memory = [store[0]]
-    assert fingerprint_of(in_memory) != fingerprint_of(
-        [type(in_memory[0])(in_memory[0].input_ids, in_memory[0].target_ids, in_memory[0].weights)]
-    )
 
 
 def test_images_are_decoded_when_they_are_used(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,22 +98,6 @@ def test_reserved_adapter_slot_expires(tmp_path: Path) -> None:
         assert [fetched(service.alice, response) for response in pending] == [[6, 7]] * 3
 
 
-def test_a_long_line_of_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:
-    """Check fairness for the base model, too, which all tenants may sample from."""
-    with served(tmp_path) as service:
-        service.backend.sampling.clear()
-        many = [sampled(service.alice, None) for _ in range(200)]
-        his = sampled(service.bob, None, token=50)
-        service.backend.sampling.set()
-        assert fetched(service.bob, his) == [51, 52]
-        assert [fetched(service.alice, response) for response in many] == [[6, 7]] * 200
-        batches = service.backend.sampled
-        assert sum(map(len, batches)) == 201
-        assert [50 in batch for batch in batches].index(True) <= 1, (
-            "in the first batch after the one that was under way"
-        )
-
-
 def respond(number: int, tenant: str, responses: int = 1) -> Respond:
     return Respond(number, "p", SampleRequest([1], SamplingParams(1), num_samples=responses), tenant)
 

@@ -225,27 +225,3 @@ def test_switches_mean_layers_of_the_model() -> None:
         "up_proj",
     )
     assert allowed_targets(names, unembed=False) == allowed_targets(names[:3], unembed=True) == "all-linear"
-
-
-def test_answers_do_not_wait_for_the_clients_acknowledgement(tmp_path) -> None:
-    """Disable Nagle's algorithm: an answer is two writes, and the second one would wait for 40 ms."""
-    import asyncio
-    import socket
-
-    from megascend.apps.serve.server import _listen
-    from megascend.config.serve import ServeConfig
-
-    async def set_at_the_server() -> int:
-        options: asyncio.Queue[int] = asyncio.Queue()
-
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            options.put_nowait(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.close()
-
-        listening = _listen(ServeConfig(model=tmp_path, port=0))
-        async with await asyncio.start_server(accept, sock=listening):
-            _, writer = await asyncio.open_connection(*listening.getsockname()[:2])
-            writer.close()
-            return await asyncio.wait_for(options.get(), 20)
-
-    assert asyncio.run(set_at_the_server()) != 0

@@ -174,17 +174,6 @@ def test_another_server_answers_and_the_one_that_failed_is_left_out_for_a_while(
     assert last == f"{bad.name} answers again"
 
 
-@pytest.mark.parametrize("failure", ["refuses", "hangs up", "500"])
-def test_a_server_that_fails_at_loading_is_no_better(failure) -> None:
-    bad, good = Double(1, failure), Double(2)
-
-    async def work(pool: Pool, clock: Clock) -> None:
-        assert await token(pool) == 2
-
-    run([bad, good], work)
-    assert bad.samples() == 0
-
-
 def test_a_request_that_fails_is_sent_once_more_and_one_that_cannot_be_sent_to_all() -> None:
     doubles = [Double(1, "500"), Double(2, "500"), Double(3, "500")]
 

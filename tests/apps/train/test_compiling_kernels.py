@@ -90,30 +90,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     return processes
 
 
-def ended(process: subprocess.Popen[bytes], within_s: float = 60) -> int | None:
-    process.wait(within_s)
-    return process.returncode
-
-
-def test_process_does_not_import_user_modules(tmp_path, started, monkeypatch):
-    (tmp_path / "tokenize.py").write_text("import pathlib; pathlib.Path('ran').touch()")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "triton")
-    popen_options: dict[str, Any] = {}
-    popen = prefetch.subprocess.Popen
-    monkeypatch.setattr(
-        prefetch.subprocess,
-        "Popen",
-        lambda command, **options: popen_options.update(options) or popen(command, **options),
-    )
-    run = plan(tmp_path)
-    assert Path(job_of(run).done_file).parent == tmp_path / "triton"
-    with compiling_kernels(run, Launch()):
-        assert ended(started[0]) == 0
-    assert popen_options["env"]["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
-    assert not (tmp_path / "ran").exists()
-
-
 def test_busy_process_is_killed(tmp_path, started, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
     monkeypatch.setattr(Job, "to_text", lambda job: "100")

@@ -70,17 +70,6 @@ def test_called_function_imports_its_module_at_first_call() -> None:
     assert calls.double(3, plus=1) == 7
 
 
-def test_other_names_of_the_module_are_real() -> None:
-    with deferring((DeferredCalls("user.takes_more", "heavy.leaf", ("double",)),)):
-        user = importlib.import_module("user.takes_more")
-    leaf = sys.modules["heavy.leaf"]
-    assert issubclass(user.Mine, leaf.Kind)
-    assert user.value == 7
-    assert user.double(1) == 2
-    with deferring((DeferredCalls("user.takes_all", "heavy.leaf", ("double",)),)):
-        assert importlib.import_module("user.takes_all").leaf is leaf
-
-
 def test_imported_module_is_not_replaced() -> None:
     leaf = importlib.import_module("heavy.leaf")
     with deferring((DeferredCalls(*CALLED),)):

@@ -567,31 +567,3 @@ def test_slow_rank_is_waited_for_with_one_warning(runtime: Runtime, tmp_path) ->
     (line,) = output.read_text().splitlines()
     assert line.startswith("rank 0: forward of step 1 has taken ")
     assert "rank 1 has not arrived: after start-up" in line
-
-
-def test_ranks_in_the_same_phase_are_distinguished_by_their_lines(runtime: Runtime, tmp_path) -> None:
-    """List the ranks' lines, the only evidence if one rank hangs in Python and the other waits for a device."""
-    output, entered, release = tmp_path / "stderr", tmp_path / "entered", tmp_path / "release"
-    os.mkfifo(release)
-
-    def hang() -> None:
-        entered.touch()
-        os.close(os.open(release, os.O_RDONLY))  # blocks until the other end is opened
-
-    def work() -> None:
-        groups = initialize(plan(Parallel(), 2), runtime.platform, 60.0)
-        impatient(groups, 0.5)
-        if groups.rank == 1:
-            with groups.monitor.phase("forward"):
-                hang()
-            return
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
-        wait_until(entered.exists)
-        with groups.monitor.phase("forward"):
-            wait_until(lambda: output.stat().st_size > 0, 150)
-        release.write_bytes(b"")
-
-    run_distributed(work, 2, init=False, timeout_s=180)
-    (line,) = output.read_text().splitlines()
-    assert "no rank is gone, has failed or is in another phase. Ranks: 0 in forward of step 1 for " in line
-    assert re.search(r"; 1 in forward of step 1 for \d+ s, at hang \(test_hang_monitor.py:\d+\)$", line), line

@@ -3,7 +3,6 @@
 import random
 from collections import Counter, deque
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,30 +126,6 @@ def test_tenants_that_always_have_work_differ_by_one_batch_and_one_request(tenan
 
 
 # --- starvation ---
-
-
-@pytest.mark.parametrize("flooders", [1, 2, 5])
-@pytest.mark.parametrize("kind", ["forward_backward", "forward"])
-def test_a_newcomer_waits_for_one_batch_of_each_flooding_tenant(flooders, kind):
-    """Let every flooding tenant always have a request that fills a batch, and an optimizer step after each."""
-    names = [f"flood{index}" for index in range(flooders)]
-    requests = [
-        make(name, 10 * i + j, ["forward_backward", "optimizer_step"][i % 2], tokens=BUDGET)
-        for j, name in enumerate(names)
-        for i in range(60)
-    ]
-    for arrival in range(20):
-        lines, ledger = line_up(requests), Ledger()
-        for _ in range(arrival):
-            _, ledger = serve(lines, ledger)
-        lines["new"] = deque([make("new", 10**6, kind, tokens=BUDGET)])
-        batches = units = 0
-        while lines["new"]:
-            unit, ledger = serve(lines, ledger)
-            units += 1
-            batches += unit[0].kind != "optimizer_step"
-        assert batches - 1 <= flooders
-        assert units <= 2 * batches  # never two units of optimizer steps in a row
 
 
 @settings(max_examples=60)

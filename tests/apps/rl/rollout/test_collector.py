@@ -175,21 +175,6 @@ def test_group_with_signal_resets_the_count(monkeypatch):
     assert [group.number % 7 for group in groups] == [6, 6, 6, 6]
 
 
-def test_equal_groups_that_have_a_signal_are_neither_warned_of_nor_dropped(monkeypatch, caplog):
-    settings: dict[str, Any] = {"equal_groups_have_signal": True, "max_equal_groups": 8}
-    engine = Engine("one")
-    with (
-        caplog.at_level(logging.WARNING),
-        collecting(monkeypatch, engine, reward=lambda *_: 1.0, **settings) as rollouts,
-    ):
-        for step in range(6):
-            engine.weights = step
-            rollouts.updated(step)
-            assert rollouts.take(step, DEADLINE_S) is not None
-        assert rollouts.counts().equal == 0
-    assert caplog.messages == []
-
-
 def test_reward_error_names_the_prompt_line(monkeypatch):
     with (
         collecting(

@@ -128,30 +128,6 @@ def test_pause_ends_when_its_lease_lapses() -> None:
     with_world(test)
 
 
-def test_pause_renewed_as_it_lapses_stays_active() -> None:
-    async def test(world: World) -> None:
-        claim = await world.controller.claim("trainer", ["one"], lease_s=600)
-        await claim.pause(lease_s=30)
-        world.first.holds.add("pause")
-        slow = asyncio.ensure_future(claim.pause(lease_s=30))
-        await settle()
-        await world.clock.advance(29)
-        renewal = asyncio.ensure_future(
-            claim.pause(lease_s=30)
-        )  # waits for the slow call, and is before the end of the pause
-        await settle()
-        await world.clock.advance(1)
-        world.first.holds.clear()
-        await asyncio.gather(slow, renewal)
-        assert world.first.calls == ["pause 30"] * 3
-        assert world.first.paused
-        await world.clock.advance(29)
-        assert not world.first.paused
-        assert world.first.calls[3:] == ["resume"]
-
-    with_world(test)
-
-
 def test_failed_resume_is_retried_a_few_times() -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("trainer", lease_s=600)

@@ -182,24 +182,6 @@ def test_a_repeated_call_has_its_first_answer_and_no_effect() -> None:
         assert served.engines[0].calls == ["pause 60"]
 
 
-def test_call_of_a_disconnected_caller_completes_and_keeps_its_answer() -> None:
-    with Served() as served:
-        engine = served.engines[0]
-        engine.holds.add("pause")
-        claim = served.call("/v1/claim", owner="t", engines=["one"], lease_s=60.0)
-        _, claimed = served.send(served.request("/v1/claim", claim))
-        body = served.call("/v1/pause", claim=claimed["result"]["claim"], lease_s=60.0)
-        with served.connect() as connection:
-            connection.sendall(served.request("/v1/pause", body))
-            until(lambda: engine.calls == ["pause 60"])
-        with served.connect() as repeated:  # the first is gone
-            repeated.sendall(served.request("/v1/pause", body))
-            engine.holds.clear()
-            assert read_response(repeated)[0] == 200
-        assert engine.calls == ["pause 60"]
-        assert engine.paused
-
-
 def test_sizes_are_bounded() -> None:
     limits = HttpLimits(max_body_bytes=2000, max_head_bytes=4000, max_buffered_bytes=3000)
     with Served(limits=limits) as served:

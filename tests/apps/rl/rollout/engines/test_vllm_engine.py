@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -24,15 +21,14 @@ import uvicorn
 sys.path.insert(0, str(Path(__file__).parents[4] / "weightwire"))
 from test_vllm_control import Engine
 
-from megascend.apps.rl.rollout.controller.client import ControllerEngine
 from megascend.apps.rl.rollout.engines.vllm import VllmAscendEngine, VllmEngine
 from megascend.errors import ConfigError, EngineError, EngineLostError, WeightSyncError
 from megascend.sync.delivery import Delivery
 from megascend.sync.push import push_tensors
 from weightwire.engine import Completion, RoutedExperts, Sampling, TopLogprobs
 from weightwire.engine_calls import LoopThread
-from weightwire.errors import OwnerError, UnsupportedCallError, WireError
-from weightwire.keys import ENVIRONMENT, Key, generate_key
+from weightwire.errors import UnsupportedCallError, WireError
+from weightwire.keys import Key, generate_key
 from weightwire.vllm.guard import Guard
 
 SECRET = generate_key()
@@ -117,48 +113,6 @@ def client(address: str, **options: Any) -> VllmEngine:
     return VllmEngine(address, key=KEY, **options)
 
 
-def test_recorded_requests_count_at_no_other_server(address: str, guards: list[Guard]) -> None:
-    """Replay all requests of a client at another server of the job, and at one after its restart; the client itself continues."""
-    recorded: list[tuple[Any, bytes]] = []
-    first = guards[0]
-
-    async def record(scope: Any, receive: Any, send: Any) -> None:
-        message = await receive()
-
-        async def replay() -> Any:
-            return message
-
-        recorded.append((scope, message.get("body", b"")))
-        await first(scope, replay, send)
-
-    async def status(guard: Guard, scope: Any, body: bytes) -> int:
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        await guard(scope, receive, send)
-        return sent[0]["status"]
-
-    async def act() -> None:
-        guards[0] = record  # type: ignore[assignment]
-        engine = client(address, owner="trainer")
-        await engine.claim()
-        await engine.pause(30.0)
-        assert [scope["path"].rpartition("/")[2] for scope, _ in recorded] == ["info", "claim", "pause"]
-        restarted = Guard(lambda *_: pytest.fail("passed on"), KEY)
-        for guard in (first, restarted, Guard(lambda *_: pytest.fail("passed on"), KEY)):
-            assert {await status(guard, *request) for request in recorded} == {401}
-        guards[0] = restarted
-        assert (await engine.info())["owner"] is None
-        await engine.claim()
-
-    asyncio.run(act())
-
-
 def test_an_update_reaches_both_workers_and_versions_are_reported(address: str, double: SamplingEngine) -> None:
     engine = client(address, owner="trainer")
     delivery = Delivery(device=torch.device("cpu"), bucket_bytes=1024, timeout_s=60.0)
@@ -189,23 +143,6 @@ def test_an_update_reaches_both_workers_and_versions_are_reported(address: str, 
     assert (params.n, params.max_tokens, params.temperature, params.stop_token_ids, params.seed) == (2, 2, 0.5, [9], 4)
 
 
-def test_one_owner_pauses_and_others_are_refused(address: str, double: SamplingEngine) -> None:
-    async def act() -> None:
-        first, second = client(address, owner="first"), client(address, owner="second")
-        async with first.paused(600):
-            assert double.paused
-            with pytest.raises(OwnerError, match=r"pause: the engine is owned by first"):
-                await second.pause(1)
-            with pytest.raises(OwnerError, match=r"second.* does not own the engine: its owner is first"):
-                await second.resume()
-        assert not double.paused
-        await client(address, owner="second", take_over=True).pause(600)
-        with pytest.raises(OwnerError, match="its owner is second"):
-            await first.resume()
-
-    asyncio.run(act())
-
-
 def test_wrong_key_and_wrong_server_raise_engine_errors(address: str) -> None:
     with pytest.raises(ConfigError, match="http://HOST:PORT was expected"):
         VllmEngine("localhost:8000", key=KEY)
@@ -215,36 +152,6 @@ def test_wrong_key_and_wrong_server_raise_engine_errors(address: str) -> None:
         asyncio.run(client("http://127.0.0.1:1").info())
     with pytest.raises(EngineError, match="its workers are on cpu, not on npu"):
         asyncio.run(VllmAscendEngine(address, key=KEY).begin_update(None))  # type: ignore[arg-type]
-
-
-def test_controller_process_claims_and_releases_the_server(address: str, tmp_path: Path) -> None:
-    published = tmp_path / "controller.json"
-    command = [sys.executable, "-m", "megascend.apps.rl.rollout.controller", address, "--publish", str(published)]
-    environment = {**os.environ, ENVIRONMENT: SECRET, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    program = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert program.stdout is not None
-        assert program.stdout.readline().startswith("rollout controller at 127.0.0.1:")
-        engine = ControllerEngine(published, KEY, owner="trainer")
-
-        async def use() -> None:
-            assert await engine.receivers() == 2
-            assert (await engine.generate([5], Sampling(1)))[0].tokens == (6,)
-            async with engine.paused(60):
-                assert (await client(address).info())["paused"]
-            with pytest.raises(EngineError, match=r"vLLM at 127.*generate: the prompt is too long"):
-                await engine.generate([5], Sampling(101))
-            await engine.close()
-
-        asyncio.run(use())
-        program.send_signal(signal.SIGTERM)
-        _, log = program.communicate(timeout=60)
-    finally:
-        program.kill()
-        program.wait()
-    assert program.returncode == 128 + signal.SIGTERM
-    assert SECRET not in log
-    assert asyncio.run(client(address).info())["owner"] is None
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
