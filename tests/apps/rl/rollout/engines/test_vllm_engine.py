@@ -19,8 +19,13 @@ import torch
 import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "weightwire"))
+import os
+import signal
+import subprocess
+
 from test_vllm_control import Engine
 
+from megascend.apps.rl.rollout.controller.client import ControllerEngine
 from megascend.apps.rl.rollout.engines.vllm import VllmAscendEngine, VllmEngine
 from megascend.errors import ConfigError, EngineError, EngineLostError, WeightSyncError
 from megascend.sync.delivery import Delivery
@@ -28,7 +33,7 @@ from megascend.sync.push import push_tensors
 from weightwire.engine import Completion, RoutedExperts, Sampling, TopLogprobs
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import UnsupportedCallError, WireError
-from weightwire.keys import Key, generate_key
+from weightwire.keys import ENVIRONMENT, Key, generate_key
 from weightwire.vllm.guard import Guard
 
 SECRET = generate_key()
@@ -152,6 +157,36 @@ def test_wrong_key_and_wrong_server_raise_engine_errors(address: str) -> None:
         asyncio.run(client("http://127.0.0.1:1").info())
     with pytest.raises(EngineError, match="its workers are on cpu, not on npu"):
         asyncio.run(VllmAscendEngine(address, key=KEY).begin_update(None))  # type: ignore[arg-type]
+
+
+def test_controller_process_claims_and_releases_the_server(address: str, tmp_path: Path) -> None:
+    published = tmp_path / "controller.json"
+    command = [sys.executable, "-m", "megascend.apps.rl.rollout.controller", address, "--publish", str(published)]
+    environment = {**os.environ, ENVIRONMENT: SECRET, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    program = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert program.stdout is not None
+        assert program.stdout.readline().startswith("rollout controller at 127.0.0.1:")
+        engine = ControllerEngine(published, KEY, owner="trainer")
+
+        async def use() -> None:
+            assert await engine.receivers() == 2
+            assert (await engine.generate([5], Sampling(1)))[0].tokens == (6,)
+            async with engine.paused(60):
+                assert (await client(address).info())["paused"]
+            with pytest.raises(EngineError, match=r"vLLM at 127.*generate: the prompt is too long"):
+                await engine.generate([5], Sampling(101))
+            await engine.close()
+
+        asyncio.run(use())
+        program.send_signal(signal.SIGTERM)
+        _, log = program.communicate(timeout=60)
+    finally:
+        program.kill()
+        program.wait()
+    assert program.returncode == 128 + signal.SIGTERM
+    assert SECRET not in log
+    assert asyncio.run(client(address).info())["owner"] is None
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
