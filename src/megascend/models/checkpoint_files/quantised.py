@@ -1,4 +1,4 @@
-"""Quantised checkpoints, read by dequantisation: fp8 in blocks (DeepSeek) and MXFP4 experts (gpt-oss).
+"""Quantised checkpoints, read by dequantisation: fp8 in blocks (DeepSeek), MXFP4 experts (gpt-oss), INT4 in groups (Kimi-K2.5).
 
 A quantised weight and its scales are one tensor to the rest of the package: its header has the shape of the weight, dtype bf16,
 and says how it is stored. Only what is asked for is read and dequantised, so a rank needs memory for its own shards.
@@ -23,6 +23,10 @@ MXFP4_GROUP = 32
 """Values that share an exponent (Open Compute Project, "Microscaling Formats", 2023, section 5.2)."""
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the 16 codes of E2M1."""
+PACKED, GROUP_SCALES, SHAPE = "_packed", "_scale", "_shape"
+"""Ends of the names of a weight's tensors in the format pack-quantized of compressed-tensors."""
+PER_WORD = 8
+"""Values of 4 bits in an int32, the first in the lowest bits; stored with an offset of 8."""
 DEQUANTISED = "BF16"
 
 
@@ -32,12 +36,13 @@ class QuantisedHeader(TensorHeader):
 
     Attributes:
         method: ``fp8``: e4m3 with a factor for each block of rows and columns; ``mxfp4``: 4 bits with an exponent for each 32
-            input features, experts stored as [experts, out, in / 32, 16 bytes].
+            input features, experts stored as [experts, out, in / 32, 16 bytes]; ``int4``: eight values in an int32, with a
+            factor for each ``block`` of input features.
         values, scales: (name, header) of the stored tensors.
-        block: rows and columns of a block of ``fp8``.
+        block: rows and columns of values that share a factor, of ``fp8`` and ``int4``.
     """
 
-    method: Literal["fp8", "mxfp4"] = "fp8"
+    method: Literal["fp8", "mxfp4", "int4"] = "fp8"
     values: tuple[str, TensorHeader] = ("", TensorHeader("", ()))
     scales: tuple[str, TensorHeader] = ("", TensorHeader("", ()))
     block: tuple[int, int] = (128, 128)
@@ -96,10 +101,29 @@ def dequantised_headers(
                 values=(name, values),
                 scales=(f"{weight}{EXPONENTS}", scales),
             )
+    elif method == "compressed-tensors" and (group := _int4_group(settings)):
+        for name in [name for name in headers if name.endswith(PACKED)]:
+            weight = name.removesuffix(PACKED)
+            values, scales = joined.pop(name), joined.pop(f"{weight}{GROUP_SCALES}", None)
+            joined.pop(f"{weight}{SHAPE}", None)
+            shape = (values.shape[0], values.shape[1] * PER_WORD)
+            if scales is None or scales.shape != (shape[0], shape[1] // group):
+                raise CheckpointError(
+                    f"{source}: {name} {list(values.shape)} needs {weight}{GROUP_SCALES} of shape {[shape[0], shape[1] // group]}"
+                )
+            joined[weight] = QuantisedHeader(
+                DEQUANTISED,
+                shape,
+                values.file,
+                method="int4",
+                values=(name, values),
+                scales=(f"{weight}{GROUP_SCALES}", scales),
+                block=(1, group),
+            )
     else:
         raise CheckpointError(
-            f"{source}/config.json: quantization_config.quant_method {method!r} is not read (fp8 with weight_block_size and "
-            "mxfp4 are): dequantise it with transformers"
+            f"{source}/config.json: quantization_config.quant_method {method!r} is not read (fp8 with weight_block_size, mxfp4 "
+            "and symmetric pack-quantized groups of 4 bits are): dequantise it with transformers"
         )
     left = [name for name, header in joined.items() if header.dtype.startswith("F8") and header.dtype != DEQUANTISED]
     if left:
@@ -107,6 +131,17 @@ def dequantised_headers(
             f"{source}: {left[0]} is stored in {joined[left[0]].dtype} without scales; fetch the files again"
         )
     return joined
+
+
+def _int4_group(settings: Mapping[str, Any]) -> int | None:
+    """Return the values that share a factor if all groups of compressed-tensors are symmetric ones of 4 bits, else None."""
+    groups = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+    expected = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "actorder": None}
+    sizes = {weights.get("group_size") for weights in groups}
+    plain = all(weights.get(name, value) == value for weights in groups for name, value in expected.items())
+    size = sizes.pop() if len(sizes) == 1 else None
+    fits = plain and settings.get("format") == "pack-quantized" and isinstance(size, int) and size > 0
+    return size if fits and size % PER_WORD == 0 else None
 
 
 def read_tensor(
@@ -121,7 +156,8 @@ def read_tensor(
     if isinstance(header, QuantisedHeader):
         bounds = [part.indices(size)[:2] for part, size in zip(index, header.shape, strict=False)]
         bounds += [(0, size) for size in header.shape[len(bounds) :]]
-        return _read_fp8(header, files, bounds) if header.method == "fp8" else _read_mxfp4(header, files, bounds)
+        readers = {"fp8": _read_fp8, "mxfp4": _read_mxfp4, "int4": _read_int4}
+        return readers[header.method](header, files, bounds)
     return _read_stored(name, header, files, index)
 
 
@@ -163,3 +199,17 @@ def _read_mxfp4(header: QuantisedHeader, files: MutableMapping[Path, Any], bound
     first = groups.start * MXFP4_GROUP
     # Stored by output row, and [experts, in, out] in transformers' model.
     return values[..., start - first : stop - first].transpose(1, 2).bfloat16().contiguous()
+
+
+def _read_int4(header: QuantisedHeader, files: MutableMapping[Path, Any], bounds: list[tuple[int, int]]) -> Tensor:
+    import torch
+
+    rows, (start, stop) = slice(*bounds[0]), bounds[1]
+    size = header.block[1]
+    groups = slice(start // size, -(-stop // size))
+    words = slice(groups.start * size // PER_WORD, groups.stop * size // PER_WORD)
+    codes = _read_stored(*header.values, files, (rows, words))
+    scales = _read_stored(*header.scales, files, (rows, groups)).float()
+    values = torch.stack([(codes >> 4 * place & 15) - 8 for place in range(PER_WORD)], dim=-1).flatten(-2)
+    values = (values.unflatten(-1, (-1, size)) * scales[..., None]).flatten(-2)
+    return values[..., start - groups.start * size : stop - groups.start * size].bfloat16().contiguous()
