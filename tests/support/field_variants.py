@@ -76,6 +76,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "moe_num_shared_experts": (0, 2),
     "time_step_limit": ([0.01, 0.02],),
     "no_rope_layers": ([1, 1, 0, 1],),
+    "index_n_heads": (24,),  # with few heads scores are 0, and the choice among them is that of a sort
     "indexer_types": (["full"] * 4, ["full", "full", "shared", "shared"]),
     "layers_block_type": (["moe", "linear_attention", "full_attention", "mlp", "linear_attention", "moe"],),
     "layer_types": (["full_attention"] * 4, ["sliding_attention"] * 4, ["full_attention", "sliding_attention"] * 2),

@@ -121,6 +121,7 @@ class Architecture:
         without_adapters: ends of the names of linear layers that adapters cannot act on.
         packages: modules that the Megatron engine computes its layers with, beside its own packages; on the CPU megascend brings
             them.
+        copied: beginnings of the names of tensors that no engine builds, and that exports copy from the checkpoint.
         images: declaration of the images that a sample may hold beside tokens; None: tokens only.
         text_type: ``model_type`` of ``text_config``, of a family whose ``config.json`` has one.
         fixed: settings that transformers, mcore-bridge or Megatron-Core has in its code, by the value that all compute with.
@@ -151,6 +152,7 @@ class Architecture:
     without_gradient: tuple[str, ...] = ()
     without_adapters: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
     images: Images | None = None
     text_type: str | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)

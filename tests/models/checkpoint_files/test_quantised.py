@@ -93,10 +93,51 @@ def mxfp4(parity_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return folder / "mxfp4", folder / "bf16"
 
 
-@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+GROUP = 16
+
+
+@pytest.fixture(scope="module")
+def int4(parity_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny Kimi-K2.5 with a tower and experts in INT4 as its authors store them, and the same weights in bf16."""
+    source, folder = case_checkpoint(parity_folder, "kimi_k25"), tmp_path_factory.mktemp("int4")
+    generator = torch.Generator().manual_seed(0)
+    tower = {"vision_tower.encoder.final_layernorm.weight": (32,), "mm_projector.proj.0.weight": (128, 128)}
+    stored = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in tower.items()}
+    plain = dict(stored)
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if ".experts." not in name:
+            stored[name] = plain[name] = tensor if name.endswith("correction_bias") else tensor.bfloat16()
+            continue
+        rows, columns = tensor.shape
+        codes = torch.randint(-8, 8, (rows, columns), generator=generator)
+        scales = (0.02 * torch.rand(rows, columns // GROUP, generator=generator)).bfloat16()
+        words = sum((codes[:, place::8] + 8) * 16**place for place in range(8))
+        stored[f"{name}_packed"] = torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+        stored[f"{name}_scale"], stored[f"{name}_shape"] = scales, torch.tensor([rows, columns])
+        plain[name] = (codes.double() * scales.double().repeat_interleave(GROUP, dim=1)).bfloat16()
+    config = json.loads((source / "config.json").read_text(encoding="utf-8")) | {"dtype": "bfloat16"}
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+    text = config["text_config"] | {"quantization_config": settings}
+    for path, tensors, content in (
+        (folder / "int4", stored, config | {"text_config": text}),
+        (folder / "bf16", plain, config),
+    ):
+        path.mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder / "int4", folder / "bf16"
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4", "int4"])
 def test_every_tensor_is_read_in_whole_and_in_parts(kind: str, request: pytest.FixtureRequest) -> None:
     quantised, plain = request.getfixturevalue(kind)
     info, expected = inspect_checkpoint(quantised), load_file(plain / "model.safetensors")
+    expected = {name: tensor for name, tensor in expected.items() if name not in info.extra}
     assert info.quantised == kind
     assert info.parameter_count == sum(tensor.numel() for tensor in expected.values())
     assert info.tensors.keys() == expected.keys()
@@ -118,6 +159,7 @@ def test_every_tensor_is_read_in_whole_and_in_parts(kind: str, request: pytest.F
     [
         ("fp8", Parallel()),
         ("mxfp4", Parallel(expert=2)),
+        ("int4", Parallel()),
         pytest.param("fp8", Parallel(tensor=2, expert=2, expert_tensor=1), marks=pytest.mark.nightly),
     ],
 )
@@ -148,6 +190,14 @@ def test_unknown_method_is_refused_by_name(fp8: tuple[Path, Path], tmp_path: Pat
     (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(CheckpointError, match="quant_method 'awq' is not read"):
         inspect_checkpoint(model)
+
+
+@pytest.mark.parametrize("change", [{"symmetric": False}, {"num_bits": 8}, {"actorder": "group"}, {"group_size": 12}])
+def test_other_groups_of_integers_are_refused(change: dict[str, Any], int4: tuple[Path, Path]) -> None:
+    config = json.loads((int4[0] / "config.json").read_text(encoding="utf-8"))
+    config["text_config"]["quantization_config"]["config_groups"]["group_0"]["weights"] |= change
+    with pytest.raises(CheckpointError, match="quant_method 'compressed-tensors' is not read"):
+        dequantised_headers(tensor_headers(int4[0]), config, int4[0])
 
 
 def test_scales_that_do_not_fit_are_refused(fp8: tuple[Path, Path]) -> None:

@@ -124,8 +124,9 @@ def hf_settings(size: ModelSize) -> dict[str, Any]:
         "pad_token_id": end_of_text,
     }
     architecture = BUILT_IN[size.arch]
+    full = {"model_type": size.arch} | settings | _particular(size)
     if architecture.images is None:
-        return settings | _particular(size)
+        return {name: value for name, value in architecture.full_config(full).items() if name != "model_type"}
     first = 256 + len(SPECIAL_TOKENS)
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     tokens = {name: first + number for number, name in enumerate(names)}
@@ -142,7 +143,7 @@ def hf_settings(size: ModelSize) -> dict[str, Any]:
         "num_position_embeddings": 256,
         "deepstack_visual_indexes": [1, 3][: size.layers],
     }
-    full = {"model_type": size.arch, "vision_config": tower} | tokens | settings | _particular(size)
+    full |= {"vision_config": tower} | tokens
     return {name: value for name, value in architecture.full_config(full).items() if name != "model_type"}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megascend.models.checkpoint_files.architectures import transformers_config
+from megascend.models.checkpoint_files.architectures import architecture_in, transformers_config
 from megascend.models.checkpoint_files.files import WEIGHT_FILE
 
 BF16_BYTES = 2
@@ -44,7 +44,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     config = transformers_config(folder)
-    loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    loader = AutoModelForCausalLM if architecture_in(folder).images is None else AutoModelForImageTextToText
     with torch.device("meta"):
         model: Any = loader.from_config(config)
     tensors = model.state_dict()

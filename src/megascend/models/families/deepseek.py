@@ -94,6 +94,32 @@ class DeepSeekV3(DeepSeek):
     )
 
 
+@dataclass(frozen=True)
+class KimiK25(DeepSeekV3):
+    """Kimi-K2.5, 2.6 and 2.7: DeepSeek-V3's model under ``language_model.``; their tower is copied to exports as it is."""
+
+    def full_config(self, text: Config) -> dict[str, Any]:
+        # transformers writes the text model without a tower under the authors' names only.
+        text = {name: value for name, value in text.items() if name != "architectures"}
+        outer = {"model_type": text.pop("model_type"), "architectures": ["KimiK25ForCausalLM"]}
+        outer |= {name: text[name] for name in ("tie_word_embeddings", "torch_dtype") if name in text}
+        return outer | TINY_TOWER | {"text_config": text | {"model_type": "deepseek_v3"}}
+
+
+TINY_TOWER = {
+    "projection_hidden_size": 32,
+    "vision_config": {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "patch_size": 4,
+    },
+    "image_token_id": 314,
+    "video_token_id": 315,
+    "vision_start_token_id": 312,
+    "vision_end_token_id": 313,
+}
 FAMILIES = (
     DeepSeekV2(
         ("deepseek_v2",),
@@ -118,6 +144,17 @@ FAMILIES = (
         transformers="megascend.models.families.kimi_transformers",
         model_class="DeepseekV3ForCausalLM",  # as its authors name it
         router="sigmoid",
+        tiny=LATENT | EXPERTS | {"n_group": 1, "topk_group": 1, "attention_bias": False},
+    ),
+    KimiK25(
+        ("kimi_k25",),
+        proven=True,
+        transformers="megascend.models.families.kimi_transformers",
+        megatron="megascend.models.families.kimi_megatron",
+        model_class="KimiK25ForConditionalGeneration",
+        router="sigmoid",
+        renamed=(("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head.")),
+        copied=("vision_tower.", "mm_projector."),
         tiny=LATENT | EXPERTS | {"n_group": 1, "topk_group": 1, "attention_bias": False},
     ),
     DeepSeekV3(

@@ -1,6 +1,11 @@
-"""Register Kimi-K2 with transformers, which has no ``kimi_k2``: DeepSeek-V3's model under that ``model_type``."""
+"""Register Kimi-K2 and the text model of Kimi-K2.5 to 2.7 with transformers.
+
+transformers has no ``kimi_k2``, which is DeepSeek-V3's model, and ``kimi_k25`` with its vision tower only.
+"""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from transformers import (
     CONFIG_MAPPING,
@@ -39,6 +44,29 @@ class KimiK2ForTokenClassification(DeepseekV3ForTokenClassification):
     config_class = KimiK2Config
 
 
+def register_text_model() -> None:
+    """Add Kimi-K2.5's causal language model, which is its model for images without the tower, to transformers' Auto classes."""
+    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+    from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25Config, Kimi_K25ForConditionalGeneration
+
+    class KimiK25ForCausalLM(Kimi_K25ForConditionalGeneration):
+        _keys_to_ignore_on_load_unexpected: ClassVar = [r"vision_tower\.", r"mm_projector\."]
+
+        def __init__(self, config: Kimi_K25Config) -> None:
+            super().__init__(config)
+            del self.model.vision_tower, self.model.mm_projector
+
+    AutoModelForCausalLM.register(Kimi_K25Config, KimiK25ForCausalLM, exist_ok=True)
+    # transformers 5.24's names for kimi_k25 rename the text model's layers too when weights are written.
+    names = [
+        WeightRenaming(r"^language_model\.model\.", "model.language_model."),
+        WeightRenaming(r"^language_model\.lm_head\.", "lm_head."),
+    ]
+    register_checkpoint_conversion_mapping(KimiK25ForCausalLM.__name__, names)
+    register_checkpoint_conversion_mapping("Kimi_K25Model", [])
+
+
 def register() -> None:
     """Add the classes to transformers' Auto classes, and the names of its experts in checkpoints."""
     AutoConfig.register("kimi_k2", KimiK2Config)
@@ -58,3 +86,5 @@ def register() -> None:
 
 if "kimi_k2" not in CONFIG_MAPPING:
     register()
+    if "kimi_k25" in CONFIG_MAPPING:
+        register_text_model()

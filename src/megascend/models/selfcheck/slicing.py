@@ -79,9 +79,12 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     ``raw``: its ``config.json``; ``full``: with all defaults; ``longest``: tokens of the longest sample that a run allows.
     Without ``window_active`` samples are never longer than the model's sliding window.
     """
+    architecture = architecture_named(str(raw.get("model_type") or ""))
+    if architecture.copied:  # its tower is not built, and its text model is another family's
+        raw, full = {**raw["text_config"], "model_type": full["text_config"]["model_type"]}, full["text_config"]
+        return slice_model(raw, full, longest, window_active)
     if isinstance(raw.get("vision_config") or full.get("vision_config"), Mapping):
         return _slice_with_tower(raw, full, longest, window_active)
-    architecture = architecture_named(str(raw.get("model_type") or ""))
     full = architecture.normalise(full)
     missing = [
         name for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if not full.get(name)
