@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megascend import Parallel, Recompute
-from megascend.models import expert_count
+from megascend.models import expert_count, text_config
 from megascend.models.registry import proven
 from megascend.testing.parity import Case
 from megascend.testing.tiny_models import tiny_config
@@ -81,7 +81,7 @@ def cases() -> list[Case]:
                 architecture.tiny, tensor=case.parallel.tensor, context=case.parallel.context
             ):
                 continue  # refused, as test_unsupported.py checks
-            tiny = tiny_config(architecture.model_type)
+            tiny = text_config(tiny_config(architecture.model_type))
             chunks = case.parallel.pipeline * case.parallel.virtual_pipeline
             if tiny["num_hidden_layers"] % chunks:
                 continue  # refused: no equal stages
@@ -125,7 +125,7 @@ def test_gradients_equal_transformers(case: Case, parity_folder: Path) -> None:
 def test_gradients_in_bf16_are_as_near_as_transformers(arch: str, parity_folder: Path) -> None:
     """Dense models measured 0.90 to 0.98 of transformers' error, ones with experts 0.4 to 2.2: tokens that other experts get."""
     error, transformers_error = errors_in_bf16(arch, parity_folder)
-    assert error <= (3 if expert_count(tiny_config(arch)) else 1.05) * transformers_error
+    assert error <= (3 if expert_count(text_config(tiny_config(arch))) else 1.05) * transformers_error
 
 
 @pytest.mark.parametrize("case", family_params(with_adapters(), ADAPTERS_IN_CI))
