@@ -1,4 +1,4 @@
-"""What is particular to DeepSeek-V2's large models and to Kimi-K2."""
+"""What is particular to DeepSeek-V2's large models, to Kimi-K2 and to Kimi-K2.5."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megascend.config import Parallel, Recompute
 from megascend.testing import run_distributed
@@ -23,10 +24,12 @@ from megascend.testing.parity import (
     train_case,
 )
 from support.exported import exported_tensors
+from support.forked_programs import run_forked
 from support.model_checks import assert_within
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
+EXPORTS = Path(__file__).with_name("engine_exports.py")
 STEPS = 3
 GROUPS: dict[str, Any] = {
     "topk_method": "group_limited_greedy",
@@ -105,3 +108,23 @@ def test_kimi_k2_trains_and_exports_as_deepseek_v3(parity_folder: Path, tmp_path
         "architectures": ["DeepseekV3ForCausalLM"],
         "auto_map": AUTO_MAP,
     }
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["fsdp", pytest.param("single", marks=pytest.mark.nightly), pytest.param("megatron", marks=pytest.mark.nightly)],
+)
+def test_tower_of_kimi_k25_is_copied_by_exports_alone(engine: str, parity_folder: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(case_checkpoint(parity_folder, "kimi_k25"), tmp_path / "source")
+    text = load_file(source / "model.safetensors")
+    tower = {
+        "vision_tower.encoder.final_layernorm.weight": torch.randn(32),
+        "mm_projector.proj.0.bias": torch.randn(128),
+    }
+    save_file(text | tower, source / "model.safetensors")
+    completed = run_forked(EXPORTS, engine, source, tmp_path)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert set(json.loads(completed.stdout.splitlines()[-1])["keep"]) == text.keys()
+    exported = exported_tensors(tmp_path / "keep")
+    assert exported.keys() == (text | tower).keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in (text | tower).items())

@@ -63,7 +63,8 @@ def register_text_model() -> None:
         WeightRenaming(r"^language_model\.model\.", "model.language_model."),
         WeightRenaming(r"^language_model\.lm_head\.", "lm_head."),
     ]
-    register_checkpoint_conversion_mapping(KimiK25ForCausalLM.__name__, names)
+    for prefix in ("", "FSDP"):  # which fully_shard adds to a sharded model's class
+        register_checkpoint_conversion_mapping(f"{prefix}{KimiK25ForCausalLM.__name__}", list(names))
     register_checkpoint_conversion_mapping("Kimi_K25Model", [])
 
 
