@@ -122,8 +122,8 @@ def dequantised_headers(
             )
     else:
         raise CheckpointError(
-            f"{source}/config.json: quantization_config.quant_method {method!r} is not read (fp8 with weight_block_size, mxfp4 "
-            "and symmetric pack-quantized groups of 4 bits are): dequantise it with transformers"
+            f"{source}/config.json: quantization_config.quant_method {method!r} is not read (fp8 in blocks, mxfp4, symmetric "
+            "pack-quantized int4): dequantise it with transformers"
         )
     left = [name for name, header in joined.items() if header.dtype.startswith("F8") and header.dtype != DEQUANTISED]
     if left:
