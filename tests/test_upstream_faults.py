@@ -35,7 +35,7 @@ from support import gradients
 from support.stacks import MEGATRON_CORE, first_stack_required
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
-STACK_0_16, STACK_0_18, STACK_0_19 = (Version(minor) <= MEGATRON_CORE for minor in ("0.16", "0.18", "0.19"))
+STACK_0_18, STACK_0_19 = (Version(minor) <= MEGATRON_CORE for minor in ("0.18", "0.19"))
 WHOLE_BATCH = 4096  # tokens: one micro batch
 MOE_SHAPE = shape_of(tiny_config("qwen3_moe"))
 
