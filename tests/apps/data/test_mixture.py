@@ -62,8 +62,8 @@ def test_weighted_source_is_read_in_epochs_of_its_own() -> None:
         epochs = [part[start : start + len(source)] for start in range(0, len(part) - len(source) + 1, len(source))]
         assert all(sorted(epoch) == list(source) for epoch in epochs)
         assert len(epochs) == 1 or len({tuple(epoch) for epoch in epochs}) > 1, "epochs differ in their order"
-    assert batches.source_epochs == pytest.approx([40 / 7, 20 / 3, 1.0])
-    assert batches.epochs == pytest.approx(80 / 30)
+    assert batches.progress.source_epochs == pytest.approx([40 / 7, 20 / 3, 1.0])
+    assert batches.progress.epochs == pytest.approx(80 / 30)
     other = stream([2, 1, 1], seed=4)
     assert [sample for _ in range(20) for sample in next(other)] != draws
 
@@ -83,8 +83,8 @@ def test_mixture_resumes_at_its_position(weights: list[float | None], count: int
     resumed = stream(weights)
     resumed.load_state_dict(json.loads(json.dumps(batches.state_dict())))
     assert [next(resumed) for _ in range(30)] == [next(batches) for _ in range(30)]
-    assert resumed.epochs == batches.epochs
-    assert resumed.source_epochs == batches.source_epochs
+    assert resumed.progress.epochs == batches.progress.epochs
+    assert resumed.progress.source_epochs == batches.progress.source_epochs
 
 
 def test_mixture_of_other_weights_or_sources_is_not_resumed() -> None:

@@ -17,7 +17,7 @@ def test_every_epoch_holds_every_sample_once() -> None:
     first, second = draws[:10], draws[10:]
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert stream.epochs == 2.0
+    assert stream.progress.epochs == 2.0
 
 
 def test_the_seed_decides_the_order() -> None:
@@ -106,7 +106,7 @@ def test_stream_continues_with_changed_samples() -> None:
     extra = changed_stream(12)
     extra.load_state_dict(state)
     assert extra.changes.endswith("; a new epoch begins")
-    assert extra.epochs == 2.0
+    assert extra.progress.epochs == 2.0
     assert sorted(next(extra) + next(extra) + next(extra)) == list(range(12))
     with pytest.raises(DataError, match="shuffle was True"):
         batches(range(10), 4, 3, False, "one", on_changed="continue").load_state_dict(state)

@@ -129,8 +129,8 @@ def iterate_records(
                 yield record
         except OSError as error:
             findings.problem(f"{file} cannot be read: {error.strerror or error}")
-    if count and not findings.problems:
-        source.check_count(count)
+    if count and not findings.problems and (problem := source.count_problem(count)):
+        raise DataError(problem)
 
 
 def read_file(

@@ -106,14 +106,14 @@ def with_images(document: Document, column: Any, source: str) -> Document:
     images = [image_source(value, f"{source}: images[{number}]") for number, value in enumerate(values)]
 
     # Each side of a preference pair has the prompt with its images, and takes all of them.
-    def side(messages: Any, name: str) -> Any:
-        return _placed(messages, images, f"{source}: {name}") if isinstance(messages, tuple) else messages
-
+    sides = {name: getattr(document, name) for name in ("messages", "chosen", "rejected")}
     return replace(
         document,
-        messages=side(document.messages, "messages"),
-        chosen=side(document.chosen, "chosen"),
-        rejected=side(document.rejected, "rejected"),
+        **{
+            name: _placed(messages, images, f"{source}: {name}")
+            for name, messages in sides.items()
+            if isinstance(messages, tuple)
+        },
     )
 
 
@@ -130,18 +130,16 @@ def _placed(messages: Messages, images: Sequence[ImageSource], label: str) -> Me
             f"{label} have {missing} places for images ({PLACEHOLDER} in a text, or parts of type 'image' without one), and "
             f"images has {len(images)}"
         )
-    remaining = iter(images)
-
-    def filled(message: Message) -> Message:
-        if not any(part["type"] == "image" and part["image"] is None for part in _parts(message)):
-            return message
-        content = [
-            part | {"image": next(remaining)} if part["type"] == "image" and part["image"] is None else part
-            for part in message["content"]
-        ]
-        return message | {"content": content}
-
-    return tuple(filled(message) for message in messages)
+    remaining, placed = iter(images), []
+    for message in messages:
+        if _parts(message):
+            content = [
+                part | {"image": next(remaining)} if part["type"] == "image" and part["image"] is None else part
+                for part in message["content"]
+            ]
+            message = message | {"content": content}
+        placed.append(message)
+    return tuple(placed)
 
 
 def _parts(message: Message) -> list[dict[str, Any]]:

@@ -46,7 +46,8 @@ class SourceTurns:
     share x n times, rounded up or down: scheduling by earliest deadline is P-fair (Baruah et al. 1996, Algorithmica 15(6)).
 
     Attributes:
-        counts: draws of each source.
+        shares: share of each source in all draws.
+        counts: draws of each source so far.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -62,12 +63,8 @@ class SourceTurns:
         # (draws + 1) / share times a common factor, in integers.
         multiple = math.lcm(*self._weights)
         self._intervals = [multiple // weight for weight in self._weights]
+        self.shares = [weight / self._total for weight in self._weights]
         self.counts = [0] * len(weights)
-
-    @property
-    def shares(self) -> list[float]:
-        """Return the share of each source in all draws."""
-        return [weight / self._total for weight in self._weights]
 
     def __next__(self) -> int:
         counts, weights = self.counts, self._weights
@@ -112,6 +109,11 @@ class Batches(Generic[T]):
     with :meth:`load_state_dict` continues with the batch it would have seen. A batch may span two epochs: no sample is
     dropped, and every batch has the same size. An epoch is as many samples as there are; of several sources, those with more
     than their part of the samples begin anew before it ends.
+
+    Attributes:
+        sizes: number of samples of each source.
+        shares: share of each source in the batches.
+        changes: how the samples differ from a checkpoint's, where a run may continue with them.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class Batches(Generic[T]):
             for number, part in enumerate(parts)
         ]
         self._count = len(samples)
+        self.sizes, self.shares = [len(part) for part in parts], self._turns.shares
         self._position = self._epoch = 0
         self.changes = ""
 
@@ -169,29 +172,10 @@ class Batches(Generic[T]):
         """Do nothing: nothing is read ahead."""
 
     @property
-    def epochs(self) -> float:
-        """Return the number of passes over the data, with the fraction of the present one."""
-        return self._epoch + self._position / self._count
-
-    @property
-    def source_epochs(self) -> list[float]:
-        """Return the number of passes over each source."""
-        return [order.epoch + order.position / len(order.samples) for order in self._orders]
-
-    @property
     def progress(self) -> Progress:
         """Return the position, and the figures up to it."""
-        return Progress(self.state_dict(), self.epochs, self.source_epochs)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Return the number of samples of each source."""
-        return [len(order.samples) for order in self._orders]
-
-    @property
-    def shares(self) -> list[float]:
-        """Return the share of each source in the batches."""
-        return self._turns.shares
+        source_epochs = [order.epoch + order.position / len(order.samples) for order in self._orders]
+        return Progress(self.state_dict(), self._epoch + self._position / self._count, source_epochs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the fingerprints that it depends on, as JSON."""

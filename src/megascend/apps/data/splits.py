@@ -113,11 +113,6 @@ class SplitFiles:
             f"missing ones, or correct {CARD}"
         )
 
-    def check_count(self, count: int) -> None:
-        """Raise DataError if the files do not hold as many records as the card says."""
-        if problem := self.count_problem(count):
-            raise DataError(problem)
-
 
 def is_saved(path: Path) -> bool:
     """Check whether ``save_to_disk`` of datasets has written this folder."""

@@ -88,6 +88,8 @@ class Samples(Sequence[Sample]):
             documents, have a teacher's candidates.
         has_sources: they are of several sources.
         partial: what only some samples have, of pairs, margins, labels and candidates.
+        members: samples of a unit that is drawn: 2 of a preference pair or a labelled document.
+        unit: name of several units, for messages.
     """
 
     def __init__(
@@ -118,6 +120,8 @@ class Samples(Sequence[Sample]):
             bool(feature.any()) for feature in features.values()
         )
         self.partial = tuple(name for name, present in features.items() if present.any() and not present.all())
+        self.members = 2 if self.has_pairs or self.has_labels else 1
+        self.unit = "pairs" if self.has_pairs else "labelled completions" if self.has_labels else "samples"
 
     @classmethod
     def open(cls, path: Path, processor: ImageProcessor | None = None) -> Samples:
@@ -258,16 +262,6 @@ class Samples(Sequence[Sample]):
         """Return the entries of the lists of all rows."""
         chunks = [chunk.flatten() for chunk in self._table[name].chunks]
         return pyarrow.chunked_array(chunks, SCHEMA.field(name).type.value_type)
-
-    @property
-    def members(self) -> int:
-        """Number of samples of a unit that is drawn: 2 of a preference pair or a labelled document."""
-        return 2 if self.has_pairs or self.has_labels else 1
-
-    @property
-    def unit(self) -> str:
-        """Name of several units, for messages."""
-        return "pairs" if self.has_pairs else "labelled completions" if self.has_labels else "samples"
 
     @property
     def lengths(self) -> np.ndarray:

@@ -158,8 +158,10 @@ class SampleStream:
         self._source = SourceFiles(source) if files is None else files
         self._lengths = [stream_length(file) for file in self._source.files]
         # Rows are known; records of other files are counted while they are read.
-        if all(has_rows(file) for file in self._source.files):
-            self._source.split.check_count(sum(self._lengths))
+        if all(has_rows(file) for file in self._source.files) and (
+            problem := self._source.split.count_problem(sum(self._lengths))
+        ):
+            raise DataError(problem)
         self.begin(0)
 
     def begin(self, epoch: int, file: int = 0, position: Position = BEGINNING, records: int | None = 0) -> None:
