@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megascend.apps.rl.learner import input_names as rl_input_names
 from megascend.apps.train.resume import differences
-from megascend.apps.train.run_inputs import InputNames, RunInputs, fingerprint
+from megascend.apps.train.run_inputs import InputNames, Inputs, compare_inputs, fingerprint, read_inputs
 from megascend.apps.train.supervised import input_names
 from megascend.config import Lora, RunConfig
 from megascend.config.rl import RlConfig
@@ -83,8 +83,13 @@ class OneRank:
         return make()
 
 
-def inputs(weights: dict[str, Path] | None = None, code: dict[str, str] | None = None, **packages: str) -> RunInputs:
-    return RunInputs(cast("Any", OneRank()), InputNames(weights or {}, code or {}, packages))
+def inputs(weights: dict[str, Path] | None = None, code: dict[str, str] | None = None, **packages: str) -> Inputs:
+    return read_inputs(cast("Any", OneRank()), InputNames(weights or {}, code or {}, packages))
+
+
+def compare(before: Inputs, weights: dict[str, Path] | None = None, code: dict[str, str] | None = None) -> None:
+    names = InputNames(weights or {}, code or {})
+    compare_inputs(names, read_inputs(cast("Any", OneRank()), names), before, rank=0)
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +121,10 @@ def test_other_models_of_a_run_are_compared(config: Any, settings: dict[str, str
 
 
 def test_other_weights_are_refused_wherever_they_differ_at_an_end(checkpoint: Path, tmp_path: Path) -> None:
-    saved = inputs({"teacher.model": checkpoint}).state_dict()
+    saved = inputs({"teacher.model": checkpoint})
     with pytest.raises(CheckpointError):
         inputs({"teacher.model": tmp_path})
-    inputs({"teacher.model": checkpoint}).compare(saved)
-    inputs({"teacher.model": checkpoint}).compare(None)
+    compare(saved, {"teacher.model": checkpoint})
     tensors = load_file(checkpoint / "model.safetensors")
     (tmp_path / "other").mkdir()
     for name in tensors:
@@ -131,9 +135,9 @@ def test_other_weights_are_refused_wherever_they_differ_at_an_end(checkpoint: Pa
     with pytest.raises(
         ConfigError, match=r"teacher\.model: the weights in .*other are not those that the run began with"
     ):
-        inputs({"teacher.model": tmp_path / "other"}).compare(saved)
+        compare(saved, {"teacher.model": tmp_path / "other"})
     # A teacher that the checkpoint does not have is a setting that changed.
-    inputs({"reference.model": tmp_path / "other"}).compare(saved)
+    compare(saved, {"reference.model": tmp_path / "other"})
 
 
 def test_other_code_is_warned_of(
@@ -148,14 +152,14 @@ def test_other_code_is_warned_of(
         "rollout.environment": "a_game_of_this_test:Game",
         "plugins: a_game_of_this_test": "a_game_of_this_test",
     }
-    saved = inputs(code=code, verifiers="pytest").state_dict()
+    saved = inputs(code=code, verifiers="pytest")
     assert saved["code"]["verifiers"] == importlib.metadata.version("pytest")
     with caplog.at_level(logging.WARNING, "megascend"):
-        inputs(code=code, verifiers="pytest").compare(saved)
+        compare(saved, code=code)
         assert caplog.records == []
         for name, path in files.items():
             path.write_text("x = 2\n", encoding="utf-8")
             caplog.clear()
-            inputs(code=code).compare(saved)
+            compare(saved, code=code)
             warned = {record.getMessage().partition(": the code")[0] for record in caplog.records}
             assert warned == ({"rollout.reward"} if name == "reward" else set(code))

@@ -47,13 +47,11 @@ def close_stdin() -> None:
 class RankFormatter(logging.Formatter):
     """Formatter of the message only, with the rank in front if there are several and the message does not begin with it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._prefix = f"[rank {os.environ.get('RANK', '?')}] " if several_ranks(os.environ) else ""
-
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        return text if text.startswith("rank ") else self._prefix + text
+        if text.startswith("rank ") or not several_ranks(os.environ):
+            return text
+        return f"[rank {os.environ.get('RANK', '?')}] {text}"
 
 
 def several_ranks(environment: Mapping[str, str]) -> bool:

@@ -138,7 +138,7 @@ def start(
         resume: checkpoint that the run would resume from; it has the date for the chat template.
     """
     config, launch = plan.config, Launch.from_environment()
-    plan = plan_with_plugins(kind, config, launch, plan.world_size, overwrite, plan)
+    plan = plan_with_plugins(kind, config, launch, overwrite, plan)
     return RunContext(plan, launch, bootstrap(config), resume)
 
 

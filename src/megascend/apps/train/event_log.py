@@ -132,9 +132,11 @@ class EventLog:
     def _append(self, path: Path, line: str) -> None:
         try:
             make_directory(path.parent)
-            with path.open("a", encoding="utf-8") as file:
+            with path.open("ab+") as file:
                 # A line that a crash cut off must not swallow this one.
-                file.write(("\n" if _cut_off(path) else "") + line)
+                if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+                    line = f"\n{line}"
+                file.write(line.encode())
         except OSError as problem:
             if not self._failed:
                 self._failed = True
@@ -194,13 +196,3 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             bad.append(str(number))
     remark = f"{path}: not JSON, perhaps cut off by a crash: line{'s' if len(bad) > 1 else ''} {', '.join(bad)}"
     return records, [remark] if bad else []
-
-
-def _cut_off(path: Path) -> bool:
-    """Return True if a file does not end with a line break."""
-    size = path.stat().st_size
-    if not size:
-        return False
-    with path.open("rb") as file:
-        file.seek(size - 1)
-        return file.read(1) != b"\n"

@@ -25,7 +25,7 @@ from megascend.apps.train.results import check_results, report_stop, upload, wri
 from megascend.apps.train.resume import begin, check_start, may_write
 from megascend.apps.train.run_backend import ADAPTER, bootstrap, make_backend
 from megascend.apps.train.run_directory import lock_output
-from megascend.apps.train.run_inputs import INPUTS, RunInputs
+from megascend.apps.train.run_inputs import INPUTS, Inputs, compare_inputs, read_inputs
 from megascend.apps.train.run_log import RunLog
 from megascend.apps.train.start_phases import StartPhases
 from megascend.config.plugins import import_plugins
@@ -79,7 +79,7 @@ def run(
         # Its last copy is waited for after the process groups are destroyed: no other rank's deadline runs meanwhile.
         remote = config.checkpoint.remote is not None and launch.rank == 0
         uploads = stack.enter_context(Uploads(config.checkpoint, event_log, overwrite)) if remote else None
-        plan = plan_with_plugins(kind, config, launch, launch.world_size, overwrite, plan)
+        plan = plan_with_plugins(kind, config, launch, overwrite, plan)
         self_check = SelfCheckPrefetch(plan, launch.rank)
         stack.callback(self_check.close)
         # A separate stack, closed after the first step; if an error comes before, it is closed with the run's.
@@ -125,8 +125,9 @@ def run(
         this_run.backend.from_rank_0(lambda: lock_output(config.output, stack))
         directory, progress = begin(config, this_run.backend, event_log, overwrite, resume, data.progress_keys)
         directory.on_take_over = lambda: None if uploads is None else uploads.take_over()
-        inputs = RunInputs(this_run.backend, data.inputs)
-        inputs.compare(None if progress is None else progress.get(INPUTS))
+        inputs = read_inputs(this_run.backend, data.inputs)
+        if progress is not None and INPUTS in progress:
+            compare_inputs(data.inputs, inputs, progress[INPUTS], launch.rank)
 
         # Steps
         with run_log(this_run, directory) as log:
@@ -167,7 +168,6 @@ def plan_with_plugins(
     kind: RunKind[AnyConfig],
     config: AnyConfig,
     launch: Launch,
-    world_size: int,
     overwrite: bool,
     plan: RunPlan[AnyConfig] | None,
 ) -> RunPlan[AnyConfig]:
@@ -178,6 +178,7 @@ def plan_with_plugins(
     """
     import_plugins(config.plugins)
     if plan is None or config.plugins:
+        world_size = launch.world_size if plan is None else plan.world_size
         plan = check_run(config, world_size, overwrite, plugins_pending=False)
         kind.check(config, launch)
     return plan
@@ -213,7 +214,7 @@ def train_steps(
     run: Run[AnyConfig],
     learner: Learner,
     directory: OutputDirectory,
-    inputs: RunInputs,
+    inputs: Inputs,
     log: RunLog,
     callbacks: Callbacks,
     phases: StartPhases,
@@ -233,7 +234,7 @@ def train_steps(
         backend,
         config,
         run.event_log,
-        lambda: learner.state() | {INPUTS: inputs.state_dict()},
+        lambda: learner.state() | {INPUTS: inputs},
         before_save=directory.take_over,
         may_save=lambda: not directory.holds_earlier_run,
         best_step=lambda: learner.best_step,

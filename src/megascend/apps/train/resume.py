@@ -157,13 +157,9 @@ def with_template_date(
 
     if config.template_date is not None or not writes_date(tokenizer):
         return config
-    day = saved_settings(config.output, resume, launch).get("template_date")
+    saved = next(saved_manifests(config.output, resume, launch), None)
+    day = None if saved is None else (saved.config or {}).get("template_date")
     return config.model_copy(update={"template_date": date.fromisoformat(day) if day else date.today()})
-
-
-def saved_settings(output: Path, resume: str | Path | None, launch: Launch) -> dict[str, Any]:
-    """Return the settings in the checkpoint that a run will resume from, as far as it can be read; empty without one."""
-    return next((saved.config or {} for saved in saved_manifests(output, resume, launch)), {})
 
 
 def saved_manifests(output: Path, resume: str | Path | None, launch: Launch) -> Iterator[manifest.CheckpointManifest]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -24,6 +23,8 @@ EDGE = 4096
 """Bytes at each end of a weight that its directory's fingerprint reads."""
 INPUTS = "inputs"
 """Key of the fingerprints in the progress that a checkpoint stores."""
+Inputs = dict[str, dict[str, str]]
+"""Fingerprints of ``weights`` and ``code``, by setting; JSON."""
 
 
 @dataclass(frozen=True)
@@ -48,53 +49,45 @@ class InputNames:
         return cls(weights, {f"plugins: {name}": name for name in config.plugins})
 
 
-class RunInputs:
-    """Fingerprints of a run's inputs. Collective.
+def read_inputs(backend: Backend, names: InputNames) -> Inputs:
+    """Return the fingerprints of a run's inputs, on rank 0, whose files decide: other hosts may have copies. Collective.
 
     Raises:
         CheckpointError: on every rank: weights cannot be read.
     """
-
-    def __init__(self, backend: Backend, names: InputNames) -> None:
-        self._backend, self._weights = backend, names.weights
-        # On rank 0, whose files decide: other hosts may have copies.
-        self._code = backend.from_rank_0(
-            lambda: {
+    return backend.from_rank_0(
+        lambda: {
+            "weights": {setting: fingerprint(directory) for setting, directory in names.weights.items()},
+            "code": {
                 **{setting: source_digest(name) for setting, name in names.code.items()},
                 **{setting: package_version(name) for setting, name in names.packages.items()},
-            }
-        )
-        self._fingerprints = backend.from_rank_0(
-            lambda: {setting: fingerprint(directory) for setting, directory in names.weights.items()}
-        )
+            },
+        }
+    )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the fingerprints to store in a checkpoint; JSON."""
-        return {"weights": self._fingerprints, "code": self._code}
 
-    def compare(self, saved: Mapping[str, Any] | None) -> None:
-        """Compare with :meth:`state_dict` of a checkpoint; None: it has none. Collective.
+def compare_inputs(names: InputNames, now: Inputs, before: Inputs, rank: int) -> None:
+    """Compare the fingerprints of a resumed run with those of its checkpoint.
 
-        Changed code is only a warning. An input that only one of the two has follows from a changed setting, and is ignored.
+    Changed code is only a warning. An input that only one of the two has follows from a changed setting, and is ignored.
 
-        Raises:
-            ConfigError: on every rank: a resumed run would learn from another model.
-        """
-        before = saved or {"weights": {}, "code": {}}
-        for setting, digest in self._fingerprints.items():
-            if before["weights"].get(setting, digest) != digest:
-                raise ConfigError(
-                    f"{setting}: the weights in {self._weights[setting]} are not those that the run began with (fingerprint "
-                    f"{digest}, in the checkpoint {before['weights'][setting]}): restore them, or begin a new run"
-                )
-        for setting, digest in self._code.items():
-            if before["code"].get(setting, digest) != digest and self._backend.rank == 0:
-                logger.warning(
-                    "%s: the code is not that of the checkpoint (%s, in the checkpoint %s): continuing with the present one",
-                    setting,
-                    digest,
-                    before["code"][setting],
-                )
+    Raises:
+        ConfigError: on every rank: a resumed run would learn from another model.
+    """
+    for setting, digest in now["weights"].items():
+        if before["weights"].get(setting, digest) != digest:
+            raise ConfigError(
+                f"{setting}: the weights in {names.weights[setting]} are not those that the run began with (fingerprint "
+                f"{digest}, in the checkpoint {before['weights'][setting]}): restore them, or begin a new run"
+            )
+    for setting, digest in now["code"].items():
+        if before["code"].get(setting, digest) != digest and rank == 0:
+            logger.warning(
+                "%s: the code is not that of the checkpoint (%s, in the checkpoint %s): continuing with the present one",
+                setting,
+                digest,
+                before["code"][setting],
+            )
 
 
 def fingerprint(model_dir: Path) -> str:

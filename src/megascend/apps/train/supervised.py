@@ -21,7 +21,7 @@ from megascend.apps.train.run_inputs import InputNames
 from megascend.apps.train.run_log import RunLog
 from megascend.apps.train.run_samples import RunSamples
 from megascend.apps.train.teacher_model import check_context, check_teacher_model
-from megascend.apps.train.token_budget import TokenBudget, check_platform, with_first_budget
+from megascend.apps.train.token_budget import apply_budget, check_platform, with_first_budget
 from megascend.apps.train.validation import Validator
 from megascend.config import RunConfig
 from megascend.errors import EvaluationError
@@ -207,8 +207,8 @@ class SupervisedLearner(Learner):
                 *(config.validation, run, data.samples, objective, data.tokenizer, data.task_suite),
                 *(self.totals, log, check_stop),
             )
-        self._budget = TokenBudget(config)
-        self._budget.apply(config, backend, data.samples, objective, run.adapter, progress.get("budget"), run.event_log)
+        saved_budget = progress.get("budget")
+        self._budget = apply_budget(config, backend, data.samples, objective, run.adapter, saved_budget, run.event_log)
         backend.on_micro_batch = log.micro_batch
         if run.main_rank:
             self._print_start()
@@ -308,7 +308,7 @@ class SupervisedLearner(Learner):
         return self.totals.best_step if validation is not None and validation.keep_best else None
 
     def state(self) -> dict[str, Any]:
-        return {"data": self._stream_state, "counts": vars(self.totals), "budget": self._budget.state_dict()}
+        return {"data": self._stream_state, "counts": vars(self.totals), "budget": self._budget}
 
     def title(self) -> str:
         return f"{model_line(self._run.config, self._run.backend)}\n{self._description()}"

@@ -46,51 +46,38 @@ def with_first_budget(config: RunConfig, longest_unit: int) -> RunConfig:
     return config.model_copy(update={"batching": config.batching.with_budget(tokens)})
 
 
-class TokenBudget:
-    """Token budget of a run and its state in checkpoints.
+def apply_budget(
+    config: RunConfig,
+    backend: Backend,
+    samples: RunSamples,
+    objective: LearningObjective,
+    adapter: str | None,
+    saved: dict[str, Any] | None,
+    event_log: EventLog,
+) -> dict[str, Any]:
+    """Set the backend's budget: the checkpoint's if it was measured on this layout, else one that is measured now.
 
-    Attributes:
-        tokens: measured, or kept from a checkpoint; None where the run file has a number.
+    Collective; without effect if the run file has a number.
+
+    Args:
+        saved: what this returned in the run whose checkpoint is resumed, or None.
+
+    Returns:
+        What a checkpoint stores of the budget; JSON.
     """
-
-    def __init__(self, config: RunConfig) -> None:
-        self._is_auto = config.batching.micro_batch_tokens == AUTO
-        self.tokens: int | None = None
-        self._layout = ""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state to store in a checkpoint; JSON."""
-        return {} if self.tokens is None else {"micro_batch_tokens": self.tokens, "layout": self._layout}
-
-    def apply(
-        self,
-        config: RunConfig,
-        backend: Backend,
-        samples: RunSamples,
-        objective: LearningObjective,
-        adapter: str | None,
-        saved: dict[str, Any] | None,
-        event_log: EventLog,
-    ) -> None:
-        """Set the backend's budget: the checkpoint's if it was measured on this layout, else one that is measured now.
-
-        Collective; a no-op if the run file has a number.
-
-        Args:
-            saved: :meth:`state_dict` of the checkpoint that the run resumes from, or None.
-        """
-        if not self._is_auto:
-            return
-        self._layout = _describe_layout(config, backend)
-        # The same micro batches as before: with another budget sums would have another order.
-        if saved and saved["layout"] == self._layout:
-            self.tokens, origin = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
-        else:
-            self.tokens, origin = measure_budget(config, backend, samples, objective, adapter)
-        backend.set_micro_batch_tokens(self.tokens)
-        event_log.event("micro_batch_tokens", found=self.tokens)
-        if backend.rank == 0:
-            print(f"batching.micro_batch_tokens: auto is {self.tokens}, {origin}", flush=True)
+    if config.batching.micro_batch_tokens != AUTO:
+        return {}
+    layout = _describe_layout(config, backend)
+    # The same micro batches as before: with another budget sums would have another order.
+    if saved and saved["layout"] == layout:
+        tokens, origin = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
+    else:
+        tokens, origin = measure_budget(config, backend, samples, objective, adapter)
+    backend.set_micro_batch_tokens(tokens)
+    event_log.event("micro_batch_tokens", found=tokens)
+    if backend.rank == 0:
+        print(f"batching.micro_batch_tokens: auto is {tokens}, {origin}", flush=True)
+    return {"micro_batch_tokens": tokens, "layout": layout}
 
 
 def _describe_layout(config: RunConfig, backend: Backend) -> str:
