@@ -343,9 +343,15 @@ class RunConfig(TrainerConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _epochs_decide(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("epochs") is not None:
-            return {"steps": 0} | values  # the default of steps would conflict with epochs
+    def _complete(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if values.get("epochs") is not None:
+            values = {"steps": 0} | values  # the default of steps would conflict with epochs
+        # `loss: orpo` is `orpo: {}`, the section with its defaults.
+        loss = values.get("loss")
+        if loss in (*PREFERENCE_LOSSES, "classification") and values.get(loss) is None:
+            values = values | {loss: {}}
         return values
 
     @model_validator(mode="after")
@@ -353,15 +359,6 @@ class RunConfig(TrainerConfig):
         if self.steps:  # with epochs the number of steps is only known later
             self.ending_with(self.steps)
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_section(cls, values: Any) -> Any:
-        # `loss: orpo` is `orpo: {}`, the section with its defaults.
-        sections = (*PREFERENCE_LOSSES, "classification")
-        if isinstance(values, dict) and values.get("loss") in sections and values.get(values["loss"]) is None:
-            return values | {values["loss"]: {}}
-        return values
 
     rules = (
         *TrainerConfig.rules,

@@ -243,18 +243,14 @@ def rotary_frequencies(config: ModelConfig, *args: Any, **kwargs: Any) -> tuple[
         models: Any = MODEL_FOR_CAUSAL_LM_MAPPING if kind in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
         module_name = models[kind].__module__ if kind in models else ""
         rotary = [
-            value for value in vars(sys.modules.get(module_name, object)).values() if _is_rotary(value, module_name)
+            value
+            for name, value in vars(sys.modules.get(module_name, object)).items()
+            if name.endswith("RotaryEmbedding") and "Vision" not in name and value.__module__ == module_name
         ]
         if len(rotary) == 1:
             module = rotary[0](text)
             return module.inv_freq.data, module.attention_scaling
     return get_rope_inv_freq(config, *args, **kwargs)
-
-
-def _is_rotary(value: Any, module: str) -> bool:
-    name = getattr(value, "__name__", "")
-    is_own = isinstance(value, type) and value.__module__ == module
-    return is_own and name.endswith("RotaryEmbedding") and "Vision" not in name
 
 
 patch(gpt_model, "get_rope_inv_freq", rotary_frequencies, "rotary frequencies are those of transformers")

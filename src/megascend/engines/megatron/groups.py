@@ -47,8 +47,7 @@ def require_none_alive() -> None:
 class MegatronGroups:
     """Factory of Megatron's groups for :func:`megascend.runtime.distributed.process_groups.initialize`."""
 
-    def __init__(self) -> None:
-        self._created = False
+    _created = False
 
     def create(self, topology: Topology, rank: int, timeout_s: float) -> EngineGroups:
         """Create all groups of ``topology`` through Megatron. Collective."""
@@ -60,8 +59,13 @@ class MegatronGroups:
         return EngineGroups(_device_groups(), _cpu_groups())
 
     def limit_timeouts(self, timeout_s: float) -> None:
-        """Set the run's timeout on groups that Megatron and mcore-bridge have created since."""
-        _limit_timeouts(timeout_s)
+        """Set the run's timeout on groups that Megatron and mcore-bridge have created since, some with torch's 30 minutes."""
+        timeout = timedelta(seconds=timeout_s)
+        for _, _, group in _groups_in_globals():
+            for device in group._device_types:
+                # Not every backend can change its timeout later; groups that were created with the run's already have it.
+                with contextlib.suppress(RuntimeError, NotImplementedError):
+                    group._get_backend(device)._set_default_timeout(timeout)  # type: ignore[reportAttributeAccessIssue]
 
     def forget(self, destroy: bool) -> None:
         """Clear the module globals that hold groups; with ``destroy``, destroy the groups too."""
@@ -161,16 +165,6 @@ def _clear_globals(destroy: bool) -> None:
         setattr(module, attribute, None)
         if destroy and group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
-
-
-def _limit_timeouts(timeout_s: float) -> None:
-    """Set the run's timeout on every such group: some are created with torch's default of 30 minutes."""
-    timeout = timedelta(seconds=timeout_s)
-    for _, _, group in _groups_in_globals():
-        for device in group._device_types:
-            # Not every backend can change its timeout later; groups that were created with the run's already have it.
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                group._get_backend(device)._set_default_timeout(timeout)  # type: ignore[reportAttributeAccessIssue]
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ def load(
     problem = None
     quantising = contextlib.nullcontext() if quantised is None else quantised.loading(bridge, chunks)
     try:
-        with _no_progress_bars(), _loads(tensors), quantising:
+        with _reading(tensors), quantising:
             for parameter in _with_values(chunks, quantised).values():
                 parameter.data.fill_(torch.nan)
             dtype = chunks[0].config.params_dtype
@@ -175,7 +175,7 @@ def load_mains(
     try:
         with writes:
             if rounded:
-                with _no_progress_bars(), _loads(tensors, unread):
+                with _reading(tensors, unread):
                     bridge.load_weights(chunks, str(model_dir))
             scalar_head.fill(chunks, fresh)
         if rounded:
@@ -252,23 +252,22 @@ def _after(used: dict[str, None]) -> str:
 
 
 @contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Hide the progress bar that mcore-bridge draws while it loads; it has no setting for that."""
-    original = gpt_bridge.tqdm
+def _reading(tensors: Mapping[str, TensorHeader], unread: Collection[str] = ()) -> Iterator[None]:
+    """Make mcore-bridge read these tensors, from the files that hold them, without a progress bar, for which it has no setting.
+
+    Args:
+        unread: see :class:`_Loader`.
+    """
+    progress_bar = gpt_bridge.tqdm
 
     def hidden(*args: Any, **options: Any) -> Any:
-        return original(*args, **{**options, "disable": True})
-
-    with patched(gpt_bridge, "tqdm", hidden, "draws no progress bar while weights are loaded"):
-        yield
-
-
-@contextlib.contextmanager
-def _loads(tensors: Mapping[str, TensorHeader], unread: Collection[str] = ()) -> Iterator[None]:
-    """Make mcore-bridge read these tensors, from the files that hold them; ``unread``: see :class:`_Loader`."""
+        return progress_bar(*args, **{**options, "disable": True})
 
     def loader(model_dir: str, **options: Any) -> _Loader:
         return _Loader(model_dir, tensors, unread)
 
-    with patched(gpt_bridge, "SafetensorLazyLoader", loader, "reads the tensors that the other engines would read"):
+    with (
+        patched(gpt_bridge, "tqdm", hidden, "draws no progress bar while weights are loaded"),
+        patched(gpt_bridge, "SafetensorLazyLoader", loader, "reads the tensors that the other engines would read"),
+    ):
         yield

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -48,16 +49,17 @@ def around_import(name: str, block: Callable[[ModuleType], AbstractContextManage
     return finder.remove
 
 
+@dataclass(eq=False)
 class _Finder(MetaPathFinder):
     """Finder of one module that delegates to the finders after it; a lookup without an import changes nothing."""
 
-    def __init__(self, name: str, block: Callable[[ModuleType], AbstractContextManager[object]]) -> None:
-        self._name, self.block = name, block
+    name: str
+    block: Callable[[ModuleType], AbstractContextManager[object]]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name or self not in sys.meta_path:
+        if fullname != self.name or self not in sys.meta_path:
             return None
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(fullname, path, target)
@@ -72,11 +74,12 @@ class _Finder(MetaPathFinder):
             sys.meta_path.remove(self)
 
 
+@dataclass(eq=False)
 class _HookedLoader(Loader):
     """Wrapper of the module's loader that executes the module within the context."""
 
-    def __init__(self, inner: Loader, finder: _Finder) -> None:
-        self._inner, self._finder = inner, finder
+    _inner: Loader
+    _finder: _Finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)

@@ -235,7 +235,9 @@ class HangMonitor:
         stack = self._stack()
         try:
             if error is None:
-                self._drop_handled_failure(phase, stack)
+                # The phase completes without an error, so that a failure published inside it was handled.
+                if self._published is not None and _is_inside(self._published, phase, stack):
+                    self._published = self._failure = None
             elif not self._is_published(error, phase, stack):
                 self._failed(phase, stack, error)
         finally:
@@ -263,11 +265,6 @@ class HangMonitor:
             self._published, self._failure = publication, publication.failure
             self._publish()
         return True
-
-    def _drop_handled_failure(self, phase: Phase, stack: PhaseStack[Phase]) -> None:
-        """Withdraw a failure published inside ``phase``: the phase completes without an error, so it was handled."""
-        if self._published is not None and _is_inside(self._published, phase, stack):
-            self._published = self._failure = None
 
     def _failed(self, phase: Phase, stack: PhaseStack[Phase], error: BaseException) -> None:
         """Publish ``error``, which leaves ``phase``; replace a communication error by one that names the culprit."""

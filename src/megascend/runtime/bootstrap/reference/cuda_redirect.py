@@ -132,9 +132,9 @@ def patch_moe_device_check(name: str) -> list[str]:
     if name not in sys.modules:
         raise ImportOrderError(f"import megatron.core first; not imported: {name}")
     module = sys.modules[name]
-    if hasattr(getattr(module, MOE_FUNCTION), "__megascend__"):
+    if getattr(module, MOE_FUNCTION) is move_to_cpu:
         return []
-    _patch(module, MOE_FUNCTION, _moe_move())
+    _patch(module, MOE_FUNCTION, move_to_cpu)
     return [f"{name}.{MOE_FUNCTION}: also converts tensors that are on the CPU already"]
 
 
@@ -287,11 +287,8 @@ def _patch_tensor() -> None:
         _patch(torch.Tensor, name, value)
 
 
-def _moe_move() -> Callable[..., Any]:
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        if not torch.is_tensor(tensor):
-            return tensor
-        return tensor.cpu().numpy() if as_numpy else tensor.cpu()
-
-    maybe_move_tensor_to_cpu.__megascend__ = True  # type: ignore[attr-defined]
-    return maybe_move_tensor_to_cpu
+def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Replace Megatron-Core's ``maybe_move_tensor_to_cpu``."""
+    if not torch.is_tensor(tensor):
+        return tensor
+    return tensor.cpu().numpy() if as_numpy else tensor.cpu()
