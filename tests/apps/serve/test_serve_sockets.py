@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -210,11 +211,9 @@ def test_requests_of_one_tenant_that_wait_are_bounded(tmp_path) -> None:
     ],
 )
 def test_owner_with_the_most_connections_is_evicted(connection_codes, expected) -> None:
-    open_connections = [
-        connections.OpenConnection(code[0], code[1] == "-", number)
-        for number, code in enumerate(connection_codes.split())
-    ]
-    assert connections.choose_victim(open_connections) == expected
+    codes = enumerate(connection_codes.split())
+    open_connections = [SimpleNamespace(owner=code[0], idle=code[1] == "-", since=number) for number, code in codes]
+    assert connections.choose_victim(open_connections).since == expected
 
 
 def test_a_client_that_goes_away_leaves_nothing(address) -> None:

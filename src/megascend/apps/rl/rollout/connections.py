@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -119,8 +117,7 @@ class BoundedProtocol(asyncio.Protocol):
         self._await_head()
         if len(self.connections) > self.limit:
             # Only now: the new one counts too, and may be the one that is closed.
-            connections = list(self.connections)
-            connections[choose_victim([OpenConnection(c.owner, c.idle, c.since) for c in connections])]._drop()
+            choose_victim(self.connections)._drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.connections.discard(self)
@@ -238,35 +235,14 @@ def _reporting(app: ASGIApp) -> ASGIApp:
     return call
 
 
-@dataclass(frozen=True)
-class OpenConnection:
-    """An open connection, as :func:`choose_victim` sees it.
-
-    Attributes:
-        owner: tenant or address.
-        idle: no request of it is being answered.
-        since: time at which it was opened.
-    """
-
-    owner: str
-    idle: bool
-    since: float
-
-
-def choose_victim(connections: Sequence[OpenConnection]) -> int:
-    """Return the index of the connection to close if there are too many: one of the owner with the most.
+def choose_victim(connections: Iterable[BoundedProtocol]) -> BoundedProtocol:
+    """Return the connection to close if there are too many: one of the owner with the most.
 
     So no owner can occupy all of them. The oldest idle one is closed first, otherwise the newest busy one. Of owners with equally
     many, the one with the oldest connection is chosen.
     """
-    count = Counter(connection.owner for connection in connections)
-    largest = max(count.values())
-    first: dict[str, float] = {}
-    for connection in connections:
-        first[connection.owner] = min(connection.since, first.get(connection.owner, connection.since))
-    owner = min((owner for owner in count if count[owner] == largest), key=lambda owner: first[owner])
-    candidates = [index for index, connection in enumerate(connections) if connection.owner == owner]
-    idle = [index for index in candidates if connections[index].idle]
-    if idle:
-        return min(idle, key=lambda index: connections[index].since)
-    return max(candidates, key=lambda index: connections[index].since)
+    by_owner: dict[str, list[BoundedProtocol]] = {}
+    for connection in sorted(connections, key=lambda connection: connection.since):
+        by_owner.setdefault(connection.owner, []).append(connection)
+    candidates = max(by_owner.values(), key=len)  # the first of equally long ones
+    return next((connection for connection in candidates if connection.idle), candidates[-1])
