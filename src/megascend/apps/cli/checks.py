@@ -109,7 +109,6 @@ def explain_import_failure(text: str) -> tuple[str, str]:
 
 
 def failed_import(name: str, problem: HelperError) -> Check:
-    """Return the failed check of something that a helper process could not import."""
     return Check(name, "fail", *explain_import_failure(str(problem)))
 
 
@@ -128,7 +127,6 @@ def warned(name: str, result: str, hint: str, values: dict[str, Any], *, low: bo
 
 
 def check_python() -> Check:
-    """Report the Python version and the machine."""
     version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     return Check("python", "ok", version)
 
@@ -292,7 +290,6 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
 
 
 def check_disk(path: Path) -> Check:
-    """Check free disk in the working directory."""
     free = shutil.disk_usage(path).free
     hint = "a checkpoint with optimizer state takes 14 bytes a parameter"
     return warned("disk", f"{free / GIB:.1f} GiB free here", hint, {"free_bytes": free}, low=free < 5 * GIB)

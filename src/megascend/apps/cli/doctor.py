@@ -55,12 +55,10 @@ def doctor_command(
 
 
 def failed(checks: list[Check]) -> list[str]:
-    """Return the names of the checks that failed."""
     return [check.name for check in checks if check.status == "fail"]
 
 
 def checks_json(checks: list[Check]) -> str:
-    """Format the checks as one JSON object."""
     rows = [
         {"name": check.name, "status": check.status, "found": check.result, "hint": check.hint} | check.values
         for check in checks

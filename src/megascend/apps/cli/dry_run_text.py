@@ -47,7 +47,6 @@ class Style:
 
     @property
     def legend(self) -> str:
-        """Explain the signs."""
         newline = "↵" if self.unicode else "\\n"
         if self.colour:
             return f"{self.piece('learned', 1.0)}, {self.piece('not learned', 0.0)}; {newline} is a line break"

@@ -155,7 +155,6 @@ for name, function in COMMANDS.items():
 
 
 def main() -> None:
-    """Run the ``megascend`` script."""
     # First: some packages look up the user's name when imported, and fail in containers where the user id has none.
     set_user_variables()
     atexit.register(gc.freeze)  # skips the final GC pass, about 1 s after importing Megatron

@@ -104,7 +104,6 @@ def read_any_run_file(path: Path, overrides: list[str] | None) -> TrainerConfig:
 
 
 def require_no_file(option: str, path: Path | None) -> None:
-    """Refuse a file to write that exists."""
     from megascend.errors import ConfigError
 
     if path is not None and path.exists():

@@ -94,7 +94,6 @@ class ModelSize:
 
     @property
     def special_tokens(self) -> int:
-        """Special tokens of the tokenizer."""
         images = BUILT_IN[self.arch].images
         return len(SPECIAL_TOKENS) + (0 if images is None else len(images.special_tokens))
 

@@ -275,5 +275,4 @@ def abbreviated(names: Sequence[str]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Format seconds since the epoch as local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

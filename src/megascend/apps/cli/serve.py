@@ -121,7 +121,6 @@ def serve_command(
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """Return the values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -72,7 +72,6 @@ def show_config_command(
 
 
 def settings_class(command: SettingsCommand) -> type[Section]:
-    """Return the class of a command's settings."""
     from megascend.config import RunConfig
     from megascend.config.rl import RlConfig
     from megascend.config.serve import ServeConfig

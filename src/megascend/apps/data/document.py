@@ -81,5 +81,4 @@ class Document:
 
     @property
     def is_pair(self) -> bool:
-        """True for a preference pair."""
         return self.chosen is not None

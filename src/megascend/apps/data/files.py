@@ -316,7 +316,6 @@ def _json_records(path: Path, findings: Findings, start: Position, streaming: bo
 
 
 def parse_json(text: str, source: str) -> Any:
-    """Parse a line of JSONL."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError alone: an integer of more digits than Python reads

@@ -159,7 +159,6 @@ def _split(message: Message) -> Message:
 
 
 def sources_of(messages: Iterable[Message]) -> list[ImageSource]:
-    """Return the images of a conversation, in order."""
     return [part["image"] for message in messages for part in _parts(message) if part["type"] == "image"]
 
 

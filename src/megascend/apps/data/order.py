@@ -94,7 +94,6 @@ class SampleOrder(Generic[T]):
         return sample
 
     def start(self, epoch: int, position: int) -> None:
-        """Continue at a position."""
         self.epoch, self.position = epoch, position
         self._order = list(range(len(self.samples)))
         if self._shuffle:

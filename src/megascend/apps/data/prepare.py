@@ -395,7 +395,6 @@ def content_of(split: SplitFiles) -> list[Any]:
 
 
 def json_digest(value: Any) -> str:
-    """Return the hexadecimal digest of a value that JSON can hold."""
     return xxhash.xxh3_128(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

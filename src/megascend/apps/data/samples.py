@@ -114,7 +114,6 @@ class Encoder:
 
     @property
     def classifies(self) -> bool:
-        """True if samples are for a classifier."""
         return self._limits.labels is not None
 
     def encode(self, document: Document, number: int = 0) -> list[Sample]:

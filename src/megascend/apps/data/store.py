@@ -171,7 +171,6 @@ class Samples(Sequence[Sample]):
         return selected
 
     def source_samples(self, number: int) -> Samples:
-        """Return the samples of one source."""
         return self.select(self.source_numbers == number)
 
     def __len__(self) -> int:

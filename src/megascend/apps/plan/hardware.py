@@ -276,7 +276,6 @@ def collective_seconds(hardware: Hardware, kind: str, size: float, ranks: int, n
 
 
 def names() -> list[str]:
-    """Return the names of the devices that are described."""
     return sorted(path.stem for path in FOLDER.glob("*.json") if not path.stem.endswith("-measured"))
 
 

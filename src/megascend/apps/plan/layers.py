@@ -104,7 +104,6 @@ class LayerSeconds:
 
 
 def total(costs: Iterable[Costs]) -> Costs:
-    """Add up costs by part."""
     result: Costs = defaultdict(float)
     for parts in costs:
         for part, seconds in parts.items():
@@ -113,7 +112,6 @@ def total(costs: Iterable[Costs]) -> Costs:
 
 
 def scaled(costs: Costs, factor: float) -> Costs:
-    """Multiply costs by a factor."""
     return defaultdict(float, {part: seconds * factor for part, seconds in costs.items()})
 
 

@@ -74,14 +74,12 @@ class PlannedModel:
 
     @cached_property
     def layer_tensors(self) -> LayerTensors:
-        """Tensors of the checkpoint by layer."""
         return LayerTensors.sorted_by_layer(
             self.info.tensors, len(self.sizes.with_experts), self.info.architecture.images
         )
 
     @classmethod
     def from_checkpoint(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> PlannedModel:
-        """Describe the model of a checkpoint."""
         info = replace(info, tensors=joined_experts(info.tensors))
         return cls(info, hf_config, ModelSizes.of(info, hf_config), attention_windows(hf_config))
 

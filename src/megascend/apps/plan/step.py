@@ -120,7 +120,6 @@ class StepTime:
         return sum(self.busy.values()) + self.bubble
 
     def spans(self) -> list[TimedPass]:
-        """Return all passes of the step."""
         return simulate(self.durations, self.micro_batches, self.transfer, overlaps=self.overlaps)
 
 

@@ -85,7 +85,6 @@ class RolloutLog:
             self._show(step, rows[0])
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -173,7 +172,6 @@ class RolloutLog:
 
 
 def to_line(row: Mapping[str, Any]) -> str:
-    """Write a row as a line of JSON."""
     return json.dumps(finite(dict(row)), allow_nan=False) + "\n"
 
 

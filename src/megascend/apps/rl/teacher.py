@@ -120,7 +120,6 @@ class TrainerTeacher:
         self._backend, self._settings, self._model = backend, settings, model
 
     def close(self) -> None:
-        """Close the model."""
         self._model.close()
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
@@ -169,7 +168,6 @@ class Teacher:
         self._requests: dict[int, tuple[TrajectoryGroup, list[Future[Row]]]] = {}  # by the group's number
 
     def close(self) -> None:
-        """Close the engine."""
         if self._loop is not None and self._engine is not None:
             # A server that has ended holds nothing of this run.
             with contextlib.suppress(EngineError, WireError):
@@ -309,12 +307,10 @@ class Teacher:
 
 
 def all_tokens(trajectory: Trajectory) -> list[int]:
-    """Return all tokens of a trajectory."""
     return [*trajectory.prompt_tokens, *trajectory.tokens]
 
 
 def _sample(trajectory: Trajectory) -> Sample:
-    """Build the sample of a trajectory for the teacher."""
     sample = Sample.causal(all_tokens(trajectory), len(trajectory.prompt_tokens))
     sample.temperature = trajectory.temperature
     if trajectory.allowed is not None:

@@ -36,7 +36,6 @@ class CannedSampler:
         self._tokens = tuple(tokens)
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, n: int = 1) -> list[Completion]:
-        """Return ``n`` times the response."""
         # Cut like an engine's: an environment must also cope with a reply that has no stop token.
         tokens = self._tokens[: sampling.max_tokens]
         reason = "stop" if len(tokens) == len(self._tokens) else "length"

@@ -67,11 +67,9 @@ class ResponseRow:
             self.reason = "length"
 
     def fail(self, problem: str) -> None:
-        """End without a response."""
         self.reason, self.problem = "cancelled", f"{problem} (after {len(self.tokens)} tokens)"
 
     def sequence(self) -> SampledSequence:
-        """Return the finished response."""
         assert self.reason is not None, "the row has not ended"
         top = tuple(self.top) if self.request.topk_logprobs else None
         return SampledSequence(tuple(self.tokens), tuple(self.logprobs), self.reason, top)

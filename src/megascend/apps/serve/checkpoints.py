@@ -36,7 +36,6 @@ _MODEL = re.compile(r"(s-[0-9a-f]{32}):train:(0|[1-9][0-9]{0,8})")
 
 
 def new_session() -> str:
-    """Generate an unguessable session name."""
     return f"s-{secrets.token_hex(16)}"
 
 
@@ -94,7 +93,6 @@ class CheckpointPath:
         return f"{self.kind}/{self.name}"
 
     def directory(self, root: Path, tenant: str) -> Path:
-        """Return its directory below ``root`` for a checkpoint of ``tenant``."""
         return run_directory(root, tenant, self.model) / self.kind / self.name
 
 
@@ -145,7 +143,6 @@ class CheckpointRecord:
 
     @property
     def lora(self) -> LoraSettings:
-        """The adapter's LoRA settings."""
         return LoraSettings(rank=self.rank, train_attn=self.attention, train_mlp=self.mlp, train_unembed=self.output)
 
 
@@ -199,7 +196,6 @@ class Checkpoints:
         return size
 
     def end_save(self, tenant: str, path: CheckpointPath, reserved: int) -> None:
-        """End :meth:`begin_save`."""
         with self._lock:
             self._reserved[tenant] -= reserved
             self._saving[path] -= 1
@@ -263,7 +259,6 @@ class Checkpoints:
         return sorted(self._records(tenant, model), key=lambda record: -record.saved)
 
     def total_bytes(self, tenant: str) -> int:
-        """Sum the bytes of a tenant's checkpoints."""
         return self._bytes[tenant]
 
     def problem(self) -> str | None:
@@ -313,7 +308,6 @@ class Checkpoints:
         return count
 
     def exists(self, tenant: str, path: CheckpointPath) -> bool:
-        """Check whether a tenant has this checkpoint."""
         return self._read(tenant, path) is not None
 
     def _take_away(self, tenant: str, record: CheckpointRecord) -> Path:

@@ -103,7 +103,6 @@ class Figures:
         self.problems.setdefault(tenant, deque(maxlen=RECENT_PROBLEMS)).append(problem)
 
     def refuse(self, status: int) -> None:
-        """Count a refused request."""
         self._refused.labels(str(status)).inc()
 
     @property

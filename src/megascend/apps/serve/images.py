@@ -196,7 +196,6 @@ def chunks_of_message(model_input: Iterable[Any]) -> Iterable[np.ndarray | Image
 
 
 def unsupported(number: int, kind: str) -> str:
-    """Return why a kind of chunk is refused."""
     advice = "; it opens no files and addresses of clients: send the image in an image chunk"
     return (
         f"chunks[{number}] is {kind[:40]!r}; this server takes encoded_text and image"

@@ -231,7 +231,6 @@ def number_in(path: str, body: Mapping[str, Any]) -> int | None:
 
 
 def create_model(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
-    """Create a new adapter."""
     session = service.tenancy.session(body.get("session_id"), tenant)
     return service.create_model(session, CreateModel.read(body))
 

@@ -39,7 +39,6 @@ class ServedModel:
 
     @property
     def adapts_output(self) -> bool:
-        """True if adapters may target the output layer."""
         return any(_is_output(name) for name in self.projections)
 
     def targets(self, *, attention: bool, mlp: bool, output: bool) -> tuple[str, ...]:

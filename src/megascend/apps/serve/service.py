@@ -176,7 +176,6 @@ class Service:
     # --- sessions ---
 
     def open_session(self, tenant: str, metadata: Mapping[str, str] | None) -> Session:
-        """Open a session for a tenant."""
         session = self.tenancy.open_session(tenant, metadata)
         self.durability.note_session(session)
         return session
@@ -284,7 +283,6 @@ class Service:
         return future
 
     def end_session(self, session: Session) -> None:
-        """End a session and remove its models."""
         self.sequences.forget(session)
         for model in self.tenancy.close_session(session):
             self.unload(model, internal=True)
@@ -425,7 +423,6 @@ class Service:
             )
 
     def submit(self, command: Command) -> None:
-        """Hand a command to the ranks."""
         self._inbox.submit(command)
 
     def cancel(self, future: Future) -> None:

@@ -32,7 +32,6 @@ class Order(Generic[T]):
     early: dict[int, T] = field(default_factory=dict)
 
     def has_arrived(self, number: int) -> bool:
-        """Check whether this number has arrived before."""
         return number < self.following or number in self.early
 
     def offer(self, number: int, item: T) -> list[T]:
@@ -137,7 +136,6 @@ class Tenancy:
         self._adapters = 0
 
     def open_session(self, tenant: str, metadata: Mapping[str, str] | None = None) -> Session:
-        """Open a session."""
         if sum(session.tenant == tenant for session in self.sessions.values()) >= self._sessions_each:
             raise RequestRefusedError(f"you have {self._sessions_each} sessions already; end some", 429)
         session = Session(new_session(), tenant, self._clock(), metadata=metadata)
@@ -200,12 +198,10 @@ class Tenancy:
             self.sessions[model.session].models.remove(model.name)
 
     def silent(self, timeout_s: float) -> list[Session]:
-        """List the sessions without a request for longer than ``timeout_s``."""
         now = self._clock()
         return [session for session in self.sessions.values() if now - session.last_heard > timeout_s]
 
     def restart_session_timeouts(self) -> None:
-        """Restart the timeout of every session."""
         for session in self.sessions.values():
             session.last_heard = self._clock()
 

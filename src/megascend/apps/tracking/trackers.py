@@ -67,7 +67,6 @@ class Trackers:
             tracker.log(step, figures)
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Log texts by title."""
         for tracker in self._opened():
             tracker.log_texts(step, texts)
 

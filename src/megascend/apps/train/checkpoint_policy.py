@@ -133,7 +133,6 @@ class CheckpointPolicy:
             self._failed(str(error))
 
     def best_path(self) -> Path | None:
-        """Return the best checkpoint, or None if there is none."""
         best = self._best_step()
         path = None if best is None else self._series.path(best)
         return path if self._backend.from_rank_0(lambda: path is not None and path.is_dir()) else None

@@ -233,7 +233,6 @@ def memory_per_rank(runtime: Runtime, world_size: int) -> int:
 
 
 def with_recomputation(config: AnyConfig) -> AnyConfig:
-    """Return the settings with full recomputation."""
     recompute = config.recompute.model_copy(update={"granularity": "full"})
     return config.model_copy(update={"recompute": recompute})
 

@@ -251,7 +251,6 @@ def json_line(line: Mapping[str, Any], encoding: str | None) -> str:
 
 
 def _fields(response: Response) -> dict[str, Any]:
-    """Return the fields that a response adds to its prompt's line."""
     if response.error is not None:
         return {"error": response.error}
     return {"response": response.text, "tokens": response.tokens, "finish_reason": response.finish_reason}

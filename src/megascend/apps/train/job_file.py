@@ -242,7 +242,6 @@ def job_name(text: str) -> str:
 
 
 def _literal(values: Mapping[str, str]) -> str:
-    """Return a mapping as Python source, one entry a line."""
     return "\n".join(["{", *(f"    {json.dumps(name)}: {json.dumps(value)}," for name, value in values.items()), "}"])
 
 

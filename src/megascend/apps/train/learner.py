@@ -82,7 +82,6 @@ class Run(Generic[AnyConfig]):
 
     @property
     def main_rank(self) -> bool:
-        """True on the rank that writes and prints."""
         return self.backend.rank == 0
 
     @property

@@ -40,7 +40,6 @@ class Measurement:
 
     @property
     def loss(self) -> float:
-        """Mean of the loss."""
         return self.total / self.count
 
     @property
@@ -71,7 +70,6 @@ class MetricSums:
         self._outcomes: torch.Tensor | None = None
 
     def add(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> None:
-        """Add the values of a sample or pair."""
         for name, value in {**metrics, LOSS: loss}.items():
             self._sums[name] += float(value)
         self._count += 1

@@ -95,7 +95,6 @@ class StepProfiler:
         self.close()
 
     def close(self) -> None:
-        """Discard the current recording."""
         session, self._session, self._recorded = self._session, None, range(0)
         if session is not None:
             # stop() would write the trace of the discarded recording.

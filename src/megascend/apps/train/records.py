@@ -96,7 +96,6 @@ class StepRecord(MetricsRecord):
         return values | values.pop("metrics")
 
     def progress(self) -> str:
-        """Return the number of passes over the data."""
         return f"epoch {self.epoch:.2f}  "
 
     def summary(self, earlier: Mapping[str, tuple[int, float]] = EMPTY) -> str:

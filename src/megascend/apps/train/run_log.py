@@ -192,7 +192,6 @@ class RunLog:
             self._trackers.log_texts(step, texts)
 
     def show_text(self, text: str) -> None:
-        """Print lines above the progress display."""
         if self._enabled:
             self._display.print_text(text)
 
@@ -294,11 +293,9 @@ class StepClock:
         self.start()
 
     def start(self) -> None:
-        """Begin with the first step."""
         self._start = self._step_began = self._reported = self._now()
 
     def step_done(self, step: int) -> None:
-        """End a step."""
         self.step = step
         self._step_began = self._reported = self._now()
 
@@ -361,11 +358,9 @@ class PlainDisplay:
             )
 
     def show_line(self, line: str) -> None:
-        """Print a line about a step that is running."""
         print(line, flush=True)
 
     def print_text(self, text: str) -> None:
-        """Print lines that stay."""
         print(text, flush=True)
 
 
@@ -384,15 +379,12 @@ class BarDisplay:
         self._live = Live(get_renderable=self.lines, refresh_per_second=4, console=self._console)
 
     def start(self) -> None:
-        """Show the lines."""
         self._live.start()
 
     def stop(self) -> None:
-        """Stop updating the lines and restore the terminal."""
         self._live.stop()
 
     def show(self, record: MetricsRecord, earlier: Mapping[str, tuple[int, float]] = EMPTY) -> None:
-        """Move to the step."""
         self._progress, self._summary = record.progress(), record.summary(earlier)
         if record.skipped:
             self._console.print(f"step {record.step}: non-finite gradients, skipped on all ranks", style="red")
@@ -402,7 +394,6 @@ class BarDisplay:
         self._summary = line
 
     def print_text(self, text: str) -> None:
-        """Print lines that stay, above the others."""
         self._console.print(text, markup=False, highlight=False)
 
     def lines(self) -> RenderableType:

@@ -306,7 +306,6 @@ class RunSamples:
         }
 
     def describe(self) -> str:
-        """Return the number of samples, or of pairs."""
         members, unit = self.train.members, self.train.unit
         suffix = "" if self.held_out is None else f" and {len(self.held_out) // members} held out"
         return f"{len(self.train) // members} {unit}{suffix}"
@@ -442,7 +441,6 @@ class StreamedSamples(RunSamples):
         return RunSamples(self.train, self.held_out, self.longest, self.remarks)
 
     def describe(self) -> str:
-        """Return from how many files samples are streamed, and how many are held out."""
         size = sum(file.stat().st_size for file in self.files if file.is_file())
         suffix = "" if self.held_out is None else f" and {len(self.held_out) // self.train.members} held out"
         count = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"

@@ -38,7 +38,6 @@ class StartPhases:
         self.processor_s[name] = 0.0
 
     def record(self) -> dict[str, dict[str, float]]:
-        """Return the phases for a log."""
         names = {"seconds": self.seconds, "processor_s": self.processor_s}
         return {name: {phase: round(value, 3) for phase, value in values.items()} for name, values in names.items()}
 

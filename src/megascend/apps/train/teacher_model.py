@@ -81,7 +81,6 @@ class TeacherModel:
             self._step = Step(self._engine)
 
     def close(self) -> None:
-        """Close the second model, if there is one."""
         if self._engine is not None:
             self._engine.close()
 

@@ -72,7 +72,6 @@ class EqualStreak:
     largest: float = -math.inf
 
     def add(self, group: TrajectoryGroup) -> None:
-        """Count a group."""
         self.groups += 1
         self.responses += len(group.trajectories)
         self.cut_off += sum(trajectory.finish_reason == "length" for trajectory in group.trajectories)

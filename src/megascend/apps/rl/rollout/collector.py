@@ -185,7 +185,6 @@ class RolloutCollector:
         return self._thread.submit(self._evaluate(prompts, sampling, n))
 
     def counts(self) -> Counts:
-        """Return the counts of prompts by outcome."""
         episodes = self._task.episodes
         # A copy: the event loop counts on.
         return self.call(lambda: replace(self._buffer.counts, timed_out=episodes.timed_out, failed=episodes.failed))

@@ -34,7 +34,6 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Serialize ``content``."""
         return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
@@ -86,7 +85,6 @@ class Audit:
         self._missing = 0 if problem is None else self._missing + 1
 
     def close(self) -> None:
-        """Close the file."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -164,7 +162,6 @@ class RequestGuard:
             )
 
     def tenant(self, request: Request) -> str:
-        """Return the tenant of a request's key."""
         # Exactly one: a proxy in front may have checked another one of several.
         keys = request.headers.getlist("x-api-key")
         tenant = self._keys.tenant(keys[0].encode("latin-1")) if len(keys) == 1 else None
@@ -173,7 +170,6 @@ class RequestGuard:
         return tenant
 
     def refusal(self, error: RequestRefusedError) -> Response:
-        """Build the response to a refused request."""
         self._service.figures.refuse(error.status)
         # Back-pressure: clients wait that long and send the request again, whatever limit they are at.
         headers = {"retry-after": "1"} if error.status == 429 else {}

@@ -43,7 +43,6 @@ class Keys:
 
     @property
     def tenants(self) -> list[str]:
-        """Sorted names of all tenants."""
         return sorted(set(self._tenants.values()))
 
 

@@ -103,7 +103,6 @@ class Sequences:
             return sequence
 
     def forget(self, session: Session) -> None:
-        """Drop the responses of a session."""
         with self._lock:
             sequences = self._sequences.get(session.tenant, {})
             for name in [name for name, sequence in sequences.items() if sequence.session == session.name]:

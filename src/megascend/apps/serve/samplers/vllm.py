@@ -170,7 +170,6 @@ class _PooledServer:
             raise
 
     def forget(self, name: str) -> None:
-        """Mark an adapter as not loaded."""
         self._loading.pop(name, None)
 
     async def unload(self, name: str, *, always: bool) -> None:

@@ -31,7 +31,6 @@ class Command:
 
     @property
     def tokens(self) -> int:
-        """Number of input tokens that the command processes."""
         return 0
 
 

@@ -129,11 +129,9 @@ class Futures:
         return self._by_number.get(number)
 
     def pending(self, model: str) -> int:
-        """Count a model's pending futures."""
         return self._pending[model]
 
     def tokens(self, tenant: str) -> int:
-        """Count the tokens of a tenant's pending requests."""
         return self._accounts[tenant].tokens if tenant in self._accounts else 0
 
     def full(self, tenant: str) -> bool:
@@ -156,7 +154,6 @@ class Futures:
         return account.bytes > self._max_bytes or len(account.answers) > MAX_ANSWERS
 
     def pending_by_kind(self) -> Mapping[str, int]:
-        """Count pending futures by kind."""
         return +self._pending_by_kind
 
     def ended_of(self, tenant: str, model: str) -> list[Future]:
@@ -183,7 +180,6 @@ class Futures:
         self._end(future, True)
 
     def fail(self, future: Future, failure: Failure) -> None:
-        """Fail a future."""
         future.failure = failure
         self._end(future, False)
 

@@ -230,7 +230,6 @@ class CommandRunner:
 
     @property
     def idle(self) -> bool:
-        """True if no command is left."""
         return not (self._unfinished or self._to_sample or self._sampling or self._single_retries)
 
     def add(self, commands: Iterable[Command]) -> list[Outcome]:
@@ -470,7 +469,6 @@ class SamplingBatch:
 
     @property
     def unanswered(self) -> list[Respond]:
-        """The unanswered requests."""
         return list(self._unanswered.values())
 
     def advance(self) -> list[Outcome]:

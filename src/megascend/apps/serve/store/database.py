@@ -216,7 +216,6 @@ class StateDatabase:
         return unneeded
 
     def close(self) -> None:
-        """Close the file."""
         self._connection.close()
 
 

@@ -133,11 +133,9 @@ class DurableState(Durability):
             self._writer.enqueue(Removal("model", model.name))
 
     def note_sequence(self, name: str, sequence: RecordedSequence) -> None:
-        """Record a sampled response."""
         self._writer.enqueue(sequence_row(name, sequence))
 
     def note_sequence_dropped(self, name: str) -> None:
-        """Record that a sampled response was dropped."""
         self._writer.enqueue(Removal("sequence", name))
 
     # --- after a restart ---
@@ -281,7 +279,6 @@ class StateWriter:
         self._thread = BackgroundThread(self._run, name="state", on_error=self._ended)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     @property

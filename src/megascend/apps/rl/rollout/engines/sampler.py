@@ -54,7 +54,6 @@ class Row:
         self.stopped = token in self.sampling.stop_token_ids
 
     def completion(self) -> Completion:
-        """Return the finished response."""
         reason = "stop" if self.stopped else "length"
         allowed = tuple(self.allowed) if self.sampling.truncates else None
         versions = self.versions[0], self.versions[-1]
