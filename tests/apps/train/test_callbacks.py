@@ -168,6 +168,13 @@ def test_stopped_run_is_saved_and_resumes_bitwise_equal(folder: Path, tmp_path: 
     ]
 
 
+def test_steps_to_come_cost_no_time_at_the_start(folder: Path, tmp_path: Path) -> None:
+    # Their two billion draws would exceed the deadline.
+    config = settings(folder, tmp_path / "run", "Stop", steps=10**9)
+    (result,) = run_distributed(lambda: train(config), 1, init=False, timeout_s=DEADLINE_S)
+    assert result.steps == 3
+
+
 def test_requested_checkpoint_is_the_only_one(folder: Path, tmp_path: Path, reference: RunConfig) -> None:
     config = settings(folder, tmp_path / "run", "Save")
     train_on_two_ranks(config)

@@ -85,8 +85,8 @@ class LearningObjective(ABC):
         """Return the samples of some units."""
 
     def prepare(self, backend: Backend, samples: Samples, units: Iterable[int], batch_size: int) -> None:
-        """Precompute the values that steps need for these units of ``samples``, ``batch_size`` of them at a time."""
-        return
+        """Compute the reference's scores of these units, ``batch_size`` at a time, before a checkpoint is loaded."""
+        raise NotImplementedError
 
     def complete(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> Sequence[Sample]:
         """Add results of another forward pass to this rank's samples or to the loss; return the samples. Collective.
@@ -190,6 +190,11 @@ def _check_fields(config: RunConfig, samples: Samples, setting: str, loss: Loss)
         raise ConfigError(
             f"{setting}, and {config.data.title} holds no distributions of a teacher ('token_ids', 'top_ids', 'top_logprobs'): "
             "add them, or set distillation.teacher"
+        )
+    if "ref_logprobs" in loss.requires and config.data.streaming:
+        raise ConfigError(
+            f"{setting}, which compares with a reference whose scores are computed before the first step: set data.streaming: "
+            "false, or choose another loss"
         )
     if samples.has_candidates and "candidates" not in loss.requires:
         raise ConfigError(
@@ -314,9 +319,6 @@ class PreferenceObjective(LearningObjective):
         return len(samples) // 2
 
     def prepare(self, backend: Backend, samples: Samples, units: Iterable[int], batch_size: int) -> None:
-        """Sum the reference's log-probabilities. To be called before a checkpoint is loaded."""
-        if not self.has_reference:
-            return
         # Each pair once: a run of several epochs draws it again.
         numbers = sorted(set(units))
         for start in range(0, len(numbers), batch_size):

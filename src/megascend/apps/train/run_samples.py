@@ -33,7 +33,7 @@ from megascend.apps.data.store import Samples, document_digests, hold_out, sampl
 from megascend.apps.data.streaming import PrefetchedBatches, SourceFiles, StreamedBatches
 from megascend.config import RunConfig
 from megascend.config.data import DataSource
-from megascend.errors import ConfigError, DataError
+from megascend.errors import DataError
 from megascend.runtime.io.paths import format_bytes, real
 from megascend.training.batch.micro_batch import SequenceLayout
 from megascend.training.batch.sample import Sample
@@ -286,7 +286,7 @@ class RunSamples:
                 )
 
     def drawn_units(
-        self, config: RunConfig, objective: LearningObjective, saved: Sequence[tuple[int, dict[str, Any]]] = ()
+        self, config: RunConfig, objective: LearningObjective, saved: Sequence[tuple[int, dict[str, Any]]]
     ) -> set[int]:
         """Return the indices drawn in the steps of this run.
 
@@ -373,11 +373,6 @@ class StreamedSamples(RunSamples):
 
     def batches(self, config: RunConfig, objective: LearningObjective) -> PrefetchedBatches:
         """Return the stream of global batches of samples, from its beginning."""
-        if objective.has_reference:
-            raise ConfigError(
-                "data.streaming: true, and the loss compares with a reference whose scores are computed before the first step: "
-                "choose another loss, or set data.streaming: false"
-            )
         stream = self.open_stream()
         stream.kind = self.kind
         return PrefetchedBatches(stream)
@@ -429,12 +424,6 @@ class StreamedSamples(RunSamples):
             for source, share in zip(sources, stream.shares, strict=True)
             if len(sources) > 1
         ]
-
-    def drawn_units(
-        self, config: RunConfig, objective: LearningObjective, saved: Sequence[tuple[int, dict[str, Any]]] = ()
-    ) -> set[int]:
-        """Return none: a stream has no reference."""
-        return set()
 
     def first_batch(self) -> RunSamples:
         """Return the samples of the first batch as if they were all, for a dry run."""

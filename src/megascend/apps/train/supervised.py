@@ -127,17 +127,14 @@ class SupervisedData(RunData[RunConfig]):
         # Every host reads its own files. If they differed, ranks would silently train on different batches.
         samples.check_same_on_all_ranks(backend)
         samples.check_lengths(backend)
-        size = config.data.global_batch_size
-        saved: list[tuple[int, dict[str, Any]]] = []
         if objective.has_reference:
             # With another batch size or changed data, a resumed run draws other samples than a run from the beginning.
-            launch = backend.groups.launch
+            launch, size = backend.groups.launch, config.data.global_batch_size
             saved = backend.from_rank_0(lambda: saved_positions(config.output, self.resume, launch))
-        objective.prepare(backend, samples.train, samples.drawn_units(config, objective, saved), size)
-        # The validation set needs a reference model's scores, too: before the first step changes the model, which is the
-        # reference.
-        if samples.held_out is not None:
-            objective.prepare(backend, samples.held_out, range(objective.units(samples.held_out)), size)
+            objective.prepare(backend, samples.train, samples.drawn_units(config, objective, saved), size)
+            # The validation set needs its scores, too: before the first step changes the model, which is the reference.
+            if samples.held_out is not None:
+                objective.prepare(backend, samples.held_out, range(objective.units(samples.held_out)), size)
         return objective
 
     def learner(
