@@ -237,25 +237,22 @@ class Conversation:
     def __init__(self, policy: Policy, renderer: PromptRenderer, start: str | Sequence[Message], tools: Tools) -> None:
         self._policy, self._renderer, self._tools = policy, renderer, copy.deepcopy(tools)
         self._messages: list[Message] | None = None if isinstance(start, str) else copy.deepcopy(list(start))
+        self._sequence = EpisodeTokens(policy)
         # Once: a prompt that is rendered again after a day's end, or by other options, would be another one.
-        self._prompt = tuple(renderer.start(start, tools))
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._sampled: list[bool] = []
-        self._allowed: list[tuple[int, ...]] = []
-        self._completions: list[Completion] = []
+        self._sequence.add_context(renderer.start(start, tools))
         self.replies: list[str] = []
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Return all token ids, prompt included."""
-        return (*self._prompt, *self._tokens)
+        return tuple(self._sequence.tokens)
 
     @property
     def full(self) -> bool:
         """Return whether there is no room for another reply, or the last one was cut off and cannot be continued."""
-        cut_off = bool(self._completions) and self._completions[-1].finish_reason == "length"
-        return cut_off or len(self._prompt) + len(self._tokens) >= self._policy.max_length
+        responses = self._sequence.responses
+        cut_off = bool(responses) and responses[-1].finish_reason == "length"
+        return cut_off or len(self._sequence.tokens) >= self._policy.max_length
 
     async def reply(self, max_tokens: int | None = None) -> str:
         """Let the model reply; return the text without special tokens.
@@ -265,8 +262,7 @@ class Conversation:
             EngineError: as :meth:`Policy.generate`.
         """
         completion = await self._policy.generate(self.tokens, max_tokens)
-        self._extend(completion.tokens, completion.logprobs, sampled=True, allowed=completion.allowed)
-        self._completions.append(completion)
+        self._sequence.add_response(completion)
         self.replies.append(self._renderer.decode(completion.tokens))
         return self.replies[-1]
 
@@ -279,17 +275,17 @@ class Conversation:
         if isinstance(turn, str) != (self._messages is None):
             kinds = ("messages", "a text") if self._messages is None else ("a text", "messages")
             raise DataError(f"got {kinds[0]} in a conversation that began with {kinds[1]}")
-        if not self._completions:
+        if not self._sequence.responses:
             raise DataError("add() before the first reply(): begin the conversation with all that comes before it")
         if isinstance(turn, str):
             tokens = self._renderer.text(turn)
         else:
             assert self._messages is not None
-            last = self._completions[-1].tokens[-1:] if self._completions[-1].finish_reason == "stop" else ()
-            ending = self._renderer.decode(last, special=True)
+            reply = self._sequence.responses[-1]
+            ending = self._renderer.decode(reply.tokens[-1:] if reply.finish_reason == "stop" else (), special=True)
             tokens = self._renderer.continuation(self._messages, turn, ending, self._tools)
             self._messages += [{"role": "assistant", "content": self.replies[-1]}, *copy.deepcopy(list(turn))]
-        self._extend(tokens, [0.0] * len(tokens), sampled=False)
+        self._sequence.add_context(tokens)
 
     def trajectory(self, reward: float, rewards: Mapping[str, float] | None = None) -> Trajectory:
         """Return what the trainer learns from, up to the model's last reply.
@@ -300,39 +296,60 @@ class Conversation:
         Raises:
             DataError: the model has not replied.
         """
-        if not self._completions:
+        if not self._sequence.responses:
             raise DataError("trajectory() before the first reply(): there is nothing to learn from")
-        # What was added after the last reply has no effect on any sampled token.
-        count = len(self._sampled) - self._sampled[::-1].index(True)
-        return Trajectory(
-            self._prompt,
-            tuple(self._tokens[:count]),
-            tuple(self._logprobs[:count]),
-            reward,
-            self._completions[-1].finish_reason,
-            min(completion.first_version for completion in self._completions),
-            max(completion.last_version for completion in self._completions),
-            sampled=tuple(self._sampled[:count]),
-            rewards=dict(rewards or {}),
-            turns=len(self._completions),
-            engine=self._policy.engine,
-            routed_experts=joined_experts([completion.routed_experts for completion in self._completions]),
-            temperature=self._policy.sampling.temperature,
-            allowed=tuple(self._allowed[:count]) if self._policy.sampling.truncates else None,
-        )
+        return self._sequence.trajectory(reward, dict(rewards or {}))
 
-    def _extend(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        *,
-        sampled: bool,
-        allowed: Sequence[tuple[int, ...]] | None = None,
-    ) -> None:
-        self._tokens += tokens
-        self._logprobs += logprobs
-        self._sampled += [sampled] * len(tokens)
-        self._allowed += [()] * len(tokens) if allowed is None else allowed
+
+class EpisodeTokens:
+    """Context and the policy's responses in one growing sequence.
+
+    Attributes:
+        tokens: all token ids.
+        responses: what the policy sampled so far.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.tokens: list[int] = []
+        self.responses: list[Completion] = []
+        self._logprobs: list[float] = []
+        self._sampled: list[bool] = []
+        self._allowed: list[tuple[int, ...]] = []
+
+    def add_context(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self._logprobs += [0.0] * len(tokens)
+        self._sampled += [False] * len(tokens)
+        self._allowed += [()] * len(tokens)
+
+    def add_response(self, completion: Completion) -> None:
+        self.tokens += completion.tokens
+        self.responses.append(completion)
+        self._logprobs += completion.logprobs
+        self._sampled += [True] * len(completion.tokens)
+        self._allowed += completion.allowed or [()] * len(completion.tokens)
+
+    def trajectory(self, reward: float, rewards: Mapping[str, float]) -> Trajectory:
+        """Return what the trainer learns from; there is a response."""
+        # What was added after the last response has no effect on any sampled token.
+        start, end = self._sampled.index(True), len(self._sampled) - self._sampled[::-1].index(True)
+        return Trajectory(
+            tuple(self.tokens[:start]),
+            tuple(self.tokens[start:end]),
+            tuple(self._logprobs[start:end]),
+            reward,
+            self.responses[-1].finish_reason,
+            min(response.first_version for response in self.responses),
+            max(response.last_version for response in self.responses),
+            sampled=tuple(self._sampled[start:end]),
+            rewards=rewards,
+            turns=len(self.responses),
+            engine=self._policy.engine,
+            routed_experts=joined_experts([response.routed_experts for response in self.responses]),
+            temperature=self._policy.sampling.temperature,
+            allowed=tuple(self._allowed[start:end]) if self._policy.sampling.truncates else None,
+        )
 
 
 def joined_experts(turns: Sequence[RoutedExperts | None]) -> RoutedExperts | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
-from megascend.apps.rl.rollout.environments import FullContextError, Policy, joined_experts
+from megascend.apps.rl.rollout.environments import EpisodeTokens, FullContextError, Policy
 from megascend.apps.rl.rollout.group import Trajectory
 from megascend.errors import ConfigError, DataError
 from weightwire.engine import Completion
@@ -256,52 +256,27 @@ def _trajectories(trace: Any, session: _Session) -> list[Trajectory]:
     for branch in trace.branches:
         if not branch.trainable:
             continue
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        sampled: list[bool] = []
-        allowed: list[tuple[int, ...]] = []
-        turns: list[Completion] = []
+        sequence = EpisodeTokens(session.policy)
         for node in branch.nodes:
-            tokens += node.token_ids
-            count, new = sum(node.mask), False
-            if count:
-                completion = session.completions.get((tuple(tokens[:-count]), tuple(tokens[-count:])))
-                if completion is None or not all(node.mask[-count:]):
-                    raise DataError(
-                        f"verifiers recorded a response of {count} tokens after {len(tokens) - count} others, which the engine "
-                        "did not sample"
-                    )
-                # Branches that begin alike share nodes, whose tokens are learned once.
-                new = id(node) not in learned
-            context = len(node.token_ids) - count
-            logprobs += [0.0] * context + (list(completion.logprobs) if new else [0.0] * count)
-            sampled += [False] * context + [new] * count
-            allowed += [()] * context + (list(completion.allowed) if new and completion.allowed else [()] * count)
-            if new:
+            context = len(node.token_ids) - sum(node.mask)
+            sequence.add_context(node.token_ids[:context])
+            response = tuple(node.token_ids[context:])
+            if not response:
+                continue
+            completion = session.completions.get((tuple(sequence.tokens), response))
+            if completion is None or not all(node.mask[context:]):
+                raise DataError(
+                    f"verifiers recorded a response of {len(response)} tokens after {len(sequence.tokens)} others, which the "
+                    "engine did not sample"
+                )
+            # Branches that begin alike share nodes, whose tokens are learned once.
+            if id(node) in learned:
+                sequence.add_context(response)
+            else:
                 learned.add(id(node))
-                turns.append(completion)
-        if not turns:
-            continue
-        # What was added after the last response has no effect on any sampled token.
-        start, end = sampled.index(True), len(sampled) - sampled[::-1].index(True)
-        trajectories.append(
-            Trajectory(
-                tuple(tokens[:start]),
-                tuple(tokens[start:end]),
-                tuple(logprobs[start:end]),
-                trace.reward,
-                turns[-1].finish_reason,
-                min(turn.first_version for turn in turns),
-                max(turn.last_version for turn in turns),
-                sampled=tuple(sampled[start:end]),
-                rewards=rewards,
-                turns=len(turns),
-                engine=session.policy.engine,
-                routed_experts=joined_experts([turn.routed_experts for turn in turns]),
-                temperature=session.policy.sampling.temperature,
-                allowed=tuple(allowed[start:end]) if session.policy.sampling.truncates else None,
-            )
-        )
+                sequence.add_response(completion)
+        if sequence.responses:
+            trajectories.append(sequence.trajectory(trace.reward, rewards))
     return trajectories
 
 
