@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -88,7 +88,7 @@ def converse(model: ResponseModel, sampling: SamplingParams, system: str | None)
             continue
         params = replace(request.params, max_tokens=min(room, request.params.max_tokens))
         with interrupts() as interrupted:
-            response = model.stream(replace(request, params=params), write, interrupted)
+            response = model.stream(replace(request, params=params), partial(print, end="", flush=True), interrupted)
         typer.echo("")
         if response.error is not None:
             report(response.error)
@@ -98,12 +98,6 @@ def converse(model: ResponseModel, sampling: SamplingParams, system: str | None)
                 f"[{'stopped' if response.finish_reason == 'cancelled' else f'cut off after {response.tokens} tokens'}]"
             )
         messages += [turn, {"role": "assistant", "content": response.text}]
-
-
-def write(text: str) -> None:
-    """Write a piece of an answer at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 @contextmanager

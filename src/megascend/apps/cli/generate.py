@@ -40,14 +40,15 @@ def generate_command(
     """
     from megascend.apps.cli.launch import on_ranks
     from megascend.apps.train.exports import inference_settings
-    from megascend.apps.train.inference import generate
+    from megascend.apps.train.inference import ADAPTER_KEY, generate
     from megascend.errors import ConfigError, DataError
 
     options.require_no_file("--output", output)
     settings = inference_settings(model, adapters, base, engine, platform, dtype, tensor)
     sampling = options.sampling_params(max_tokens, temperature, top_p, seed)
     records = read_lines(prompts, text=text)
-    unknown = sorted({str(name) for record in records if (name := record.get("adapter"))} - settings.adapters.keys())
+    named = {str(record[ADAPTER_KEY]) for record in records if record.get(ADAPTER_KEY) is not None}
+    unknown = sorted(named - settings.adapters.keys())
     if unknown:
         raise ConfigError(
             f"a prompt names the adapter {unknown[0]!r}; --adapter NAME=DIR has loaded: {', '.join(settings.adapters) or 'none'}"
@@ -59,21 +60,16 @@ def generate_command(
 def read_lines(source: str, *, text: bool) -> list[dict[str, Any]]:
     """Read prompts from a JSONL file or standard input (``-``); ``text``: each line is a user's turn."""
     from megascend.apps.data.findings import Findings
-    from megascend.apps.rl.rollout.prompts import parse_prompt
+    from megascend.apps.rl.rollout.prompts import numbered_lines, parse_prompt
     from megascend.errors import DataError
 
     name = "standard input" if source == "-" else source
     try:
         content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-        lines = content.decode("utf-8-sig").split("\n")
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{name}: not UTF-8 text (byte {error.start}: {error.reason})") from None
     findings, records = Findings(), []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(content, name):
         if text:
             records.append({"messages": [{"role": "user", "content": line.rstrip("\r")}]})
             continue

@@ -106,16 +106,17 @@ class AnswerSampler:
         for title, result in zip(self.titles, Sampler(backend).generate(requests), strict=True):
             if result.error is not None:
                 raise ConfigError(f"generation: the prompt {title!r:.60}: {result.error}")
-            answers.append(self._answer(title, result.samples[0]))
+            (sequence,) = result.samples
+            text = response_text(self.tokenizer, sequence)
+            answers.append(PromptAnswer(title, text, len(sequence.tokens), sequence.stop_reason))
         return answers
 
-    def _answer(self, title: str, sequence: SampledSequence) -> PromptAnswer:
-        ended = sequence.stop_reason == "stop"
-        text = str(
-            # Without the token that ended the answer, which may be an ordinary one.
-            self.tokenizer.decode(list(sequence.tokens[:-1] if ended else sequence.tokens), skip_special_tokens=True)
-        )
-        return PromptAnswer(title, text, len(sequence.tokens), "stop" if ended else "length")
+
+def response_text(tokenizer: PreTrainedTokenizerBase, sequence: SampledSequence) -> str:
+    """Return the text of a response, without special tokens."""
+    # Without the token that ended it, which may be an ordinary one.
+    tokens = sequence.tokens[:-1] if sequence.stop_reason == "stop" else sequence.tokens
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def stop_tokens(

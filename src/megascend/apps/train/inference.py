@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.apps.data.chat import ChatTemplate
 from megascend.apps.rl.rollout.prompts import Prompt, prompt_tokens
-from megascend.apps.sampling.request import SampledSequence, SampleRequest, SamplingParams
+from megascend.apps.sampling.request import SampleRequest, SampleResult, SamplingParams
 from megascend.apps.sampling.sampler import Sampler
-from megascend.apps.train.generation import stop_tokens
+from megascend.apps.train.generation import response_text, stop_tokens
 from megascend.config import Adapters, Batching, Parallel, PlatformName, Precision
 from megascend.config.registry import ENGINES
-from megascend.errors import ConfigError, DataError
+from megascend.errors import DataError
 from megascend.models.checkpoint_files.files import read_config
 from megascend.runtime.distributed.launch import Launch
 
@@ -101,20 +101,12 @@ class ResponseModel:
         return prompt_tokens(prompt, self.tokenizer, template_options=self.settings.template_options)
 
     def request(self, prompt: Prompt, sampling: SamplingParams) -> SampleRequest:
-        """Return the sampler's request for a prompt.
-
-        Raises:
-            ConfigError: the prompt names an adapter that is not loaded.
-        """
-        adapter = prompt.get(ADAPTER_KEY, self.settings.default_adapter)
-        if adapter is not None and adapter not in self.settings.adapters:
-            names = ", ".join(self.settings.adapters) or "none"
-            raise ConfigError(f"a prompt names the adapter {adapter!r}; loaded are: {names}")
+        """Return the sampler's request for a prompt, whose adapter is loaded."""
         stops = (*self._stops, *sampling.stop)
         params = SamplingParams(
             sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed, stops
         )
-        return SampleRequest(self.tokens(prompt), params, adapter)
+        return SampleRequest(self.tokens(prompt), params, prompt.get(ADAPTER_KEY, self.settings.default_adapter))
 
     def responses(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, Response]]:
         """Yield each request's number and response, in their order, as soon as those before it are there."""
@@ -122,9 +114,7 @@ class ResponseModel:
         following = 0
         for results in Sampler(self.backend).in_slices(requests):
             for number, result in results.items():
-                finished[number] = (
-                    Response(error=result.error) if result.error is not None else self._response(result.samples[0])
-                )
+                finished[number] = self._response(result)
             while following in finished:
                 yield following, finished.pop(following)
                 following += 1
@@ -145,7 +135,7 @@ class ResponseModel:
             if token in request.params.stop:
                 return
             tokens.append(token)
-            text = self._text(tokens)
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
             # An incomplete character is decoded as a replacement character.
             if not text.endswith("\ufffd"):
                 write(text[length:])
@@ -153,20 +143,15 @@ class ResponseModel:
 
         sampler = Sampler(self.backend, on_token=on_token)
         (result,) = sampler.generate([request], lambda: {0} if cancelled() else ())
-        if result.error is not None:
-            return Response(error=result.error)
-        response = self._response(result.samples[0])
+        response = self._response(result)
         write(response.text[length:])
         return response
 
-    def _response(self, sequence: SampledSequence) -> Response:
-        ended = sequence.stop_reason == "stop"
-        # Without the token that ended the response, which may be an ordinary one.
-        text = self._text(list(sequence.tokens[:-1] if ended else sequence.tokens))
-        return Response(text, len(sequence.tokens), str(sequence.stop_reason))
-
-    def _text(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+    def _response(self, result: SampleResult) -> Response:
+        if result.error is not None:
+            return Response(error=result.error)
+        (sequence,) = result.samples
+        return Response(response_text(self.tokenizer, sequence), len(sequence.tokens), sequence.stop_reason)
 
 
 def bootstrap_model(settings: InferenceSettings) -> None:

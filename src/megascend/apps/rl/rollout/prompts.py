@@ -36,22 +36,26 @@ def numbered_prompts(path: Path, findings: Findings | None = None, *, free: bool
     """
     if not path.is_file():
         raise DataError(f"no prompts at {path.absolute()}: not a file")
-    try:
-        # utf-8-sig: editors on Windows write a byte order mark. Not splitlines(), which also splits at characters
-        # inside JSON strings.
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason})") from None
     prompts, malformed = [], findings or Findings()
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            with malformed.collecting():
-                prompts.append((number, parse_prompt(line, f"{path}:{number}", free=free)))
+    for number, line in numbered_lines(path.read_bytes(), path):
+        with malformed.collecting():
+            prompts.append((number, parse_prompt(line, f"{path}:{number}", free=free)))
     if findings is None:
         malformed.raise_problems("prompts")
     if not prompts and not malformed.problems:
         raise DataError(f"{path}: the file has no prompts")
     return prompts
+
+
+def numbered_lines(content: bytes, source: str | Path) -> list[tuple[int, str]]:
+    """Return the lines of a file that are not blank, with their numbers from 1."""
+    try:
+        # utf-8-sig: editors on Windows write a byte order mark. Not splitlines(), which also splits at characters
+        # inside JSON strings.
+        lines = content.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{source}: not UTF-8 text (byte {error.start}: {error.reason})") from None
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def parse_prompt(line: str, source: str, *, free: bool = False) -> Prompt:
