@@ -58,6 +58,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PROJECT = DOCS.parent / "pyproject.toml"
 PUBLISHED_COUNTS = DOCS.parent / "benchmarks" / "families" / "published.json"
 TORCH_NPU_NAMES = DOCS.parent / "benchmarks" / "integrations" / "torch_npu-names.json"
+TORCH_NPU_OPERATORS = TORCH_NPU_NAMES.with_name("torch_npu-operators.txt")
 MARKED = re.compile(r"^<!-- table: ([\w -]+) -->$", re.MULTILINE)
 REQUIREMENTS = re.compile(r"( *# table: ([\w ]+)\n).*?( *# end of table\n)", re.DOTALL)
 
@@ -525,6 +526,20 @@ def default_text(default: Any) -> str:
     return "" if empty else f"`{default}`"
 
 
+def simulated_operators() -> str:
+    """Format which of torch_npu's operators simnpu has, from their names (``python -m real_torch_npu VERSION --names``)."""
+    from simnpu.operators import OPERATORS
+
+    names = [line for line in TORCH_NPU_OPERATORS.read_text().splitlines() if not line.startswith("#")]
+    simulated = {name.partition(".")[0] for name in OPERATORS}
+    groups = {True: [n for n in names if n in simulated], False: [n for n in names if n not in simulated]}
+    rows = [
+        (kind, str(len(groups[key])), ", ".join(f"`{n}`" for n in groups[key]))
+        for kind, key in (("there", True), ("raises when looked up", False))
+    ]
+    return table(("torch_npu 2.13", str(len(names)), "names"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "errors": error_classes,
     "commands": commands,
@@ -557,6 +572,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "recipes": recipes,
     "names of torch_npu": names_of_torch_npu,
+    "simulated operators": simulated_operators,
 }
 
 

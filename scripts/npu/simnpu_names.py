@@ -3,8 +3,8 @@
 
     python scripts/npu/simnpu_names.py CHECKOUT     # of torch_npu (github.com/Ascend/pytorch), or MEGASCEND_TORCH_NPU
 
-Run it with megascend's Python and torch. The names are those of `__all__` in the checkout's packages, and of the
-operators in its list of published signatures (test/torch_npu_schema.json). Nothing of the checkout is imported.
+Run it with megascend's Python and torch. The names are those of `__all__` in the checkout's packages. Nothing of
+the checkout is imported. Operators are compared with torch_npu's library: scripts/npu/real_torch_npu.
 """
 
 from __future__ import annotations
@@ -36,17 +36,6 @@ def published(path: Path) -> list[str]:
     raise SystemExit(f"{path} has no __all__")
 
 
-def operators(checkout: Path) -> list[str]:
-    """Operators among the published signatures: what lies directly in torch_npu and is called npu_something."""
-    names = json.loads((checkout / "test" / "torch_npu_schema.json").read_text())
-    return sorted(
-        last
-        for name in names
-        for package, _, last in [name.rpartition(".")]
-        if package == "torch_npu" and last.removeprefix("_").startswith("npu_")
-    )
-
-
 def states(module: str, names: list[str]) -> dict[str, list[str]]:
     """Divide the names of one package by what its stand-in does with them."""
     package = import_module(module)
@@ -66,7 +55,6 @@ def main() -> None:
 
     simnpu.activate()
     found = {module: states(module, published(checkout / file)) for module, file in PACKAGES.items()}
-    found["operators in torch_npu"] = states("torch_npu", operators(checkout))
     lines = ",\n".join(f" {json.dumps(module)}: {json.dumps(names)}" for module, names in found.items())
     NAMES.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     print(f"{NAMES}: written", file=sys.stderr)

@@ -42,7 +42,7 @@ def attention_forward(*args: Any) -> tuple[Any, ...]:
 
 def attention_backward(*args: Any) -> tuple[Any, ...]:
     options = dict(zip((MASKS + STATISTICS + GRADIENT_OPTIONS).split(), args[6:], strict=True))
-    return attention.npu_fusion_attention_grad_v2(*args[:6], **options)
+    return attention.npu_fusion_attention_grad_v2(*args[:6], **options)[:4]
 
 
 def gmm(
@@ -74,6 +74,11 @@ def gmm_backward_fusion(
     return gmm(grad, transposed, [], group_list, matmul.BY_ROWS, group_list_type), [], []
 
 
+def ring_attention_update(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    options = dict(zip(("actual_seq_qlen", "input_layout"), args[6:], strict=False))
+    return attention.npu_ring_attention_update(*args[:6], **options)
+
+
 def mm_all_reduce_add_rms_norm_(*args: Any) -> tuple[Any, Any]:
     """Compute the operator without the underscore, with the sum written to the residual, its third argument."""
     total, normalised = mc2.npu_mm_all_reduce_add_rms_norm(*args)
@@ -97,7 +102,7 @@ EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "npu_mm_all_reduce_add_rms_norm_": {"npu_mm_all_reduce_add_rms_norm_": mm_all_reduce_add_rms_norm_},
     "npu_moe_token_permute": {"npu_moe_token_permute": moe.npu_moe_token_permute},
     "npu_moe_token_unpermute": {"npu_moe_token_unpermute": moe.npu_moe_token_unpermute},
-    "npu_ring_attention_update": {"npu_ring_attention_update": attention.npu_ring_attention_update},
+    "npu_ring_attention_update": {"npu_ring_attention_update": ring_attention_update},
     "npu_rotary_position_embedding": {"npu_rotary_position_embedding": rope.npu_rotary_position_embedding},
     "rms_norm": {"rms_norm": lambda x, gamma, epsilon: norm.npu_rms_norm(x, gamma, epsilon)[0]},
     "swiglu": {"swiglu": activation.npu_swiglu},

@@ -49,11 +49,10 @@ def install(package: str) -> None:
     alias(f"{package}.profiler", profiler)
     for name in ("dynamic_profile", "experimental_config", "profiler", "scheduler"):
         sys.modules[f"{package}.profiler.{name}"] = sys.modules[f"{profiler.__name__}.{name}"]
-    for name, operator in operators.OPERATORS.items():
-        setattr(module, name, operator)
+    for name, packet in operators.packets().items():
+        setattr(module, name, packet)
     for name, number in quantised_types.PUBLIC.items():
         setattr(module, name, number)
-    operators.register()
     jit_operators.install()
     torch.version.cann = SIMULATED_VERSION  # type: ignore[attr-defined]
     module.unsupported_dtype = UNSUPPORTED_DTYPES  # type: ignore[attr-defined]

@@ -31,10 +31,12 @@ def test_heads_of_fused_attention(npu: Any) -> None:
 
 def test_lengths_of_fused_attention(npu: Any) -> None:
     q = zeros(4, 2, 2)
-    for wrong, kind in ((torch.tensor([2, 4]), r"Tensor \(use actual_seq_qlen\.tolist\(\)\)"), (4, "int")):
-        with pytest.raises(TypeError, match=rf"argument 'actual_seq_qlen' must be tuple of ints, but found {kind}"):
+    for wrong, kind in ((torch.tensor([2, 4]), "Tensor"), (4, "int")):
+        with pytest.raises(
+            RuntimeError, match=rf"List\[int\]\]' for argument 'actual_seq_qlen' .* found type '{kind}'"
+        ):
             npu.npu_fusion_attention(q, q, q, 2, "TND", actual_seq_qlen=wrong, actual_seq_kvlen=[2, 4])
-    with pytest.raises(TypeError, match="argument 'query' must be Tensor, but found list"):
+    with pytest.raises(RuntimeError, match="of type 'Tensor' for argument 'query' but instead found type 'list'"):
         npu.npu_fusion_attention([1.0], q, q, 2, "TND")
     many = zeros(2049, 1, 2)
     with pytest.raises(RuntimeError, match="actual_seq_qlen must have at most 2048 entries, but got 2049"):

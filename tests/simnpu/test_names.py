@@ -44,7 +44,8 @@ def test_the_device_can_be_named_after_a_chip(torch_npu: Any, monkeypatch: pytes
 def test_operators_are_found_in_torchs_dispatcher(torch_npu: Any) -> None:
     from simnpu.operators import OPERATORS
 
-    assert all(hasattr(torch.ops.npu, name) for name in OPERATORS)
+    names = {name.partition(".")[0] for name in OPERATORS}
+    assert all(getattr(torch_npu, name) is getattr(torch.ops.npu, name) for name in names)
     x = torch.tensor([[3.0, 4.0]]).npu().requires_grad_()
     gamma = torch.ones(2).npu()
     for call in (torch.ops.npu.npu_rms_norm, torch.ops.npu.npu_rms_norm.default):
@@ -62,7 +63,7 @@ def test_operators_are_found_in_torchs_dispatcher(torch_npu: Any) -> None:
     assert by_list[0].tolist() == by_tensor[0].tolist() == [[7.0, 7.0, 7.0]]
     q = torch.ones(2, 1, 4).npu()
     assert len(torch.ops.npu.npu_fusion_attention(q, q, q, 1, "SBH")) == 7
-    assert "Tensor(" in str(torch.ops.npu.npu_apply_adam_w.default._schema)  # it says what it writes to
+    assert torch.ops.npu.npu_apply_adam_w.overloads() == ["default", "out"]
     with pytest.raises(AttributeError, match="npu_fold_proteins"):
         _ = torch.ops.npu.npu_fold_proteins
 

@@ -21,7 +21,7 @@ from simnpu.operators import (
     rope,
 )
 from simnpu.operators.dispatch import OPERATORS
-from simnpu.operators.library import register
+from simnpu.operators.library import packets
 
 __all__ = [
     "OPERATORS",
@@ -35,8 +35,8 @@ __all__ = [
     "moe_routing_map",
     "norm",
     "optimizer",
+    "packets",
     "quantisation",
     "quantised_matmul",
-    "register",
     "rope",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from simnpu.errors import NotSimulatedError
 from simnpu.operators.attention_call import PSE_AFTER_SCALE, AttentionOptions, Lengths, backward, draw_seed, forward
 from simnpu.operators.dispatch import on_host, operator, to_device, to_host
-from simnpu.operators.refusal import Refusal
+from simnpu.operators.refusal import Refusal, refuse_unsimulated
 
 UNLIMITED = 2147483647
 
@@ -41,12 +41,6 @@ class FusionAttention(torch.autograd.Function):
         return *to_device(input_gradients, gradients[0].device), None
 
 
-def refuse_unsimulated(**arguments: Any) -> None:
-    """Raise for arguments that torch_npu takes and this simulation does not."""
-    if unsupported := [name for name, value in arguments.items() if value is not None]:
-        raise NotSimulatedError(f"npu_fusion_attention with {', '.join(unsupported)} is not simulated by simnpu")
-
-
 @operator
 def npu_fusion_attention(
     query: Tensor,
@@ -70,17 +64,21 @@ def npu_fusion_attention(
     sync: bool = False,
     softmax_layout: str = "",
     sink: Tensor | None = None,
+    dropout_mask: Tensor | None = None,
+    seed: int = 0,
+    offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """softmax(scale * query key^T + pse, masked) value.
 
     Returns:
         output in the layout of the query; softmax_max and softmax_sum, float32 [B, N, S, 8] or [T, N, 8]; an empty
-        tensor; seed, offset and length of the dropout mask.
+        tensor; seed, offset and length of the dropout mask. Without dropout those are the arguments, with it drawn.
     """
-    refuse_unsimulated(padding_mask=padding_mask, sink=sink)
+    refuse_unsimulated("npu_fusion_attention", padding_mask=padding_mask, sink=sink, dropout_mask=dropout_mask)
     options = AttentionOptions(
         head_num, input_layout, atten_mask, scale, keep_prob, pre_tockens, next_tockens, prefix, actual_seq_qlen,
-        actual_seq_kvlen, sparse_mode, PSE_AFTER_SCALE, softmax_layout, draw_seed(keep_prob),
+        actual_seq_kvlen, sparse_mode, PSE_AFTER_SCALE, softmax_layout,
+        *draw_seed(keep_prob, seed, offset),
     )  # fmt: skip
     return FusionAttention.apply(query, key, value, pse, options)
 
@@ -114,12 +112,19 @@ def npu_fusion_attention_v2(
     kv_start_idx: Lengths = None,
     softmax_layout: str = "",
     sink: Tensor | None = None,
+    dropout_mask: Tensor | None = None,
+    seed: int = 0,
+    offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """Compute :func:`npu_fusion_attention`, with a choice of where the bias is added (``pse_type`` 0: before scaling)."""
-    refuse_unsimulated(padding_mask=padding_mask, query_rope=query_rope, key_rope=key_rope, sink=sink)
+    refuse_unsimulated(
+        "npu_fusion_attention", padding_mask=padding_mask, query_rope=query_rope, key_rope=key_rope, sink=sink,
+        dropout_mask=dropout_mask,
+    )  # fmt: skip
     options = AttentionOptions(
         head_num, input_layout, atten_mask, scale, keep_prob, pre_tokens, next_tokens, prefix, actual_seq_qlen,
-        actual_seq_kvlen, sparse_mode, pse_type, softmax_layout, draw_seed(keep_prob),
+        actual_seq_kvlen, sparse_mode, pse_type, softmax_layout,
+        *draw_seed(keep_prob, seed, offset),
     )  # fmt: skip
     return FusionAttention.apply(query, key, value, pse, options)
 
@@ -169,14 +174,15 @@ def npu_fusion_attention_grad(
     sync: bool = False,
     softmax_layout: str = "",
     sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and pse, for the softmax whose maximum and sum are given."""
-    refuse_unsimulated(padding_mask=padding_mask, sink=sink)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Gradients of query, key, value, pse and sink (empty), for the softmax whose maximum and sum are given."""
+    refuse_unsimulated("npu_fusion_attention", padding_mask=padding_mask, sink=sink)
     options = AttentionOptions(
         head_num, input_layout, atten_mask, scale_value, keep_prob, pre_tockens, next_tockens, prefix, actual_seq_qlen,
         actual_seq_kvlen, sparse_mode, PSE_AFTER_SCALE, softmax_layout, seed, offset,
     )  # fmt: skip
-    return gradients(query, key, value, dy, pse, softmax_max, softmax_sum, attention_in, options)
+    inputs = gradients(query, key, value, dy, pse, softmax_max, softmax_sum, attention_in, options)
+    return *inputs, query.new_empty(0, dtype=torch.float32)
 
 
 @operator
@@ -216,14 +222,17 @@ def npu_fusion_attention_grad_v2(
     kv_start_idx: Lengths = None,
     softmax_layout: str = "",
     sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute :func:`npu_fusion_attention_grad` for :func:`npu_fusion_attention_v2`."""
-    refuse_unsimulated(padding_mask=padding_mask, query_rope=query_rope, key_rope=key_rope, sink=sink)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    """Compute :func:`npu_fusion_attention_grad` for :func:`npu_fusion_attention_v2`; of the ropes there is none."""
+    refuse_unsimulated(
+        "npu_fusion_attention", padding_mask=padding_mask, query_rope=query_rope, key_rope=key_rope, sink=sink
+    )
     options = AttentionOptions(
         head_num, input_layout, atten_mask, scale_value, keep_prob, pre_tokens, next_tokens, prefix, actual_seq_qlen,
         actual_seq_kvlen, sparse_mode, pse_type, softmax_layout, seed, offset,
     )  # fmt: skip
-    return gradients(query, key, value, dy, pse, softmax_max, softmax_sum, attention_in, options)
+    inputs = gradients(query, key, value, dy, pse, softmax_max, softmax_sum, attention_in, options)
+    return *inputs, None, None, query.new_empty(0, dtype=torch.float32)
 
 
 @operator
@@ -234,15 +243,17 @@ def npu_ring_attention_update(
     cur_attn_out: Tensor,
     cur_softmax_max: Tensor,
     cur_softmax_sum: Tensor,
+    *,
     actual_seq_qlen: Tensor | None = None,
     input_layout: str = "SBH",
+    input_softmax_layout: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [S, B, H], softmax_max and softmax_sum [B, N, S, 8] of attention over both parts' keys.
 
     Formula: Liu et al., Ring Attention with Blockwise Transformers, arXiv:2310.01889.
     """
-    if input_layout != "SBH":
-        raise NotSimulatedError(f"npu_ring_attention_update with input_layout {input_layout}")
+    if input_layout != "SBH" or input_softmax_layout:
+        raise NotSimulatedError(f"npu_ring_attention_update with layouts {input_layout!r}, {input_softmax_layout!r}")
 
     def merge(*parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         out, maximum, total, new_out, new_maximum, new_total = parts

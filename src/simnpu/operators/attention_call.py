@@ -199,9 +199,12 @@ def dropout(sizes: list[tuple[int, int, int, int]], options: AttentionOptions) -
     return [(torch.rand(size, generator=generator) < options.keep_prob) / options.keep_prob for size in sizes]
 
 
-def draw_seed(keep_prob: float) -> int:
-    """Draw a seed for the dropout of one call, from the device's random state; without dropout nothing is drawn."""
-    return 0 if keep_prob == 1 else int(torch.randint(2**31, (1,), generator=random_generator()))
+def draw_seed(keep_prob: float, seed: int, offset: int) -> tuple[int, int]:
+    """Draw seed and offset of one call's dropout from the device's random state; without dropout return the arguments.
+
+    As in torch_npu, arguments do not choose the dropout: they go with a ``dropout_mask``.
+    """
+    return (seed, offset) if keep_prob == 1 else (int(torch.randint(2**31, (1,), generator=random_generator())), 0)
 
 
 def forward(

@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -19,31 +17,43 @@ import torch
 from simnpu.call_log import LOG
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
-"""Every operator by its name in ``torch_npu``; filled by :func:`operator`."""
-
-TENSOR, INTS = "Tensor", "tuple of ints"
+"""Every operator by its name in ``torch_npu`` and, after a dot, its overload; filled by :func:`operator`."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def operator(function: F) -> F:
-    """Register ``function`` as ``torch_npu.<its name>``: calls are logged, and their tensors' devices checked."""
-    name = function.__name__
+    """Register ``function`` as ``torch_npu.<its name>``, with the schema that its annotations make."""
+    return overload(function.__name__)(function)
+
+
+def overload(name: str) -> Callable[[F], F]:
+    """Register a function as an operator's overload, such as ``npu_grouped_matmul.List``."""
+
+    def register(function: F) -> F:
+        OPERATORS[name] = call = logged(name.partition(".")[0], function)
+        return call
+
+    return register
+
+
+def extension(function: F) -> F:
+    """Log and check calls of an operator that MindSpeed compiles: torch_npu has none of this name."""
+    return logged(function.__name__, function)
+
+
+def logged(name: str, function: F) -> F:
+    """Return ``function`` with its calls logged as ``name`` and their tensors' devices checked."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"torch_npu.{name}: {error}; it takes {signature}") from None
+        bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         LOG.add(name, bound.arguments)
-        check_kinds(name, function, bound.arguments)
         check_devices(name, bound.arguments.values())
         return function(*args, **kwargs)
 
-    OPERATORS[name] = call
     return call  # type: ignore[return-value]
 
 
@@ -56,38 +66,6 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             tensors.extend(item for item in value if isinstance(item, torch.Tensor))
     return tensors
-
-
-@functools.cache
-def kinds_of(function: Callable[..., Any]) -> dict[str, str]:
-    """Return the parameters that take a tensor, and those that take a list of numbers; others are not checked."""
-    kinds = {}
-    for parameter, hint in typing.get_type_hints(function).items():
-        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        alternatives = set(typing.get_args(hint) if union else (hint,)) - {type(None)}
-        if alternatives == {torch.Tensor}:
-            kinds[parameter] = TENSOR
-        elif alternatives == {Sequence[int]}:
-            kinds[parameter] = INTS
-    return kinds
-
-
-def check_kinds(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Tensors where tensors belong, and lists of numbers where those do."""
-    for parameter, kind in kinds_of(function).items():
-        value = arguments.get(parameter)
-        if value is None:
-            continue
-        right = isinstance(value, torch.Tensor) if kind == TENSOR else is_list_of_ints(value)
-        if not right:
-            hint = f" (use {parameter}.tolist())" if kind == INTS and isinstance(value, torch.Tensor) else ""
-            raise TypeError(
-                f"torch_npu.{name}(): argument '{parameter}' must be {kind}, but found {type(value).__name__}{hint}"
-            )
-
-
-def is_list_of_ints(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(hasattr(item, "__index__") for item in value)
 
 
 def check_devices(name: str, values: Any) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from simnpu.errors import NotSimulatedError
-from simnpu.operators.dispatch import differentiable, on_host, operator
-from simnpu.operators.refusal import Refusal
+from simnpu.operators.dispatch import differentiable, extension, on_host, operator, overload
+from simnpu.operators.refusal import Refusal, refuse_unsimulated
 
 UNGROUPED, BY_ROWS, BY_INNER = -1, 0, 2  # group_type: no grouping; along m; along k
 CUMULATIVE, COUNTS = 0, 1  # group_list_type
@@ -110,28 +110,72 @@ def npu_grouped_matmul(
     antiquant_scale: list[Tensor] | None = None,
     antiquant_offset: list[Tensor] | None = None,
     per_token_scale: list[Tensor] | None = None,
-    group_list: Tensor | Sequence[int] | None = None,
+    group_list: Tensor | None = None,
     activation_input: list[Tensor] | None = None,
     activation_quant_scale: list[Tensor] | None = None,
     activation_quant_offset: list[Tensor] | None = None,
-    split_item: int = 0,
+    split_item: int | None = 0,
     group_type: int | None = None,
-    group_list_type: int = CUMULATIVE,
-    act_type: int = 0,
+    group_list_type: int | None = CUMULATIVE,
+    act_type: int | None = 0,
     tuning_config: Sequence[int] | None = None,
-    output_dtype: torch.dtype | None = None,
+    output_dtype: int | None = None,
+    x_dtype: int | None = None,
+    weight_dtype: int | None = None,
+    scale_dtype: int | None = None,
+    per_token_scale_dtype: int | None = None,
 ) -> list[Tensor]:
     """x_i @ weight_i + bias_i for every group i.
 
     Groups are rows of ``x`` (``group_type`` 0), or slices of the inner dimension (2: a weight gradient, with the result
     [groups, m, n]). ``split_item`` 0 and 1 return a list, 2 and 3 one tensor in a list.
     """
+    refuse_unsimulated(
+        "npu_grouped_matmul", scale=scale or None, offset=offset or None, antiquant_scale=antiquant_scale or None,
+        antiquant_offset=antiquant_offset or None, per_token_scale=per_token_scale or None,
+        activation_input=activation_input or None, output_dtype=output_dtype, x_dtype=x_dtype,
+        weight_dtype=weight_dtype, scale_dtype=scale_dtype, per_token_scale_dtype=per_token_scale_dtype,
+    )  # fmt: skip
+    return grouped_matmul(x, weight, bias, group_list, split_item, group_type, group_list_type, act_type)
+
+
+@overload("npu_grouped_matmul.List")
+def npu_grouped_matmul_list(
+    x: list[Tensor],
+    weight: list[Tensor],
+    *,
+    bias: list[Tensor] | None = None,
+    scale: list[Tensor] | None = None,
+    offset: list[Tensor] | None = None,
+    antiquant_scale: list[Tensor] | None = None,
+    antiquant_offset: list[Tensor] | None = None,
+    per_token_scale: list[Tensor] | None = None,
+    group_list: Sequence[int] | None = None,
+    activation_input: list[Tensor] | None = None,
+    activation_quant_scale: list[Tensor] | None = None,
+    activation_quant_offset: list[Tensor] | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = CUMULATIVE,
+    act_type: int | None = 0,
+    output_dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Compute :func:`npu_grouped_matmul` for rows whose cumulative ends are a list: ``group_type`` is not read."""
+    refuse_unsimulated(
+        "npu_grouped_matmul", scale=scale or None, offset=offset or None, antiquant_scale=antiquant_scale or None,
+        antiquant_offset=antiquant_offset or None, per_token_scale=per_token_scale or None,
+        activation_input=activation_input or None, output_dtype=output_dtype,
+    )  # fmt: skip
+    return grouped_matmul(x, weight, bias, group_list, split_item, group_type, group_list_type, act_type)
+
+
+def grouped_matmul(
+    x: list[Tensor], weight: list[Tensor], bias: list[Tensor] | None, group_list: Tensor | Sequence[int] | None,
+    split_item: int | None, group_type: int | None, group_list_type: int | None, act_type: int | None,
+) -> list[Tensor]:  # fmt: skip
+    """Check a call as torch_npu and its kernel do, and compute it."""
     refuse = Refusal("npu_grouped_matmul", KERNEL)
-    quantised = {"scale": scale, "offset": offset, "antiquant_scale": antiquant_scale, "output_dtype": output_dtype,
-                 "antiquant_offset": antiquant_offset, "per_token_scale": per_token_scale,
-                 "activation_input": activation_input}  # fmt: skip
-    if unsupported := [name for name, value in quantised.items() if value]:
-        raise NotSimulatedError(f"npu_grouped_matmul with {', '.join(unsupported)} is not simulated by simnpu")
+    split_item, group_list_type = split_item or 0, group_list_type or CUMULATIVE
     if not x or not weight:
         refuse("Invalid inputs: neither x nor weight could be empty.")
     if group_type is None and not isinstance(group_list, (list, tuple)):
@@ -168,14 +212,14 @@ def npu_grouped_matmul(
 
 
 @operator
-def npu_bmmV2(self: Tensor, mat2: Tensor, output_sizes: Sequence[int]) -> Tensor:
+def npu_bmmV2(input: Tensor, mat2: Tensor, output_sizes: Sequence[int]) -> Tensor:
     """Batched matrix product; ``output_sizes``, if not empty, is the shape of the result."""
 
     def product_of(left: Tensor, right: Tensor) -> Tensor:
         result = (left.float() @ right.float()).to(left.dtype)
         return result.view(*output_sizes) if output_sizes else result
 
-    return differentiable(product_of)(self, mat2)
+    return differentiable(product_of)(input, mat2)
 
 
 @operator
@@ -184,7 +228,7 @@ def npu_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return differentiable(lambda x, w, b: product(x, w.t(), b))(input, weight, bias)
 
 
-@operator
+@extension
 def npu_matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:
     """C += x^T weight, in place, ``C`` in float32: a weight gradient added to Megatron's main gradient."""
     if C.dtype != torch.float32:
@@ -196,7 +240,7 @@ def npu_matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:
     on_host(accumulate)(x, weight, C)
 
 
-@operator
+@extension
 def npu_groupmatmul_add_fp32(x: Tensor, weight: Tensor, group_list: Tensor, grad: Tensor) -> None:
     """grad[i] += x_i^T weight_i for every group of rows, in place; ``group_list`` holds cumulative ends."""
     refuse = Refusal("npu_groupmatmul_add_fp32", "GroupedMatmulInplaceAddOperation")

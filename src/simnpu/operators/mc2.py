@@ -14,9 +14,9 @@ from torch import Tensor
 
 from simnpu.errors import NotSimulatedError
 from simnpu.hccl_group import group_of
-from simnpu.operators.dispatch import on_host, operator
+from simnpu.operators.dispatch import extension, on_host, operator
 from simnpu.operators.norm import rms_norm
-from simnpu.operators.refusal import Refusal
+from simnpu.operators.refusal import Refusal, refuse_unsimulated
 
 WORLD_SIZES = (2, 4, 8, 16, 32)
 K_RANGE = range(256, 65535)
@@ -55,7 +55,7 @@ def check_product(
 
 @operator
 def npu_all_gather_base_mm(
-    self: Tensor,
+    input: Tensor,
     x2: Tensor,
     hcom: str,
     world_size: int,
@@ -72,10 +72,10 @@ def npu_all_gather_base_mm(
     """(rows of all ranks) @ x2 [world * m, n], and those rows [world * m, k] (empty without ``gather_output``)."""
     refuse = Refusal("npu_all_gather_base_mm", "aclnnAllGatherMatmul")
     quantised = x1_scale is not None or x2_scale is not None or output_dtype is not None
-    check_product(refuse, self, x2, hcom, world_size, "sum", bias, comm_turn, quantised)
+    check_product(refuse, input, x2, hcom, world_size, "sum", bias, comm_turn, quantised)
     if gather_index != 0:
         refuse.kernel(f"gather_index must be 0, but got {gather_index}")
-    rows = self.detach().contiguous()
+    rows = input.detach().contiguous()
     gathered = rows.new_empty(world_size * rows.shape[0], rows.shape[1])
     dist.all_gather_into_tensor(gathered, rows, group=group_of(hcom))
     output = on_host(lambda a, b: (a.float() @ b.float()).to(a.dtype))(gathered, x2)
@@ -84,7 +84,7 @@ def npu_all_gather_base_mm(
 
 @operator
 def npu_mm_reduce_scatter_base(
-    self: Tensor,
+    input: Tensor,
     x2: Tensor,
     hcom: str,
     world_size: int,
@@ -97,16 +97,16 @@ def npu_mm_reduce_scatter_base(
     output_dtype: torch.dtype | None = None,
     comm_mode: str | None = None,
 ) -> Tensor:
-    """Compute this rank's rows [m / world, n] of the sum over ranks of self @ x2."""
+    """Compute this rank's rows [m / world, n] of the sum over ranks of input @ x2."""
     refuse = Refusal("npu_mm_reduce_scatter_base", "aclnnMatmulReduceScatter")
     quantised = x1_scale is not None or x2_scale is not None or output_dtype is not None
-    check_product(refuse, self, x2, hcom, world_size, reduce_op, bias, comm_turn, quantised)
-    if self.shape[0] % world_size:
+    check_product(refuse, input, x2, hcom, world_size, reduce_op, bias, comm_turn, quantised)
+    if input.shape[0] % world_size:
         refuse("The M-axis in input of Matmul should be be divisible by world_size.")
-    product = on_host(lambda a, b: a.float() @ b.float())(self, x2)
+    product = on_host(lambda a, b: a.float() @ b.float())(input, x2)
     shard = product.new_empty(product.shape[0] // world_size, product.shape[1])
     dist.reduce_scatter_tensor(shard, product, group=group_of(hcom))
-    return shard.to(self.dtype)
+    return shard.to(input.dtype)
 
 
 def dequantised_product(
@@ -158,18 +158,22 @@ def npu_mm_all_reduce_base(
     antiquant_group_size: int = 0,
     comm_turn: int = 0,
     group_sizes: Sequence[int] | None = None,
+    y_dtype: int | None = None,
+    x1_dtype: int | None = None,
+    x2_dtype: int | None = None,
+    dequant_scale_dtype: int | None = None,
+    pertoken_scale_dtype: int | None = None,
+    comm_quant_mode: int = 0,
     comm_mode: str | None = None,
 ) -> Tensor:
     """Compute the sum over ranks of x1 @ x2 + bias + x3, in the type of ``x1``; of int8 matrices in that of ``dequant_scale``."""
     refuse = Refusal("npu_mm_all_reduce_base", "aclnnMatmulAllReduce")
-    for name, value in (
-        ("antiquant_scale", antiquant_scale),
-        ("comm_quant_scale_1", comm_quant_scale_1),
-        ("comm_quant_scale_2", comm_quant_scale_2),
-        ("group_sizes", group_sizes),
-    ):
-        if value is not None:
-            raise NotSimulatedError(f"npu_mm_all_reduce_base with {name} is not simulated by simnpu")
+    refuse_unsimulated(
+        "npu_mm_all_reduce_base", antiquant_scale=antiquant_scale, comm_quant_scale_1=comm_quant_scale_1,
+        comm_quant_scale_2=comm_quant_scale_2, group_sizes=group_sizes, y_dtype=y_dtype, x1_dtype=x1_dtype,
+        x2_dtype=x2_dtype, dequant_scale_dtype=dequant_scale_dtype, pertoken_scale_dtype=pertoken_scale_dtype,
+        comm_quant_mode=comm_quant_mode or None,
+    )  # fmt: skip
     if reduce_op != "sum":
         refuse.kernel(f"reduce_op must be sum, but got {reduce_op}")
     product = dequantised_product(refuse, x1, x2, bias, dequant_scale, pertoken_scale)
@@ -184,7 +188,7 @@ def scale_type(scale: Tensor) -> torch.dtype:
     return torch.bfloat16 if scale.dtype == torch.bfloat16 else torch.float16
 
 
-@operator
+@extension
 def npu_mm_all_reduce_add_rms_norm(
     x1: Tensor,
     x2: Tensor,

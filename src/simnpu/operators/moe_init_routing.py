@@ -6,8 +6,6 @@ int4 modes are not simulated. What the documentation calls not initialised is Na
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -68,7 +66,7 @@ def npu_moe_init_routing_v2(
     expert_tokens_num_type: int = 0,
     expert_tokens_num_flag: bool = False,
     quant_mode: int = -1,
-    active_expert_range: Sequence[int] = (),
+    active_expert_range: tuple[int, int] = (),  # type: ignore[assignment]  # all
     row_idx_type: int = 0,
     x_dtype: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -77,8 +77,8 @@ def npu_moe_token_permute_with_routing_map_grad(
     probs_grad: Tensor | None,
     sorted_indices: Tensor,
     routing_map: Tensor,
-    experts_num: int,
-    tokens_num: int,
+    experts_num: torch.SymInt,
+    tokens_num: torch.SymInt,
     drop_and_pad: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the tokens [tokens, hidden] and of the probabilities [tokens, experts]."""

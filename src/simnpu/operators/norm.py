@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from simnpu.operators.dispatch import differentiable, on_host, operator, random_generator
+from simnpu.operators.dispatch import differentiable, extension, on_host, operator, random_generator
 from simnpu.operators.refusal import Refusal
 
 ACCEPTED = {
@@ -44,10 +44,10 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 @operator
-def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Return the normalised tensor, and rstd with the normalised dimensions kept as 1."""
-    check_gamma("npu_rms_norm", self, gamma)
-    return differentiable(rms_norm)(self, gamma, epsilon)
+    check_gamma("npu_rms_norm", input, gamma)
+    return differentiable(rms_norm)(input, gamma, epsilon)
 
 
 @operator
@@ -68,13 +68,13 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
 
 
 @operator
-def npu_gemma_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Compute :func:`npu_rms_norm` with the weight 1 + gamma, as Gemma has it; for inference."""
-    check_gamma("npu_gemma_rms_norm", self, gamma)
-    return on_host(lambda x, gamma: rms_norm(x, gamma.float() + 1, epsilon))(self, gamma)
+    check_gamma("npu_gemma_rms_norm", input, gamma)
+    return on_host(lambda x, gamma: rms_norm(x, gamma.float() + 1, epsilon))(input, gamma)
 
 
-@operator
+@extension
 def npu_dropout_add_layer_norm(
     x0: Tensor,
     weight: Tensor,

@@ -6,11 +6,12 @@ Formula: Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:171
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Number
 
 from torch import Tensor
 
 from simnpu.errors import NotSimulatedError
-from simnpu.operators.dispatch import on_host, operator
+from simnpu.operators.dispatch import extension, on_host, operator, overload
 from simnpu.operators.refusal import Refusal
 
 
@@ -31,39 +32,33 @@ def adamw(
 
 @operator
 def npu_apply_adam_w(
-    beta1_power: float,
-    beta2_power: float,
-    lr: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    grad: Tensor,
-    max_grad_norm: Tensor | None,
-    amsgrad: bool | None,
-    maximize: bool | None,
-    *,
-    out: Sequence[Tensor] | None = None,
-) -> Sequence[Tensor]:
+    beta1_power: Number, beta2_power: Number, lr: Number, weight_decay: Number, beta1: Number, beta2: Number,
+    epsilon: Number, grad: Tensor, max_grad_norm: Tensor | None, amsgrad: bool | None, maximize: bool | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Refuse the call: without ``out`` there is nothing to step."""
+    Refusal("npu_apply_adam_w", "ApplyAdamW")("npu_apply_adam_w is not implemented for Tensor: pass out=(var, m, v)")
+
+
+@overload("npu_apply_adam_w.out")
+def npu_apply_adam_w_out(
+    beta1_power: Number, beta2_power: Number, lr: Number, weight_decay: Number, beta1: Number, beta2: Number,
+    epsilon: Number, grad: Tensor, max_grad_norm: Tensor | None, amsgrad: bool | None, maximize: bool | None, *,
+    out: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Run one AdamW step on ``out`` = (var, m, v), in place. ``beta1_power`` is beta1^step, ``beta2_power`` beta2^step."""
-    if out is None:
-        Refusal("npu_apply_adam_w", "ApplyAdamW")(
-            "npu_apply_adam_w is not implemented for Tensor: pass out=(var, m, v)"
-        )
     if amsgrad:
         raise NotSimulatedError("npu_apply_adam_w with amsgrad is not simulated by simnpu")
 
     def step(var: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> tuple[()]:
-        adamw(
-            var, grad, m, v, 1 - beta1_power, 1 - beta2_power, lr, weight_decay, beta1, beta2, epsilon, bool(maximize)
-        )
+        bias1, bias2 = 1 - beta1_power, 1 - beta2_power
+        adamw(var, grad, m, v, bias1, bias2, lr, weight_decay, beta1, beta2, epsilon, bool(maximize))
         return ()
 
     on_host(step)(out[0], grad, *out[1:])
-    return out
+    return tuple(out)  # type: ignore[return-value]
 
 
-@operator
+@extension
 def npu_apply_fused_adamw_v2(
     param: Tensor,
     grad: Tensor,

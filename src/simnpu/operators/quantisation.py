@@ -7,6 +7,7 @@ and the two float8 types; int4, float4 and hifloat8 are not simulated.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,11 +38,11 @@ def scaled(wide: Tensor, scale: Tensor) -> Tensor:
 
 @operator
 def npu_dynamic_quant(
-    x: Tensor,
+    input: Tensor,
     *,
     smooth_scales: Tensor | None = None,
     group_index: Tensor | None = None,
-    dst_type: torch.dtype | int | None = None,
+    dst_type: int | None = None,
     quant_mode: str = "pertoken",
     dst_type_max: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -50,15 +51,15 @@ def npu_dynamic_quant(
     ``smooth_scales`` multiplies the columns first: [H], or with ``group_index`` (int32, row ends of each group) [groups, H].
     """
     refuse = Refusal("npu_dynamic_quant", "aclnnDynamicQuantV2")
-    check_input(refuse, x, range(2, 9))
+    check_input(refuse, input, range(2, 9))
     if quant_mode != "pertoken" or dst_type_max:
         raise NotSimulatedError(f"npu_dynamic_quant with quant_mode {quant_mode}, dst_type_max {dst_type_max}")
     target = target_of(dst_type, torch.int8)
-    rows = math.prod(x.shape[:-1])
+    rows = math.prod(input.shape[:-1])
     if group_index is not None and (smooth_scales is None or group_index.dtype != torch.int32):
         refuse.kernel("group_index needs smooth_scales and must be int32")
     if smooth_scales is not None:
-        expected = [x.shape[-1]] if group_index is None else [group_index.numel(), x.shape[-1]]
+        expected = [input.shape[-1]] if group_index is None else [group_index.numel(), input.shape[-1]]
         if list(smooth_scales.shape) != expected or smooth_scales.dtype not in HALVES:
             refuse.kernel(
                 f"smooth_scales must be float16 or bfloat16 {expected}, but got {smooth_scales.dtype} "
@@ -77,7 +78,12 @@ def npu_dynamic_quant(
         scale = wide.abs().amax(-1, keepdim=True) / target.largest
         return cast(scaled(wide, scale), target), scale.squeeze(-1)
 
-    return on_host(quantise)(x, smooth_scales, group_index)
+    return on_host(quantise)(input, smooth_scales, group_index)
+
+
+class BlockQuant(NamedTuple):
+    y: Tensor
+    scale: Tensor
 
 
 @operator
@@ -86,11 +92,11 @@ def npu_dynamic_block_quant(
     *,
     min_scale: float = 0.0,
     round_mode: str = "rint",
-    dst_type: torch.dtype | int = 1,
+    dst_type: int = 1,
     row_block_size: int = 1,
     col_block_size: int = 128,
     dst_type_max: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+) -> BlockQuant:
     """Blocks of the last two dimensions over their largest magnitudes: round(x / scale), and the scales in float32."""
     refuse = Refusal("npu_dynamic_block_quant", "aclnnDynamicBlockQuant")
     check_input(refuse, x, range(2, 4))
@@ -113,7 +119,7 @@ def npu_dynamic_block_quant(
         scale = (block_maxima(wide, sizes) / target.largest).clamp_min(min_scale)
         return cast(scaled(wide, spread(scale, sizes, wide.shape)), target), scale
 
-    return on_host(quantise)(x)
+    return BlockQuant(*on_host(quantise)(x))
 
 
 def block_maxima(wide: Tensor, sizes: tuple[int, int]) -> Tensor:
@@ -131,11 +137,11 @@ def spread(scale: Tensor, sizes: tuple[int, int], shape: torch.Size) -> Tensor:
 
 @operator
 def npu_dynamic_mx_quant(
-    x: Tensor,
+    input: Tensor,
     *,
     axis: int = -1,
     round_mode: str = "rint",
-    dst_type: torch.dtype | int = 296,
+    dst_type: int = 296,
     block_size: int = 32,
     scale_alg: int | None = 0,
     dst_type_max: float = 0.0,
@@ -147,8 +153,8 @@ def npu_dynamic_mx_quant(
     [..., ceil(blocks / 2), ..., 2]; a block of zeros and the one that fills the last pair have code 0.
     """
     refuse = Refusal("npu_dynamic_mx_quant", "aclnnDynamicMxQuant")
-    check_input(refuse, x, range(1, 8))
-    if not -x.dim() <= axis < x.dim():
+    check_input(refuse, input, range(1, 8))
+    if not -input.dim() <= axis < input.dim():
         refuse("Param (axis) is out of input dimension range")
     if block_size % 32 or not 0 < block_size <= 1024:
         refuse("Param (block_size) must be divisible by 32 and no greater than 1024, greater than 0")
@@ -159,7 +165,7 @@ def npu_dynamic_mx_quant(
     target = target_of(dst_type, torch.int8)
     if target.is_integer:
         refuse.kernel("dst_type must be a float8 or float4 type, but got int8")
-    return on_host(lambda x: microscaled(x, axis, block_size, target))(x)
+    return on_host(lambda x: microscaled(x, axis, block_size, target))(input)
 
 
 def microscaled(x: Tensor, axis: int, block_size: int, target: Target) -> tuple[Tensor, Tensor]:
@@ -180,17 +186,15 @@ def microscaled(x: Tensor, axis: int, block_size: int, target: Target) -> tuple[
 
 @operator
 def npu_quantize(
-    self: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: torch.dtype | int, axis: int = 1,
+    input: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int = 1,
     div_mode: bool = True,
 ) -> Tensor:  # fmt: skip
-    """round(self / scales) + zero_points (without ``div_mode`` times the scales), with one scale or one along ``axis``."""
+    """round(input / scales) + zero_points (without ``div_mode`` times the scales), with one scale or one along ``axis``."""
     refuse = Refusal("npu_quantize", "aclnnAscendQuantV3")
-    quantised = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
     kind = dtype_of(dtype, torch.int8)
-    kind = quantised.get(kind, kind)
-    axis %= self.dim()
-    if scales.numel() not in (1, self.shape[axis]):
-        refuse.kernel(f"scales must have 1 or {self.shape[axis]} elements, but got {list(scales.shape)}")
+    axis %= input.dim()
+    if scales.numel() not in (1, input.shape[axis]):
+        refuse.kernel(f"scales must have 1 or {input.shape[axis]} elements, but got {list(scales.shape)}")
 
     def quantise(x: Tensor, scales: Tensor, zero_points: Tensor | None) -> Tensor:
         shape = [-1 if index == axis and scales.numel() > 1 else 1 for index in range(x.dim())]
@@ -203,7 +207,7 @@ def npu_quantize(
             scaled = scaled + zero_points.float().view(shape)
         return scaled.round().clamp(torch.iinfo(kind).min, torch.iinfo(kind).max).to(kind)
 
-    return on_host(quantise)(self, scales, zero_points)
+    return on_host(quantise)(input, scales, zero_points)
 
 
 @operator

@@ -1,6 +1,7 @@
 """Types that quantised operators are told by number: PyTorch's scalar types, and torch_npu's own behind 256.
 
-A ``dst_type`` may be a ``torch.dtype``, PyTorch's number of one, or CANN's plus 256 (torch_npu/csrc/custom_dtype).
+A ``dst_type`` is PyTorch's number of a ``torch.dtype``, which the dispatcher makes of one, or CANN's plus 256
+(torch_npu/csrc/custom_dtype).
 """
 
 from __future__ import annotations
@@ -32,15 +33,14 @@ TARGETS = {
     torch.float8_e4m3fn: Target(torch.float8_e4m3fn, 448.0, 8),
 }
 OFFSET = 256
+SCALAR_TYPES = {
+    0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32,
+    7: torch.float64, 11: torch.bool, 12: torch.int8, 13: torch.uint8, 14: torch.int32, 15: torch.bfloat16,
+    23: torch.float8_e5m2, 24: torch.float8_e4m3fn, 44: torch.float8_e8m0fnu,
+}  # fmt: skip
+"""PyTorch's types by number; its quantised ones (12 to 14) as the integers that hold them."""
 NUMBERS: dict[int, torch.dtype] = {
-    1: torch.int8,
-    3: torch.int32,
-    5: torch.float16,
-    6: torch.float32,
-    15: torch.bfloat16,
-    23: torch.float8_e5m2,
-    24: torch.float8_e4m3fn,
-    44: torch.float8_e8m0fnu,
+    **SCALAR_TYPES,
     OFFSET + 0: torch.float32,
     OFFSET + 1: torch.float16,
     OFFSET + 2: torch.int8,
@@ -61,19 +61,17 @@ PUBLIC = {
 """Names in ``torch_npu``, by which programs name types that PyTorch may not have."""
 
 
-def dtype_of(kind: torch.dtype | int | None, otherwise: torch.dtype) -> torch.dtype:
+def dtype_of(kind: int | None, otherwise: torch.dtype) -> torch.dtype:
     """Return the type that ``kind`` stands for."""
     if kind is None:
         return otherwise
-    if isinstance(kind, torch.dtype):
-        return kind
     if kind not in NUMBERS:
         name = next((name for name, number in PUBLIC.items() if number == kind), str(kind))
         raise NotSimulatedError(f"the type {name} is not simulated by simnpu")
     return NUMBERS[kind]
 
 
-def target_of(kind: torch.dtype | int | None, otherwise: torch.dtype) -> Target:
+def target_of(kind: int | None, otherwise: torch.dtype) -> Target:
     """Return the dtype to quantise to."""
     dtype = dtype_of(kind, otherwise)
     if dtype not in TARGETS:

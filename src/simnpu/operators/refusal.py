@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from simnpu.errors import NotSimulatedError
+
 
 class Refusal:
     """Raises the errors of one operator. Calling it raises what torch_npu itself checks before the kernel."""
@@ -20,3 +22,9 @@ class Refusal:
         raise RuntimeError(
             f"call {self.kernel_name} failed, detail: {message} [torch_npu.{self.operator}, simulated by simnpu]"
         )
+
+
+def refuse_unsimulated(operator: str, **arguments: object) -> None:
+    """Raise for arguments that torch_npu takes and this simulation does not."""
+    if unsupported := [name for name, value in arguments.items() if value is not None]:
+        raise NotSimulatedError(f"{operator} with {', '.join(unsupported)} is not simulated by simnpu")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simnpu.errors import NotSimulatedError
-from simnpu.operators.dispatch import differentiable, on_host, operator
+from simnpu.operators.dispatch import differentiable, extension, on_host, operator
 from simnpu.operators.refusal import Refusal
 
 MODES = ("half", "interleave")
@@ -96,15 +96,15 @@ def layouts_of(x: tuple[int, ...], cos: tuple[int, ...], mode: str) -> list[tupl
 
 @operator
 def npu_rotary_mul(
-    self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """``self`` rotated by the angles whose cosines and sines are ``r1`` and ``r2``."""
+    """``input`` rotated by the angles whose cosines and sines are ``r1`` and ``r2``."""
     if rotate is not None:
         raise NotSimulatedError("npu_rotary_mul with a rotation matrix is not simulated by simnpu")
-    return apply_rotary("npu_rotary_mul", self, r1, r2, rotary_mode)
+    return apply_rotary("npu_rotary_mul", input, r1, r2, rotary_mode)
 
 
-@operator
+@extension
 def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
     """Compute :func:`npu_rotary_mul`; ``mode`` 0 is half, 1 interleave."""
     if mode not in (0, 1):
