@@ -34,6 +34,13 @@ NAMES = {
 MOVABLE = {*REDUCIBLE, *NAMES, torch.bool, torch.uint8}
 
 AS_INT32 = (torch.bool, torch.uint8, torch.int16)  # int16: Gloo has no sum of it
+NO_PRODUCT = (torch.bfloat16, torch.int16)
+UNSUPPORTED_WORLDS = (3, 5, 6, 7)
+WORLD_LIMITED = {
+    "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "_allgather_base_",
+    "allgather_into_tensor_coalesced_",
+}  # fmt: skip
+"""Collectives that Atlas A2 does not have for these numbers of ranks (torch_npu's list of PyTorch's APIs, August 2026)."""
 UNSUPPORTED_OPS = {ReduceOp.BAND: "BAND", ReduceOp.BOR: "BOR", ReduceOp.BXOR: "BXOR"}
 
 
@@ -50,6 +57,13 @@ def only(items: Sequence[Any]) -> Any:
     return items[0]
 
 
+def check_world(name: str, size: int) -> None:
+    if name in WORLD_LIMITED and size in UNSUPPORTED_WORLDS:
+        raise RuntimeError(
+            f"HCCL {name.strip('_')} does not support a world size of {size} on Atlas A2: not 3, 5, 6, 7"
+        )
+
+
 def check(tensor: Tensor) -> None:
     if tensor.device.type != "npu" or tensor.layout != torch.strided:
         raise RuntimeError("Tensors must be NPU and dense")
@@ -63,6 +77,8 @@ def check_reducible(tensor: Tensor, op: Any, name: str) -> None:
     check(tensor)
     if tensor.dtype in NAMES:
         raise RuntimeError(f"HCCL {name}: Unsupported data type {NAMES[tensor.dtype]}")
+    if op == ReduceOp.PRODUCT and tensor.dtype in NO_PRODUCT:
+        raise RuntimeError(f"HCCL {name}: ReduceOp.PRODUCT does not support {tensor.dtype} on Atlas A2")
     if op in UNSUPPORTED_OPS:
         raise RuntimeError(f"Cannot use ReduceOp.{UNSUPPORTED_OPS[op]} with HCCL")
 

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, distributed_c10d
 
 from simnpu.errors import ConfigError
+from simnpu.visible import card
 
 
 class Options(Backend.Options):
@@ -39,6 +40,7 @@ BACKEND = "hccl"
 COMM_PREFIX = "simnpu_hccl_"
 CONNECT_VARIABLE = "HCCL_CONNECT_TIMEOUT"
 CONNECT_S = 120  # HCCL's default
+CONNECT_RANGE = range(120, 7201)
 ABORT_TAG = 2**31 - 1  # of a message that nobody sends
 
 _group_counts: collections.Counter[tuple[int, ...]] = collections.Counter()  # groups of this process, by their ranks
@@ -66,6 +68,7 @@ class ProcessGroupHCCL(ProcessGroupGloo):
         self.ranks: list[int] = list(self.hccl_options.global_ranks_in_group) or list(range(size))
         self.store = store
         self.joined = False
+        self.device_index = 0
         gloo: Any = ProcessGroupGloo._Options()  # type: ignore[reportAttributeAccessIssue]  # not in torch's stubs
         gloo._devices = [ProcessGroupGloo.create_default_device(lazy_init=True)]
         gloo._threads = 1  # collectives of a group run in order, as on a device stream
@@ -102,7 +105,7 @@ class ProcessGroupHCCL(ProcessGroupGloo):
             return
         limit = min(connect_timeout(), self.hccl_options._timeout)
         keys = [f"joined/{rank}" for rank in range(self.size())]
-        self.store.set(keys[self.rank()], b"1")
+        self.store.set(keys[self.rank()], card(self.device_index))
         try:
             self.store.wait(keys, limit)
         except RuntimeError as error:
@@ -111,6 +114,12 @@ class ProcessGroupHCCL(ProcessGroupGloo):
                 f"timed out after {limit.total_seconds():g} s ({CONNECT_VARIABLE}): rank {self.ranks[self.rank()]} is at the "
                 f"first collective of the hccl group of ranks {self.ranks}, and of these {late} did not come"
             ) from error
+        cards = [self.store.get(key).decode() for key in keys]
+        if same := [rank for rank, name in zip(self.ranks, cards, strict=True) if cards.count(name) > 1]:
+            raise RuntimeError(
+                f"ranks {same} of the hccl group of ranks {self.ranks} share a card ({cards[self.ranks.index(same[0])]}): HCCL "
+                "needs one for each; call torch.npu.set_device(LOCAL_RANK) first"
+            )
         self.joined = True
 
 
@@ -161,6 +170,6 @@ def forget_when_shut_down() -> None:
 
 def connect_timeout() -> timedelta:
     text = os.environ.get(CONNECT_VARIABLE, str(CONNECT_S))
-    if not text.isdigit() or not int(text):
-        raise ConfigError(f"{CONNECT_VARIABLE}={text!r}: expected a number of seconds, 1 or more")
+    if not text.isdigit() or int(text) not in CONNECT_RANGE:
+        raise ConfigError(f"{CONNECT_VARIABLE}={text!r}: expected 120 to 7200, in seconds")
     return timedelta(seconds=int(text))

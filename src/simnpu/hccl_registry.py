@@ -10,7 +10,8 @@ import torch
 from torch.distributed import ProcessGroup, Work
 from torch.futures import Future
 
-from simnpu.hccl_checks import reduction
+from simnpu.hccl_checks import check_world, reduction
+from simnpu.visible import index_of
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 _coalescing: dict[str, list[Work]] = {}  # by group name: works since start_coalescing
@@ -47,6 +48,10 @@ def kernel(returns: int | None = None) -> Callable[[Callable[..., Work]], Callab
         def boxed(*args: Any) -> Any:
             group_at = next(i for i, a in enumerate(args) if isinstance(a, torch.ScriptObject))
             group = ProcessGroup.unbox(args[group_at])
+            check_world(function.__name__, group.size())
+            backend = group._get_backend(torch.device("npu"))
+            if not backend.joined:  # the communicator is made for the devices of its first tensors
+                backend.device_index = first_device(args[:group_at])
             rest = [reduction(a) if isinstance(a, torch.ScriptObject) else a for a in args[group_at + 1 :]]
             work = function(*args[:group_at], group, *rest)
             if group.group_name in _coalescing:
@@ -57,6 +62,16 @@ def kernel(returns: int | None = None) -> Callable[[Callable[..., Work]], Callab
         return function
 
     return enter
+
+
+def first_device(values: Sequence[Any]) -> int:
+    """Return the device of the first npu tensor among arguments; without one, the current device."""
+    for value in values:
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, torch.Tensor)):
+            return first_device(value)
+        if isinstance(value, torch.Tensor) and value.device.type == "npu":
+            return value.get_device()
+    return index_of(None)
 
 
 _c10d: Any = torch._C._distributed_c10d  # type: ignore[reportAttributeAccessIssue]  # not in torch's stubs

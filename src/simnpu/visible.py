@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 
 import torch
@@ -52,6 +53,13 @@ def existing(index: int) -> int:
         )
     _existing_devices.add(index)
     return index
+
+
+def card(index: int) -> str:
+    """Name the host's card behind a device of this process. A node of torchrun is a host."""
+    names = os.environ.get(VISIBLE_VARIABLE)
+    number = names.split(",")[index].strip() if names else index
+    return f"{socket.gethostname()}, node {os.environ.get('GROUP_RANK', 0)}, card {number}"
 
 
 def index_of(device: torch.device | None) -> int:

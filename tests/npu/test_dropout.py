@@ -18,9 +18,10 @@ def kernel_seeds(checkpoint, parallel):
 
     seeds, draw = [], attention.draw_seed
 
-    def remember(keep_prob):
-        seeds.append(draw(keep_prob))
-        return seeds[-1]
+    def remember(*arguments):
+        seed, offset = draw(*arguments)
+        seeds.append(seed)
+        return seed, offset
 
     attention.draw_seed = remember
     backend = MegatronBackend(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megascend.testing.distributed import run_distributed
@@ -22,6 +23,7 @@ def on_ranks(body: Callable[[int, int], Any], world: int = 3, timeout_s: float =
 
     def start() -> Any:
         rank = int(os.environ["RANK"])
+        torch.npu.set_device(rank)
         store = dist.FileStore(os.environ["MEGASCEND_STORE"], world)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group("hccl", store=store, rank=rank, world_size=world, timeout=timeout, **options)

@@ -69,6 +69,9 @@ def test_all_reduce(world: int) -> None:
         assert (mean, completed, flags) == (2.0 * (world - 1), True, [True, False])
 
 
+NO_PRODUCT = (torch.bfloat16, torch.int16)
+
+
 def test_what_hccl_does_not_reduce_is_refused() -> None:
     def message(function: Callable[[], Any]) -> str:
         with pytest.raises(RuntimeError) as raised:
@@ -83,6 +86,7 @@ def test_what_hccl_does_not_reduce_is_refused() -> None:
             message(lambda: dist.all_reduce(double)),
             message(lambda: dist.reduce_scatter_tensor(double[:2], double)),
             message(lambda: dist.all_reduce(npu([1], torch.int32), op=dist.ReduceOp.BAND)),
+            *(message(lambda k=k: dist.all_reduce(npu([1], k), op=dist.ReduceOp.PRODUCT)) for k in NO_PRODUCT),
             message(lambda: dist.all_reduce(odd)),
             message(lambda: dist.broadcast(torch.ones(1, dtype=torch.float8_e4m3fnuz, device="npu"), 0)),
             message(lambda: dist.all_reduce(torch.ones(1))),
@@ -95,6 +99,8 @@ def test_what_hccl_does_not_reduce_is_refused() -> None:
             "HCCL allreduce: Unsupported data type at::kDouble",
             "HCCL _reduce_scatter_base: Unsupported data type at::kDouble",
             "Cannot use ReduceOp.BAND with HCCL",
+            "HCCL allreduce: ReduceOp.PRODUCT does not support torch.bfloat16 on Atlas A2",
+            "HCCL allreduce: ReduceOp.PRODUCT does not support torch.int16 on Atlas A2",
             "Tensors must be contiguous",
             "Unsupported data type for HCCL process group",
             "No backend type associated with device type cpu",
@@ -112,10 +118,10 @@ def test_all_gather() -> None:
         dist.all_gather_into_tensor(single, npu([rank == 1, True], torch.bool))
         return [t.tolist() for t in even], [t.tolist() for t in uneven], single.tolist()
 
-    for even, uneven, single in on_ranks(body):
-        assert even == [[r, 10 * r] for r in range(3)]
-        assert uneven == [[[r, r]] * (r + 1) for r in range(3)]
-        assert single == [False, True, True, True, False, True]
+    for even, uneven, single in on_ranks(body, 4):
+        assert even == [[r, 10 * r] for r in range(4)]
+        assert uneven == [[[r, r]] * (r + 1) for r in range(4)]
+        assert single == [False, True, True, True, False, True, False, True]
 
 
 def test_reduce_scatter() -> None:
@@ -128,11 +134,39 @@ def test_reduce_scatter() -> None:
         dist.reduce_scatter(uneven, [torch.full((r + 1,), float(r), device="npu") for r in range(world)])
         return single.tolist(), mean.tolist(), uneven.tolist(), source.tolist()
 
-    for rank, (single, mean, uneven, source) in enumerate(on_ranks(body)):
-        assert single == [6 * (2 * rank), 6 * (2 * rank + 1)]
-        assert mean == [2 * (2 * rank), 2 * (2 * rank + 1)]
-        assert uneven == [3.0 * rank] * (rank + 1)
-        assert source == [float(i * (rank + 1)) for i in range(6)]  # inputs are left alone
+    for rank, (single, mean, uneven, source) in enumerate(on_ranks(body, 4)):
+        assert single == [10 * (2 * rank), 10 * (2 * rank + 1)]
+        assert mean == [2.5 * (2 * rank), 2.5 * (2 * rank + 1)]
+        assert uneven == [4.0 * rank] * (rank + 1)
+        assert source == [float(i * (rank + 1)) for i in range(8)]  # inputs are left alone
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_world_sizes_that_a_card_does_not_have(world: int) -> None:
+    def body(rank: int, world: int) -> Any:
+        parts, whole = [npu([0.0]) for _ in range(world)], torch.empty(world, device="npu")
+        messages = []
+        for call in (
+            lambda: dist.reduce_scatter(npu([0.0]), parts),
+            lambda: dist.reduce_scatter_tensor(npu([0.0]), whole),
+            lambda: dist.all_gather_into_tensor(whole, npu([0.0])),
+        ):
+            with pytest.raises(RuntimeError, match=f"does not support a world size of {world} on Atlas A2") as raised:
+                call()
+            messages.append(str(raised.value).split()[1])
+        dist.all_gather(parts, npu([float(rank)]))  # has no such limit
+        return [*messages, [part.item() for part in parts]]
+
+    names = ["reduce_scatter", "reduce_scatter_base", "allgather_base"]
+    assert on_ranks(body, world) == [[*names, list(range(world))]] * world
+
+
+def test_two_ranks_on_one_card_are_refused() -> None:
+    def body(rank: int, world: int) -> Any:
+        with pytest.raises(RuntimeError, match=r"ranks \[0, 2\] of the hccl group of ranks \[0, 1, 2\] share a card"):
+            dist.all_reduce(torch.ones(1, device=f"npu:{rank % 2}"))
+
+    on_ranks(body)
 
 
 def test_all_to_all() -> None:
@@ -212,8 +246,8 @@ def test_coalesced() -> None:
             dist.all_reduce(b)
         return a.tolist(), b.item(), [t.tolist() for t in gathered], part.item()
 
-    for rank, result in enumerate(on_ranks(body)):
-        assert result == ([3, 3], 18, [[0, 1, 2], [10, 11, 12]], 3 * rank)
+    for rank, result in enumerate(on_ranks(body, 4)):
+        assert result == ([4, 6], 32, [[0, 1, 2, 3], [10, 11, 12, 13]], 4 * rank)
 
 
 def test_a_later_collective_sees_what_an_earlier_one_wrote() -> None:
@@ -227,7 +261,7 @@ def test_a_later_collective_sees_what_an_earlier_one_wrote() -> None:
         works[-1].wait()
         return gathered.tolist()
 
-    assert on_ranks(body) == [[6, 6, 6]] * 3
+    assert on_ranks(body, 4) == [[10] * 4] * 4
 
 
 OBJECTS: dict[str, Callable[[int], Any]] = {

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from hccl_ranks import on_ranks
 
+from simnpu import hccl_group
+from simnpu.errors import ConfigError
+
 pytestmark = [
     pytest.mark.usefixtures("registered"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -107,13 +110,16 @@ def test_destroyed_and_made_again() -> None:
     assert on_ranks(body, 2) == [[11] * 4] * 2
 
 
-@pytest.mark.parametrize("variable", [None, "1"], ids=["group's timeout", "HCCL_CONNECT_TIMEOUT"])
-def test_a_rank_that_does_not_come_is_named(variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if variable:
-        monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", variable)
+@pytest.mark.parametrize("seconds", ["119", "7201", "1", "x"])
+def test_connect_timeout_is_one_that_hccl_takes(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", seconds)
+    with pytest.raises(ConfigError, match=f"HCCL_CONNECT_TIMEOUT='{seconds}': expected 120 to 7200"):
+        hccl_group.connect_timeout()
 
+
+def test_a_rank_that_does_not_come_is_named() -> None:
     def body(rank: int, world: int) -> str:
-        group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=20 if variable else 1))
+        group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=1))
         store = dist.distributed_c10d._get_default_store()
         if rank == 1:
             store.wait(["0", "2"], timedelta(seconds=20))

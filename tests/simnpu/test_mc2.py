@@ -28,6 +28,7 @@ def on_ranks(body: Callable[[int, str], Any]) -> list[Any]:
 
     def start() -> Any:
         rank = int(os.environ["RANK"])
+        torch.npu.set_device(rank)
         store = dist.FileStore(os.environ["MEGASCEND_STORE"], WORLD)
         dist.init_process_group("hccl", store=store, rank=rank, world_size=WORLD)
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("npu"))

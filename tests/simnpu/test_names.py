@@ -55,10 +55,10 @@ def test_operators_are_found_in_torchs_dispatcher(torch_npu: Any) -> None:
         # d(x0 / r) / dx with r = sqrt((x0^2 + x1^2) / 2)
         expected = torch.tensor([[1 / 12.5**0.5 - 9 / 2 / 12.5**1.5, -12 / 2 / 12.5**1.5]])
         torch.testing.assert_close(gradient.cpu(), expected)
-    w = torch.ones(1, 2, 3).npu()
-    by_list = torch.ops.npu.npu_grouped_matmul([x.detach()], [w], group_list=[1], split_item=2, group_type=0)
+    w = torch.ones(2, 2, 3).npu()
+    by_list = torch.ops.npu.npu_grouped_matmul([x.detach()], [w[0], w[1]], group_list=[1, 1], split_item=2)
     by_tensor = torch.ops.npu.npu_grouped_matmul(
-        [x.detach()], [w], group_list=torch.tensor([1]).npu(), split_item=2, group_type=0
+        [x.detach()], [w], group_list=torch.tensor([1, 1]).npu(), split_item=2, group_type=0
     )
     assert by_list[0].tolist() == by_tensor[0].tolist() == [[7.0, 7.0, 7.0]]
     q = torch.ones(2, 1, 4).npu()

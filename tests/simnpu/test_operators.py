@@ -132,7 +132,9 @@ def test_rotary(npu: Any, interleaved: bool) -> None:
     agree(lambda x: rope.npu_rotary_position_embedding(x, cos, sin, int(interleaved)), formula, x)
     with pytest.raises(RuntimeError, match="cannot be broadcast to x"):
         npu.npu_rotary_mul(x[:4].npu(), cos, sin)
-    with pytest.raises(RuntimeError, match="The rotary_mode should be half or interleave, but got quarter"):
+    with pytest.raises(
+        RuntimeError, match="The rotary_mode of npu_rotary_mul should be half or interleave, but got quarter"
+    ):
         npu.npu_rotary_mul(x.npu(), cos, sin, "quarter")
 
 
@@ -146,15 +148,16 @@ def test_grouped_matmul(npu: Any, kind: str) -> None:
     group_list = {"cumulative": ends.npu(), "counts": torch.tensor(GROUPS).npu(), "list": ends.tolist()}[kind]
     options = {"group_list": group_list, "group_type": 0, "group_list_type": int(kind == "counts")}
     expected = [part @ w for part, w in zip(x.split(GROUPS), weight, strict=True)]
-    joined = npu.npu_grouped_matmul([x.npu()], [weight.npu()], split_item=3, **options)
+    separate = [w.npu() for w in weight]
+    joined = npu.npu_grouped_matmul([x.npu()], separate if kind == "list" else [weight.npu()], split_item=3, **options)
     assert len(joined) == 1
     torch.testing.assert_close(joined[0].cpu(), torch.cat(expected))
-    separate = npu.npu_grouped_matmul([x.npu()], [w.npu() for w in weight], bias=[b.npu() for b in bias], **options)
-    for actual, part, row in zip(separate, expected, bias, strict=True):
-        torch.testing.assert_close(actual.cpu(), part + row)
 
     grad = make(7, 6, seed=3)
-    if kind == "list":  # a list groups rows alone
+    if kind == "list":  # a list groups rows alone, and has separate results
+        results = npu.npu_grouped_matmul([x.npu()], separate, bias=[b.npu() for b in bias], **options)
+        for actual, part, row in zip(results, expected, bias, strict=True):
+            torch.testing.assert_close(actual.cpu(), part + row)
         options["group_list"] = ends.npu()
     d_weight = npu.npu_grouped_matmul([x.npu().t()], [grad.npu()], split_item=3, **options | {"group_type": 2})[0]
     parts = [left.t() @ right for left, right in zip(x.split(GROUPS), grad.split(GROUPS), strict=True)]

@@ -78,7 +78,7 @@ def npu_fusion_attention(
     options = AttentionOptions(
         head_num, input_layout, atten_mask, scale, keep_prob, pre_tockens, next_tockens, prefix, actual_seq_qlen,
         actual_seq_kvlen, sparse_mode, PSE_AFTER_SCALE, softmax_layout,
-        *draw_seed(keep_prob, seed, offset),
+        inner_precise, *draw_seed(keep_prob, seed, offset),
     )  # fmt: skip
     return FusionAttention.apply(query, key, value, pse, options)
 
@@ -124,7 +124,7 @@ def npu_fusion_attention_v2(
     options = AttentionOptions(
         head_num, input_layout, atten_mask, scale, keep_prob, pre_tokens, next_tokens, prefix, actual_seq_qlen,
         actual_seq_kvlen, sparse_mode, pse_type, softmax_layout,
-        *draw_seed(keep_prob, seed, offset),
+        inner_precise, *draw_seed(keep_prob, seed, offset),
     )  # fmt: skip
     return FusionAttention.apply(query, key, value, pse, options)
 
@@ -179,7 +179,7 @@ def npu_fusion_attention_grad(
     refuse_unsimulated("npu_fusion_attention", padding_mask=padding_mask, sink=sink)
     options = AttentionOptions(
         head_num, input_layout, atten_mask, scale_value, keep_prob, pre_tockens, next_tockens, prefix, actual_seq_qlen,
-        actual_seq_kvlen, sparse_mode, PSE_AFTER_SCALE, softmax_layout, seed, offset,
+        actual_seq_kvlen, sparse_mode, PSE_AFTER_SCALE, softmax_layout, inner_precise, seed, offset,
     )  # fmt: skip
     inputs = gradients(query, key, value, dy, pse, softmax_max, softmax_sum, attention_in, options)
     return *inputs, query.new_empty(0, dtype=torch.float32)
@@ -229,7 +229,7 @@ def npu_fusion_attention_grad_v2(
     )
     options = AttentionOptions(
         head_num, input_layout, atten_mask, scale_value, keep_prob, pre_tokens, next_tokens, prefix, actual_seq_qlen,
-        actual_seq_kvlen, sparse_mode, pse_type, softmax_layout, seed, offset,
+        actual_seq_kvlen, sparse_mode, pse_type, softmax_layout, inner_precise, seed, offset,
     )  # fmt: skip
     inputs = gradients(query, key, value, dy, pse, softmax_max, softmax_sum, attention_in, options)
     return *inputs, None, None, query.new_empty(0, dtype=torch.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from simnpu.errors import NotSimulatedError
 from simnpu.operators.attention_layout import Layout, read_layout
-from simnpu.operators.attention_mask import hidden_keys
+from simnpu.operators.attention_mask import BAND_LEFT_UP, DENSE, RIGHT_DOWN_BAND, hidden_keys
 from simnpu.operators.dispatch import random_generator, to_host
 from simnpu.operators.refusal import Refusal
 
@@ -30,6 +30,7 @@ class Block:
     keep_mask: Tensor | None
     scale: float
     bias_before_scale: bool = False
+    hidden_score: float = float("-inf")
 
     @property
     def group(self) -> int:
@@ -44,7 +45,7 @@ class Block:
         scores = scores * self.scale
         if self.bias is not None and not self.bias_before_scale:
             scores = scores + self.bias
-        return scores if self.hidden is None else scores.masked_fill(self.hidden, float("-inf"))
+        return scores if self.hidden is None else scores.masked_fill(self.hidden, self.hidden_score)
 
     def dropped(self, values: Tensor) -> Tensor:
         return values if self.keep_mask is None else values * self.keep_mask
@@ -63,7 +64,8 @@ def summed(gradient: Tensor, group: int) -> Tensor:
 def attend(block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """Output [batch, heads, Sq, value dim], and the row maximum and row sum of the softmax [batch, heads, Sq, 1].
 
-    A query that sees no key gets zeros, the lowest maximum and the sum 0: it weighs nothing when parts are merged.
+    A query that sees no key gets zeros, the lowest maximum and the sum 0: it weighs nothing when parts are merged. With a
+    finite ``hidden_score`` it gets the mean of all values: the kernel looks for such queries in some modes only.
     """
     scores = block.scores()
     if scores.numel() == 0:  # MindSpeed's cumulative lengths begin with 0: an empty first sample
@@ -90,8 +92,8 @@ def attend_backward(
     return d_query, d_key, d_value, d_scores if block.bias_before_scale else d_bias
 
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PSE_BEFORE_SCALE, PSE_AFTER_SCALE = 0, 1
+GUARDED = 2  # inner_precise: look for queries that see no key
 Lengths = Sequence[int] | None
 
 
@@ -112,6 +114,7 @@ class AttentionOptions:
     sparse_mode: int
     pse_type: int
     softmax_layout: str
+    inner_precise: int
     seed: int = 0
     offset: int = 0
 
@@ -135,10 +138,15 @@ def read_call(query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, opt
     refuse = Refusal("npu_fusion_attention", kernel)
     if not 0 < options.keep_prob <= 1:
         refuse(f"The keep_prob value must be in range of (0, 1], but got {options.keep_prob}")
-    if query.dtype not in DTYPES:
-        refuse.kernel(f"not support input dtype: {query.dtype} for now")
-    if not query.dtype == key.dtype == value.dtype:
-        refuse.kernel(f"query, key and value must have one dtype, but got {query.dtype}, {key.dtype}, {value.dtype}")
+    if options.softmax_layout not in ("", "TND"):
+        refuse("only supported softmax_layout=TND")
+    if options.softmax_layout and not packed:
+        refuse("softmax_layout=TND only supported when input_layout_str=TND")
+    if options.inner_precise not in (0, 1, GUARDED):
+        refuse.kernel(f"inner_precise must be 0, 1 or 2, but got {options.inner_precise}")
+    dtypes = [str(tensor.dtype) for tensor in (query, key, value, pse) if tensor is not None]
+    if len(set(dtypes)) > 1:
+        refuse.kernel(f"query, key, value and pse must have one dtype, but got {', '.join(dtypes)}")
     layout = read_layout(
         query,
         key,
@@ -165,8 +173,10 @@ def read_call(query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, opt
     sizes = [(q.shape[0], q.shape[1], q.shape[2], k.shape[2]) for q, k in zip(queries, keys, strict=True)]
     keep_mask = dropout(sizes, options)
     bias = None if pse is None else pse.float()
+    guarded = options.inner_precise == GUARDED or options.sparse_mode not in DENSE
+    hidden_score = float("-inf") if guarded else NOTHING_SEEN
     blocks = [
-        Block(q, k, v, h, bias, d, options.scale, options.pse_type == PSE_BEFORE_SCALE)
+        Block(q, k, v, h, bias, d, options.scale, options.pse_type == PSE_BEFORE_SCALE, hidden_score)
         for q, k, v, h, d in zip(queries, keys, values, hidden, keep_mask, strict=True)
     ]
     return Problem(layout, blocks, sum(b * n * s * t for b, n, s, t in sizes))
@@ -178,6 +188,8 @@ def check_pse(layout: Layout, pse: Tensor | None, options: AttentionOptions, ref
         return
     if options.pse_type not in (PSE_BEFORE_SCALE, PSE_AFTER_SCALE):
         raise NotSimulatedError(f"npu_fusion_attention with pse_type {options.pse_type} (ALiBi inside the kernel)")
+    if options.sparse_mode in (RIGHT_DOWN_BAND, BAND_LEFT_UP):
+        refuse.kernel(f"with sparse_mode {options.sparse_mode} pse is not supported")
     if layout.packed:
         raise NotSimulatedError("npu_fusion_attention with pse and input_layout TND")
     if pse.dim() != 4:

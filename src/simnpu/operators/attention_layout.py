@@ -19,7 +19,7 @@ MAX_HEADS = 256
 MAX_HEAD_DIM = 768
 MAX_LENGTH = 1 << 20
 MAX_BATCH = 2 << 20
-MAX_PACKED = 2048  # sequences of a TND call
+MAX_PACKED = 1024  # sequences of a TND call
 STATISTICS = 8  # last dimension of softmax_max and softmax_sum: the kernel fills a 32-byte block with copies
 
 
@@ -125,7 +125,7 @@ def read_layout(
     if query.dim() != len(layout) or key.dim() != len(layout):
         refuse.kernel(f"Invalid layout[{layout}].")
     if layout == "TND":
-        return read_packed(query, key, head_num, actual_seq_qlen, actual_seq_kvlen, refuse)
+        return read_packed(query, key, value, head_num, actual_seq_qlen, actual_seq_kvlen, refuse)
     batch_axis, sequence_axis = layout.index("B"), layout.index("S")
     if layout in ("SBH", "BSH"):
         if query.shape[-1] % head_num:
@@ -137,12 +137,12 @@ def read_layout(
         if query.shape[head_axis] != head_num:
             refuse.kernel(f"head_num is [{head_num}], but got query dim{head_axis} [{query.shape[head_axis]}].")
         head_dim, kv_heads = query.shape[-1], key.shape[head_axis]
-    if not query.shape[batch_axis] == key.shape[batch_axis] == value.shape[batch_axis]:
+    if query.shape[batch_axis] != key.shape[batch_axis]:
         refuse.kernel(
-            f"batch of query, key and value must be equal, but got {query.shape[batch_axis]}, {key.shape[batch_axis]} "
-            f"and {value.shape[batch_axis]}"
+            f"batch of query and key must be equal, but got {query.shape[batch_axis]} and {key.shape[batch_axis]}"
         )
     check_heads(head_num, kv_heads, head_dim, refuse)
+    check_value(key, value, kv_heads if layout in ("SBH", "BSH") else 1, head_dim, refuse)
     check_sizes(query.shape[batch_axis], query.shape[sequence_axis], key.shape[sequence_axis], refuse)
     return Layout(
         layout,
@@ -158,6 +158,7 @@ def read_layout(
 def read_packed(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
     head_num: int,
     actual_seq_qlen: Sequence[int] | None,
     actual_seq_kvlen: Sequence[int] | None,
@@ -182,6 +183,7 @@ def read_packed(
     if query.shape[1] != head_num:
         refuse.kernel(f"head_num is [{head_num}], but got query dim1 [{query.shape[1]}].")
     check_heads(head_num, key.shape[1], query.shape[2], refuse)
+    check_value(key, value, 1, query.shape[2], refuse)
     check_sizes(len(q_lengths), query.shape[0], key.shape[0], refuse)
     return Layout("TND", head_num, key.shape[1], query.shape[2], len(q_lengths), q_lengths, kv_lengths)
 
@@ -196,6 +198,19 @@ def check_heads(heads: int, kv_heads: int, head_dim: int, refuse: Refusal) -> No
         refuse.kernel(f"dSize is not in range:(0, {MAX_HEAD_DIM}]: it is {head_dim}.")
     if heads % kv_heads:
         refuse.kernel(f"n1Size [{heads}] should be a multiple of n2Size [{kv_heads}].")
+
+
+def check_value(key: Tensor, value: Tensor, joined_heads: int, head_dim: int, refuse: Refusal) -> None:
+    """Check the shapes of key, of the query's head dimension, and value, whose heads may be smaller.
+
+    ``joined_heads``: key-value heads that the last dimension holds.
+    """
+    key_dim, value_dim = key.shape[-1] / joined_heads, value.shape[-1] / joined_heads
+    if key_dim != head_dim or value.shape[:-1] != key.shape[:-1] or not 0 < value_dim <= key_dim or value_dim % 1:
+        refuse.kernel(
+            f"key and value must have one shape, with the query's head dimension {head_dim} (the value's may be less), "
+            f"but got {list(key.shape)} and {list(value.shape)}"
+        )
 
 
 def check_sizes(batch: int, q_length: int, kv_length: int, refuse: Refusal) -> None:

@@ -10,7 +10,7 @@ mode  name               atten_mask (True = hidden)
 2     leftUpCausal       compressed [2048, 2048] triangle; the diagonal starts in the upper left
 3     rightDownCausal    compressed [2048, 2048] triangle; the diagonal ends in the lower right
 4     band               compressed [2048, 2048] triangle; pre/next tokens counted from the lower right
-5     prefix             [Sq, Skv]; not with TND
+5     prefix             [batch, 1 or heads, Sq, Skv], with ``prefix``; not with TND
 6     prefix compressed  [3072, 2048]; causal (lower right), and the first ``prefix`` keys are always seen
 7     band at the end    TND, compressed: as 3, and the last sequence as 4
 8     band at the start  TND, compressed: as 2, and the first sequence as 4
@@ -32,7 +32,9 @@ from simnpu.operators.refusal import Refusal
 
 COMPRESSED = 2048
 PREFIX_ROWS = 3072
+MAX_PREFIXES = 32
 DEFAULT, ALL, LEFT_UP, RIGHT_DOWN, BAND, PREFIX, PREFIX_COMPRESSED, RIGHT_DOWN_BAND, BAND_LEFT_UP = range(9)
+DENSE = (DEFAULT, ALL, PREFIX)
 TRIANGULAR = (LEFT_UP, RIGHT_DOWN, BAND, RIGHT_DOWN_BAND, BAND_LEFT_UP)
 
 
@@ -50,12 +52,15 @@ def hidden_keys(
     if atten_mask is None:
         return [None] * len(layout.q_lengths)
     check_mask(layout, atten_mask, sparse_mode, refuse)
+    if sparse_mode in (PREFIX, PREFIX_COMPRESSED):
+        check_prefix(layout, prefix, refuse)
+    check_bands(layout, sparse_mode, pre_tokens, next_tokens, refuse)
     mask = atten_mask.bool()
     if sparse_mode in TRIANGULAR:
         check_triangle(mask, sparse_mode, refuse)
     if sparse_mode == PREFIX_COMPRESSED:
-        return prefix_blocks(layout, prefix, refuse)
-    band_at = {RIGHT_DOWN_BAND: last_used(layout), BAND_LEFT_UP: first_used(layout)}.get(sparse_mode)
+        return prefix_blocks(layout, prefix or ())
+    band_at = band_number(layout, sparse_mode)
     blocks: list[Tensor | None] = []
     for number, (q_length, kv_length) in enumerate(zip(layout.q_lengths, layout.kv_lengths, strict=True)):
         if sparse_mode in TRIANGULAR:
@@ -104,11 +109,11 @@ def check_mask(layout: Layout, mask: Tensor, sparse_mode: int, refuse: Refusal) 
             )
         return
     block = (layout.max_q, layout.max_kv)
-    accepted = [block]
-    if layout.packed:
-        accepted.append((sum(layout.q_lengths), sum(layout.kv_lengths)))
+    by_batch = [(layout.batch, 1, *block), (layout.batch, layout.heads, *block)]
+    if sparse_mode == PREFIX:
+        accepted = by_batch
     else:
-        accepted += [(1, 1, *block), (layout.batch, 1, *block), (layout.batch, layout.heads, *block)]
+        accepted = [block] if layout.packed else [block, (1, 1, *block), *by_batch]
     if shape not in accepted:
         refuse.kernel(
             f"get unsupported atten_mask shape, the shape is {list(shape)}; accepted here: "
@@ -150,10 +155,7 @@ def dense_part(layout: Layout, mask: Tensor, number: int) -> Tensor:
     """Return the part of a mask without compression that belongs to a block."""
     if not layout.packed:
         return mask
-    q_start, kv_start = sum(layout.q_lengths[:number]), sum(layout.kv_lengths[:number])
-    if tuple(mask.shape) == (layout.max_q, layout.max_kv):
-        q_start = kv_start = 0
-    return mask[q_start : q_start + layout.q_lengths[number], kv_start : kv_start + layout.kv_lengths[number]]
+    return mask[: layout.q_lengths[number], : layout.kv_lengths[number]]
 
 
 def hidden_in_block(mode: int, q_length: int, kv_length: int, pre_tokens: int, next_tokens: int) -> Tensor:
@@ -172,11 +174,41 @@ def outside_band(q_length: int, kv_length: int, pre: int | None, next_: int, shi
     return hidden if pre is None else hidden | (-distance > pre)
 
 
-def prefix_blocks(layout: Layout, prefix: Sequence[int] | None, refuse: Refusal) -> list[Tensor | None]:
-    """Causal from the lower right, with the first ``prefix[b]`` keys of batch ``b`` seen by all."""
+def check_prefix(layout: Layout, prefix: Sequence[int] | None, refuse: Refusal) -> None:
+    """Check the number of prefixes, and that each has a length that the kernel takes."""
     if prefix is None or len(prefix) != layout.batch:
         count = None if prefix is None else len(prefix)
         refuse.kernel(f"prefixN is invalid, it should be the same size as bSize[{layout.batch}], but it is {count}.")
+    if layout.batch > MAX_PREFIXES:
+        refuse.kernel(f"with prefix the batch must be at most {MAX_PREFIXES}, but is {layout.batch}")
+    for number, length in enumerate(prefix):
+        block = number if layout.packed else 0
+        q_length, kv_length = layout.q_lengths[block], layout.kv_lengths[block]
+        if not max(0, kv_length - q_length) <= length <= kv_length:
+            refuse.kernel(f"prefix must be in [{max(0, kv_length - q_length)}, {kv_length}], but got {length}")
+
+
+def check_bands(layout: Layout, sparse_mode: int, pre: int, next_: int, refuse: Refusal) -> None:
+    """Refuse a band that leaves every query of a block without a key."""
+    band_at = band_number(layout, sparse_mode)
+    for number, (q_length, kv_length) in enumerate(zip(layout.q_lengths, layout.kv_lengths, strict=True)):
+        if not q_length or (sparse_mode not in (DEFAULT, BAND) and number != band_at):
+            continue
+        shift = 0 if sparse_mode == DEFAULT else kv_length - q_length
+        if pre + next_ < 0 or q_length - 1 + shift + next_ < 0 or shift - pre >= kv_length:
+            refuse.kernel(
+                f"pre_tokens {pre} and next_tokens {next_} with sparse_mode {sparse_mode} make an empty band of "
+                f"{q_length} queries and {kv_length} keys"
+            )
+
+
+def band_number(layout: Layout, sparse_mode: int) -> int | None:
+    """Return the number of the one block that modes 7 and 8 treat as a band."""
+    return {RIGHT_DOWN_BAND: last_used(layout), BAND_LEFT_UP: first_used(layout)}.get(sparse_mode)
+
+
+def prefix_blocks(layout: Layout, prefix: Sequence[int]) -> list[Tensor | None]:
+    """Causal from the lower right, with the first ``prefix[b]`` keys of batch ``b`` seen by all."""
     blocks = []
     for q_length, kv_length in zip(layout.q_lengths, layout.kv_lengths, strict=True):
         causal = outside_band(q_length, kv_length, None, 0, kv_length - q_length)

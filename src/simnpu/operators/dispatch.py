@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from simnpu.call_log import LOG
+from simnpu.operators import limits
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
 """Every operator by its name in ``torch_npu`` and, after a dot, its overload; filled by :func:`operator`."""
@@ -52,6 +53,7 @@ def logged(name: str, function: F) -> F:
         bound.apply_defaults()
         LOG.add(name, bound.arguments)
         check_devices(name, bound.arguments.values())
+        limits.check(name, bound.arguments)
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]

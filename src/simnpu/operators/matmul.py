@@ -19,20 +19,11 @@ UNGROUPED, BY_ROWS, BY_INNER = -1, 0, 2  # group_type: no grouping; along m; alo
 CUMULATIVE, COUNTS = 0, 1  # group_list_type
 KERNEL = "aclnnGroupedMatmulV4"
 MAX_GROUPS, MAX_WEIGHTS = 1024, 128  # groups of one stacked weight, and of separate ones
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def check_grouped_types(x: Sequence[Tensor], refuse: Refusal) -> None:
-    """Type of the left factors."""
-    for number, tensor in enumerate(x):
-        if tensor.dtype not in FLOATS:
-            refuse.kernel(f"x[{number}] must be float16, bfloat16 or float32, but got {tensor.dtype}")
+INNER_LIMIT = 65536
 
 
 def group_sizes(group_list: Tensor | Sequence[int], group_list_type: int, refuse: Refusal) -> list[int]:
     """Rows of each group, from cumulative ends or from counts."""
-    if isinstance(group_list, Tensor) and group_list.dtype != torch.int64:
-        refuse.kernel(f"group_list must be int64, but got {group_list.dtype}")
     values = group_list.tolist() if isinstance(group_list, Tensor) else list(group_list)
     if group_list_type not in (CUMULATIVE, COUNTS):
         refuse.kernel(f"group_list_type must be 0 or 1, but got {group_list_type}")
@@ -70,8 +61,6 @@ def grouped(
         return [torch.stack(products)] if joined else products
     lefts = pieces(x, sizes, 0, refuse) if len(x) == 1 and sizes is not None else x
     rights = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else list(weight)
-    if len(rights) == 1:
-        rights *= count
     if not len(lefts) == len(rights) == count:
         refuse.kernel(f"{len(lefts)} x, {len(rights)} weights and {count} groups do not fit together")
     for left, right in zip(lefts, rights, strict=True):
@@ -198,17 +187,92 @@ def grouped_matmul(
             f"with group_list as a list group_type must be None, but got {group_type}, which torch_npu ignores and "
             "groups rows: pass group_list as a Tensor"
         )
-    check_grouped_types(x, refuse)
-    if len({tensor.dtype for tensor in (*x, *weight)}) > 1:
-        refuse.kernel("x and weight must have one dtype: " + ", ".join(str(tensor.dtype) for tensor in (*x, *weight)))
+    check_lengths(x, weight, group_list, split_item, refuse)
+    check_scenario(x, weight, group_list, split_item >= 2, group_type, refuse)
+    check_bias(bias, weight, group_type, refuse)
     sizes = None if group_list is None else group_sizes(group_list, group_list_type, refuse)
-    if sizes is not None and len(sizes) > (limit := MAX_GROUPS if len(weight) == 1 else MAX_WEIGHTS):
-        refuse.kernel(f"group_list must have at most {limit} groups for {len(weight)} weights, but has {len(sizes)}")
 
     def run(x: list[Tensor], weight: list[Tensor], bias: list[Tensor] | None) -> list[Tensor]:
         return grouped(list(x), list(weight), bias, sizes, group_type, split_item >= 2, refuse)
 
     return on_host(run)(list(x), list(weight), bias)
+
+
+def check_lengths(
+    x: list[Tensor], weight: list[Tensor], group_list: Tensor | Sequence[int] | None, split_item: int, refuse: Refusal
+) -> None:
+    """Check the numbers of tensors and groups against each other, and against their limits."""
+    groups = None if group_list is None else len(group_list)
+    if split_item < 2 and groups is not None and not (len(x) == 1 and len(weight) == groups):
+        refuse(
+            "Invalid inputs. When split_item = 0 or 1 and input group_list is not None, the following two conditions are "
+            "supposed to be satisfied: (1) length of x equals 1; (2) length of weight equals that of group_list. Actual "
+            f"lengths: x [{len(x)}], weight [{len(weight)}], group_list [{groups}]."
+        )
+    if split_item < 2 and groups is None and len(x) != len(weight):
+        refuse(
+            "When split_item = 0 or 1 and input group_list is None, the num of x tensors must equal the num of weight "
+            f"tensors.Actual lengths: x [{len(x)}], weight [{len(weight)}]."
+        )
+    if groups is not None and groups > (limit := MAX_GROUPS if len(weight) == 1 else MAX_WEIGHTS):
+        refuse.kernel(f"group_list must have at most {limit} groups for {len(weight)} weights, but has {groups}")
+    if isinstance(group_list, (list, tuple)) and groups == 1:
+        refuse.kernel("group_list as a list must not have length 1")
+    for name, tensors in (("x", x), ("weight", weight)):
+        if len(tensors) > MAX_WEIGHTS:
+            refuse.kernel(f"{name} must have at most {MAX_WEIGHTS} tensors, but has {len(tensors)}")
+        for tensor in tensors:
+            if (inner := tensor.shape[-2 if is_transposed(tensor) else -1]) >= INNER_LIMIT:
+                refuse.kernel(f"the inner axis of {name} must be less than {INNER_LIMIT}, but is {inner}")
+
+
+def check_scenario(
+    x: list[Tensor], weight: list[Tensor], group_list: Tensor | Sequence[int] | None, joined: bool, group_type: int,
+    refuse: Refusal,
+) -> None:  # fmt: skip
+    """Check what torch_npu's table of scenarios says of single and several x, weights and results on a 910B."""
+    listed = isinstance(group_list, (list, tuple))
+    if not listed and joined != (group_type != UNGROUPED):
+        allowed = "0 or 1" if group_type == UNGROUPED else "2 or 3"
+        refuse.kernel(f"with group_type {group_type} split_item must be {allowed}")
+    if len({tensor.dtype for tensor in (*x, *weight)}) > 1:
+        refuse.kernel("x and weight must have one dtype: " + ", ".join(str(tensor.dtype) for tensor in (*x, *weight)))
+    single = len(x) == len(weight) == 1
+    if x[0].dtype == torch.float32 and not listed and not single:
+        refuse.kernel(f"float32 needs a single x, weight and result, but got {len(x)} x and {len(weight)} weights")
+    stacked = single and group_type == BY_ROWS and not listed
+    for number, tensor in enumerate(weight):
+        if tensor.dim() != (3 if stacked else 2):
+            refuse.kernel(f"weight[{number}] must have {3 if stacked else 2} dimensions, but got {tensor.dim()}")
+    if len({tensor.dim() for tensor in x}) > 1 or (group_list is not None and x[0].dim() != 2):
+        refuse.kernel(f"x must have {'2' if group_list is not None else 'equal'} dimensions: {[t.dim() for t in x]}")
+    if joined and len({tensor.shape[-1] for tensor in weight}) > 1:
+        refuse.kernel(f"n of all weights must be equal, but got {[tensor.shape[-1] for tensor in weight]}")
+    if len({is_transposed(tensor) for tensor in weight if min(tensor.shape[-2:]) > 1}) > 1:
+        refuse.kernel("weights must all be transposed, or none")
+    for number, tensor in enumerate(x):
+        if min(tensor.shape[-2:]) > 1 and is_transposed(tensor) != (group_type == BY_INNER):
+            refuse.kernel(
+                f"x[{number}] {'must' if group_type == BY_INNER else 'must not'} be transposed with group_type {group_type}"
+            )
+
+
+def check_bias(bias: list[Tensor] | None, weight: list[Tensor], group_type: int, refuse: Refusal) -> None:
+    """Check number and types of the biases."""
+    if not bias:
+        return
+    if group_type == BY_INNER:
+        refuse.kernel("bias must be None with group_type 2")
+    if len(bias) != len(weight):
+        refuse.kernel(f"bias must have as many tensors as weight, {len(weight)}, but has {len(bias)}")
+    expected = torch.float16 if weight[0].dtype == torch.float16 else torch.float32
+    if any(tensor.dtype != expected for tensor in bias):
+        refuse.kernel(f"bias must be {expected} for {weight[0].dtype}, but got {bias[0].dtype}")
+
+
+def is_transposed(tensor: Tensor) -> bool:
+    """Check whether a matrix, or a stack of matrices, lies in memory column by column."""
+    return not tensor.is_contiguous() and tensor.stride(-2) == 1 and tensor.stride(-1) >= tensor.shape[-2]
 
 
 @operator
@@ -231,8 +295,6 @@ def npu_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 @extension
 def npu_matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:
     """C += x^T weight, in place, ``C`` in float32: a weight gradient added to Megatron's main gradient."""
-    if C.dtype != torch.float32:
-        Refusal("npu_matmul_add_fp32", "LinearOperation").kernel(f"C must be float32, but got {C.dtype}")
 
     def accumulate(x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
         return total.add_(x.flatten(0, -2).float().t() @ weight.flatten(0, -2).float())
@@ -244,8 +306,6 @@ def npu_matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:
 def npu_groupmatmul_add_fp32(x: Tensor, weight: Tensor, group_list: Tensor, grad: Tensor) -> None:
     """grad[i] += x_i^T weight_i for every group of rows, in place; ``group_list`` holds cumulative ends."""
     refuse = Refusal("npu_groupmatmul_add_fp32", "GroupedMatmulInplaceAddOperation")
-    if grad.dtype != torch.float32:
-        refuse.kernel(f"grad must be float32, but got {grad.dtype}")
     sizes = group_sizes(group_list, CUMULATIVE, refuse)
 
     def accumulate(x: Tensor, weight: Tensor, total: Tensor) -> Tensor:

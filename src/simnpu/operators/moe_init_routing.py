@@ -27,13 +27,11 @@ def npu_moe_init_routing(
     ``row_idx`` numbers the copies column by column: entry (row, k) is k * rows + row.
     """
     refuse = Refusal("npu_moe_init_routing", "aclnnMoeInitRouting")
-    if x.dim() != 2 or expert_idx.dim() != 2 or expert_idx.shape[0] != x.shape[0] or row_idx.shape != expert_idx.shape:
+    if expert_idx.shape[0] != x.shape[0] or row_idx.shape != expert_idx.shape:
         refuse.kernel(
             f"x must be [rows, hidden], expert_idx and row_idx [rows, k], but got {list(x.shape)}, "
             f"{list(expert_idx.shape)} and {list(row_idx.shape)}"
         )
-    if row_idx.dtype != torch.int32 or expert_idx.dtype != torch.int32:
-        refuse.kernel(f"row_idx and expert_idx must be int32, but got {row_idx.dtype} and {expert_idx.dtype}")
 
     def route(x: Tensor, row_idx: Tensor, expert_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         copies = row_idx.numel()
@@ -120,9 +118,10 @@ def npu_moe_init_routing_v2(
         else:
             numbering = rows if drop_pad_mode else order
             places[numbering[numbering >= 0]] = torch.arange(len(numbering))[numbering >= 0]
-        count_mode = expert_tokens_num_flag
         tokens = tokens_of(counts, start, end, expert_num, COUNT if drop_pad_mode else expert_tokens_num_type)
-        return values, places.int(), tokens if count_mode else tokens.new_empty(0), scales
+        if not expert_tokens_num_flag:
+            tokens = torch.full_like(tokens, torch.iinfo(torch.int64).min)
+        return values, places.int(), tokens, scales
 
     return on_host(route)(x, expert_idx, scale, offset)
 
@@ -131,14 +130,10 @@ def check_v2(
     refuse: Refusal, x: Tensor, expert_idx: Tensor, experts: int, drop: int, capacity: int, tokens_type: int, rows: int
 ) -> None:
     """Check the documentation's limits on shapes, types and modes."""
-    if x.dim() != 2 or expert_idx.dim() != 2 or expert_idx.shape[0] != x.shape[0]:
+    if expert_idx.shape[0] != x.shape[0]:
         refuse.kernel(
             f"x must be [rows, H] and expert_idx [rows, k], but got {list(x.shape)} and {list(expert_idx.shape)}"
         )
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.int8):
-        refuse.kernel(f"x must be float16, bfloat16, float32 or int8, but got {x.dtype}")
-    if expert_idx.dtype != torch.int32:
-        refuse.kernel(f"expert_idx must be int32, but got {expert_idx.dtype}")
     if tokens_type not in (CUMULATIVE, COUNT, KEY_VALUE) or rows not in (GATHER, SCATTER) or drop not in (0, 1):
         refuse.kernel(
             f"expert_tokens_num_type must be 0, 1 or 2, row_idx_type and drop_pad_mode 0 or 1, but got {tokens_type}, "

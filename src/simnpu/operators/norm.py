@@ -15,7 +15,6 @@ ACCEPTED = {
     torch.float32: (torch.float32,),
 }
 """Types of gamma by the type of ``x``."""
-MAX_DIMENSIONS = 8
 KERNELS = {
     "npu_rms_norm": "aclnnRmsNorm",
     "npu_add_rms_norm": "aclnnAddRmsNorm",
@@ -29,9 +28,7 @@ def check_gamma(name: str, x: Tensor, gamma: Tensor) -> None:
     if gamma.dtype not in ACCEPTED.get(x.dtype, ()):
         pairs = ", ".join(f"{a}/{b}".replace("torch.", "") for a, allowed in ACCEPTED.items() for b in allowed)
         refuse.kernel(f"not support input dtype: x {x.dtype}, gamma {gamma.dtype}; it takes {pairs}")
-    if x.dim() > MAX_DIMENSIONS:
-        refuse.kernel(f"x must have at most {MAX_DIMENSIONS} dimensions, but got {x.dim()}")
-    if gamma.dim() < 1 or tuple(x.shape[-gamma.dim() :]) != tuple(gamma.shape):
+    if tuple(x.shape[-gamma.dim() :]) != tuple(gamma.shape):
         refuse.kernel(f"gamma shape {list(gamma.shape)} must equal the last dimensions of x {list(x.shape)}")
 
 

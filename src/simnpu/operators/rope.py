@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from simnpu.errors import NotSimulatedError
-from simnpu.operators.dispatch import differentiable, extension, on_host, operator
+from simnpu.operators.dispatch import differentiable, extension, on_host, operator, to_host
 from simnpu.operators.refusal import Refusal
 
 MODES = ("half", "interleave")
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 MAX_DIM = 896  # of a head, not reached
 MAX_COUNT = 1000  # of the batch and of heads (half), of their product (interleave), not reached
 MAX_PRODUCT_WITH_GRADIENTS = 1024  # batch times heads where cos or sin need a gradient (half), may be reached
@@ -38,12 +37,7 @@ def apply_rotary(name: str, x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> T
     """Check as the kernel does, then rotate."""
     refuse = Refusal(name, "aclnnRotaryPositionEmbedding")
     if mode not in MODES:
-        refuse(f"The rotary_mode should be half or interleave, but got {mode}")
-    for argument, tensor in (("x", x), ("cos", cos), ("sin", sin)):
-        if tensor.dtype not in FLOATS:
-            refuse.kernel(f"{argument} must be float16, bfloat16 or float32, but got {tensor.dtype}")
-    if x.dim() not in (3, 4):
-        refuse.kernel(f"x must have 3 or 4 dimensions, but got {x.dim()}")
+        refuse(f"The rotary_mode of {name} should be half or interleave, but got {mode}")
     if x.shape[-1] % 2 or x.shape[-1] >= MAX_DIM:
         refuse.kernel(f"the last dimension of x must be even and less than {MAX_DIM}, but got {x.shape[-1]}")
     if cos.shape != sin.shape or cos.dim() != x.dim() or cos.shape[-1] != x.shape[-1]:
@@ -51,6 +45,8 @@ def apply_rotary(name: str, x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> T
     if any(size not in (1, full) for size, full in zip(cos.shape, x.shape, strict=True)):
         refuse.kernel(f"cos {list(cos.shape)} cannot be broadcast to x {list(x.shape)}")
     check_counts(x, cos, mode, cos.requires_grad or sin.requires_grad, refuse)
+    if any(bool((to_host(tensor).abs() > 1).any()) for tensor in (cos, sin)):
+        refuse.kernel("cos and sin must be in [-1, 1]; scale x instead (YaRN's attention factor)")
     return differentiable(rotary)(x, cos, sin, mode)
 
 
@@ -129,11 +125,8 @@ def npu_apply_rotary_pos_emb(
         refuse(f"The layout should be half/quarter/interleave, but got {rotary_mode}")
     if rotary_mode != "half" or layout not in ("BSND", "TND"):
         refuse.kernel(f"a 910B takes layout BSND or TND and rotary_mode half, but got {layout} and {rotary_mode}")
-    if query.dtype not in FLOATS or len({tensor.dtype for tensor in tensors}) > 1:
-        refuse.kernel(
-            "query, key, cos and sin must have one type of float16, bfloat16, float32, but got "
-            + ", ".join(str(tensor.dtype) for tensor in tensors)
-        )
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        refuse.kernel("query, key, cos and sin must have one type, but got " + ", ".join(str(t.dtype) for t in tensors))
     if any(tensor.dim() != len(layout) for tensor in tensors):
         refuse.kernel(f"layout {layout} needs {len(layout)} dimensions, but got {[t.dim() for t in tensors]}")
     dim = query.shape[-1]
