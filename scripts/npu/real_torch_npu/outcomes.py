@@ -8,6 +8,7 @@ A call is a Python expression over ``npu`` (``torch.ops.npu``), ``torch``, and `
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import json
 import os
@@ -21,28 +22,36 @@ import torch
 
 from real_torch_npu.library import build_cann, unpack
 
+NUMBERED_TYPES = {
+    "int4": 285, "hifloat8": 290, "float8_e5m2": 291, "float8_e4m3fn": 292, "float8_e8m0fnu": 293, "float4_e2m1fn_x2": 296,
+    "float4_e1m2fn_x2": 297,
+}  # fmt: skip
+CODES = ("PARAM", "TYPE", "VALUE", "PTR", "INTERNAL", "MEMORY", "NOT_SUPPORT", "NOT_FOUND", "UNAVAIL")
+
 
 def tensor(
-    *sizes: int, dtype: str = "bfloat16", fill: int | None = None, strides: list[int] | None = None
+    *sizes: int,
+    dtype: str = "bfloat16",
+    fill: int | None = None,
+    strides: list[int] | None = None,
+    device: str = "npu:0",
 ) -> torch.Tensor:
-    """Make an npu tensor of zeros, of one number, or of 0, 1, 2, ... (``fill=-1``), with the strides that are given."""
+    """Make a tensor of zeros, of one number, or of 0, 1, 2, ... (``fill=-1``), with the strides that are given."""
     kind = getattr(torch, dtype)
     if strides is not None:
-        return (
-            torch.zeros(sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + 1, dtype=kind)
-            .to("npu:0")
-            .as_strided(sizes, strides)
-        )
+        extent = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + 1
+        return torch.zeros(extent, dtype=kind).to(device).as_strided(sizes, strides)
     if fill == -1:
-        return torch.arange(torch.Size(sizes).numel()).view(sizes).to(kind).to("npu:0")
-    return torch.full(sizes, fill or 0, dtype=kind).to("npu:0")
+        return torch.arange(torch.Size(sizes).numel()).view(sizes).to(kind).to(device)
+    return torch.full(sizes, fill or 0, dtype=kind).to(device)
 
 
-def outcome(call: str) -> dict[str, Any]:
+def outcome(call: str, device: str = "npu:0") -> dict[str, Any]:
     """Evaluate a call. An exception is a refusal, with the first line of its message."""
+    names = {"npu": torch.ops.npu, "torch": torch, "t": functools.partial(tensor, device=device)}
     try:
-        result = eval(call, {"npu": torch.ops.npu, "torch": torch, "t": tensor})
-    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
+        result = eval(call.replace("npu:0", device), names)
+    except Exception as error:  # noqa: BLE001  # torch_npu's meta functions stumble over anything
         return {"refused": f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"}
     return {"results": [described(item) for item in (result if isinstance(result, (tuple, list)) else [result])]}
 
@@ -66,10 +75,11 @@ class RealLibrary:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
         )  # fmt: skip
 
-    def __call__(self, call: str) -> Any:
+    def __call__(self, call: str, device: str = "npu:0") -> Any:
+        """Return the outcome of a call; with the device ``meta`` that of torch_npu's meta registrations."""
         assert self.process.stdin
         assert self.process.stdout
-        self.process.stdin.write(call + "\n")
+        self.process.stdin.write(f"{device} {call}\n")
         self.process.stdin.flush()
         if not (line := self.process.stdout.readline()):
             raise RuntimeError(
@@ -106,7 +116,22 @@ def load(package: Path) -> None:
         _is_in_bad_fork=lambda: False,
     )  # fmt: skip
     torch._register_device_module("npu", device)
-    shell.npu = device  # type: ignore[attr-defined]
+    vars(shell).update(npu=device, **NUMBERED_TYPES)
+    run_meta_registrations(package)
+
+
+def run_meta_registrations(package: Path) -> None:
+    """Run torch_npu's file of shapes on the meta device, which imports three names of its Python package."""
+    names = {
+        "utils._error_code": {"ErrCode": types.SimpleNamespace(**dict.fromkeys(CODES)), "ops_error": lambda code: ""},
+        "npu.utils": {"get_cann_version": lambda: "9.0.0"},
+        "npu._backends": {"get_soc_version": lambda: 223},
+    }
+    for name, content in names.items():
+        sys.modules[f"torch_npu.{name}"] = module = types.ModuleType(f"torch_npu.{name}")
+        vars(module).update(content)
+    file = package / "op_plugin" / "meta" / "_meta_registrations.py"
+    exec(compile(file.read_text(), str(file), "exec"), {"__name__": "torch_npu.op_plugin.meta"})
 
 
 def main() -> None:
@@ -114,10 +139,11 @@ def main() -> None:
     os.dup2(2, 1)  # the library prints, too
     load(Path(sys.argv[1]))
     for line in sys.stdin:
-        if line.strip() == "schemas":
+        device, _, call = line.strip().partition(" ")
+        if call == "schemas":
             answer: Any = [str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("npu::")]
         else:
-            answer = outcome(line)
+            answer = outcome(call, device)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

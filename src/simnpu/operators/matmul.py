@@ -279,6 +279,11 @@ def is_transposed(tensor: Tensor) -> bool:
 def npu_bmmV2(input: Tensor, mat2: Tensor, output_sizes: Sequence[int]) -> Tensor:
     """Batched matrix product; ``output_sizes``, if not empty, is the shape of the result."""
 
+    if input.shape[:-2] != mat2.shape[:-2] or input.shape[-1] != mat2.shape[-2]:
+        Refusal("npu_bmmV2", "aclnnBatchMatMul").kernel(
+            f"batches and inner dimensions must be equal, but got {list(input.shape)} and {list(mat2.shape)}"
+        )
+
     def product_of(left: Tensor, right: Tensor) -> Tensor:
         result = (left.float() @ right.float()).to(left.dtype)
         return result.view(*output_sizes) if output_sizes else result

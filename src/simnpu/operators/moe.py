@@ -214,5 +214,7 @@ def check_gating(x: Tensor, k: int, bias: Tensor | None, k_group: int, group_cou
         refuse.kernel(f"groups rounded up to 32 experts must make at most {MAX_EXPERTS}, but got {group_count} groups")
     if not 1 <= k_group <= group_count:
         refuse.kernel(f"k_group must be in [1, group_count {group_count}], but got {k_group}")
-    if not 1 <= k <= (limit := experts // group_count * k_group):
-        refuse.kernel(f"k must be in [1, {limit}], the experts of {k_group} groups, but got {k}")
+    if not 1 <= k <= experts // group_count * k_group:
+        refuse.kernel(
+            f"k must be in [1, {experts // group_count * k_group}], the experts of {k_group} groups, but got {k}"
+        )

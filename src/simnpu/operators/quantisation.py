@@ -199,6 +199,15 @@ def npu_quantize(
 def npu_trans_quant_param(scale: Tensor, offset: Tensor | None = None, round_mode: int | None = 0) -> Tensor:
     """Encode a scale as :func:`npu_quant_matmul`'s int64: its upper 19 bits, a mark at bit 46, an offset from bit 37."""
 
+    refuse = Refusal("npu_trans_quant_param", "aclnnTransQuantParamV2")
+    if scale.dim() == 2 and scale.shape[0] != 1:
+        refuse("the scale shape support only (1, ) and (1, n)")
+    if round_mode not in (0, 1):
+        refuse(f"round_mode should be 0 or 1, but round_mode is {round_mode}")
+    sizes = [] if offset is None else [tuple(scale.shape), tuple(offset.shape)]
+    if len(set(sizes)) > 1 and not (scale.dim() == 1 == offset.dim() and 1 in (scale.numel(), offset.numel())):
+        refuse(f"shape of scale and offset should be equal, or one of them (1, ), but got {sizes}")
+
     def pack(scale: Tensor, offset: Tensor | None) -> Tensor:
         bits = (scale.round() if round_mode else scale).contiguous().view(torch.int32).long() & TRUNCATED | HAS_SCALE
         if offset is not None:
