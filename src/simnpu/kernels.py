@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from simnpu import autocast, host_memory, memory
+from simnpu.dtypes import watched
 from simnpu.fallback import Kernel, arguments_to_cpu, kernel_for
 from simnpu.memory import CPU_KEY, cpu_view, npu_view
 
@@ -138,7 +139,7 @@ def register() -> list[torch.library.Library]:
     for name in METADATA:
         enter(name, "PrivateUse1", functools.partial(_overload(name)._op_dk, CPU_KEY))
     for name in _operators() - HAND_WRITTEN.keys() - set(METADATA):
-        enter(name, "PrivateUse1", checked(name, _made_when_called(name)))
+        enter(name, "PrivateUse1", checked(name, watched(name, _made_when_called(name))))
     for name, kernel in host_memory.CPU_KERNELS.items():
         enter(name, "CPU", kernel)
     any_namespace = torch.library.Library("_", "IMPL")

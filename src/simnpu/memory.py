@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from simnpu import allocations
+from simnpu.dtypes import EVERY_TYPE, report
 from simnpu.visible import CURRENT, index_of
 
 # DLPack (dlpack.h): DLManagedTensor starts with DLTensor {void *data; DLDevice {int32 type; int32 id}; ...}
@@ -123,6 +124,8 @@ def to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
     """aten::_to_copy of an npu tensor: always new memory, strides as PyTorch's own kernel keeps them."""
+    if dtype is not None and dtype not in EVERY_TYPE:
+        report("_to_copy", dtype)
     _refuse_layout(layout)
     if device is not None and device.type == "meta":
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="meta")

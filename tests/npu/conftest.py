@@ -23,6 +23,7 @@ import pytest
 import simnpu
 from megascend.runtime.bootstrap.runtime import Runtime, bootstrap
 from megascend.testing.reference import IMPORTED, ProgramServer
+from simnpu.settings import STRICT_VARIABLE
 from support.ascend_packages import ON_ADAPTOR, WITHOUT_EXPERTS, package_folders
 
 MINDSPEED_FILES = (
@@ -42,6 +43,11 @@ ADAPTOR_FILES = ("test_adaptor_bootstrap.py", "test_adaptor_training.py")
 EXPERT_FILES = ("test_cookbook_ascend.py", "test_mtp.py", "test_npu_acceptance.py")
 """Files whose models have experts."""
 collect_ignore = [*(MINDSPEED_FILES if ON_ADAPTOR else ADAPTOR_FILES), *(EXPERT_FILES if WITHOUT_EXPERTS else ())]
+
+
+os.environ[STRICT_VARIABLE] = (
+    "1"  # for child processes, too: a type that torch_npu does not list for a 910B is an error
+)
 
 
 def npu_environment(**changes: str) -> dict[str, str]:
