@@ -2,6 +2,7 @@
 
 Source: torch_npu's list of PyTorch's APIs (Ascend/pytorch 9e73e708, docs/zh/api/native_api/pytorch_2-11-0, 2026-08-21), by the
 type of the first tensor. The list is of verified types and in places older than the A2's bfloat16: it counts where float16 does.
+``histc`` is left out: Megatron's router counts integers with it on cards.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LETTERS = {
 TABLE = """
 bhf adaptive_avg_pool2d adaptive_avg_pool3d addbmm addcdiv addmm avg_pool1d avg_pool2d baddbmm binary_cross_entropy
   binary_cross_entropy_with_logits bmm cdist ceil celu convolution_overrideable dist elu gelu group_norm hardshrink
-  hardsigmoid hardswish histc kl_div layer_norm lerp linalg_norm log_sigmoid log_softmax logit mish mm mse_loss
+  hardsigmoid hardswish kl_div layer_norm lerp linalg_norm log_sigmoid log_softmax logit mish mm mse_loss
   multilabel_margin_loss multinomial mv nanmean nll_loss norm prelu rrelu selu silu smooth_l1_loss soft_margin_loss
   softplus softshrink trunc var vdot
 bhfBcsil? acos addr amin aminmax asin atan2 copysign cummax div erfinv exp2 gt isneginf isposinf le log1p logical_not

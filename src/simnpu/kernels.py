@@ -135,7 +135,7 @@ def register() -> list[torch.library.Library]:
     assert aten.m is not None  # None only after the library was destroyed
     enter = aten.m.impl
     for name, kernel in HAND_WRITTEN.items():
-        enter(name, "PrivateUse1", kernel)
+        enter(name, "PrivateUse1", watched(name, kernel) if name == "convolution_overrideable" else kernel)
     for name in METADATA:
         enter(name, "PrivateUse1", functools.partial(_overload(name)._op_dk, CPU_KEY))
     for name in _operators() - HAND_WRITTEN.keys() - set(METADATA):
