@@ -114,6 +114,7 @@ def test_device_capability_accepts_a_device(states) -> None:
     assert {tuple(layout_state["capability"]) for layout_state in states[0].values()} == {(9, 0)}
 
     def work() -> list[float]:
+        torch.npu.set_device(dist.get_rank())  # hccl takes one rank a card
         tensor = torch.full((2,), float(dist.get_rank()), device="npu")
         dist.broadcast(tensor, src=1)
         return tensor.tolist()
