@@ -31,11 +31,17 @@ class Tokens:
     patches: torch.Tensor | None = None
 
 
+def takes_images(config: dict[str, Any]) -> bool:
+    """Check whether engines build the tower of a configuration; that of Kimi-K2.5, which has other sizes, is only copied."""
+    return "spatial_merge_size" in config.get("vision_config", {})
+
+
 def samples(config: dict[str, Any]) -> list[Tokens]:
     """Return two texts of different lengths; of a model with images the second has one."""
-    vision, short = config.get("vision_config"), TEXT[5:22]
-    if vision is None:
+    short = TEXT[5:22]
+    if not takes_images(config):
         return [Tokens(TEXT), Tokens(short)]
+    vision = config["vision_config"]
     width = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     features = [config["image_token_id"]] * (SIDE // vision["spatial_merge_size"]) ** 2
     image = [config["vision_start_token_id"], *features, config["vision_end_token_id"]]
@@ -69,7 +75,7 @@ def logprobs(model: Any, config: dict[str, Any]) -> torch.Tensor:
     for sample in samples(config):
         ids = torch.tensor([sample.ids])
         inputs: dict[str, Any] = {}
-        if "vision_config" in config:
+        if takes_images(config):
             inputs = {"mm_token_type_ids": (ids[:, :-1] == image).int()}
         if sample.patches is not None:
             inputs |= {"pixel_values": sample.patches, "image_grid_thw": torch.tensor([[1, SIDE, SIDE]])}
@@ -83,7 +89,7 @@ def logprobs(model: Any, config: dict[str, Any]) -> torch.Tensor:
 def reference(folder: Path, config: dict[str, Any], in_training: bool) -> dict[str, Any]:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    loader = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    loader = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
     model = loader.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager").float().eval()
     fill(model)
     model.save_pretrained(folder)

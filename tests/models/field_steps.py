@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from field_references import SIDE, Tokens, samples
+from field_references import SIDE, Tokens, samples, takes_images
 
 import megascend
 from megascend.training.batch.images import SampleImages
@@ -28,7 +28,7 @@ def outcome(engine: str, folder: Path) -> dict[str, Any]:
     """Return a model's log-probabilities and, if a field acts in training, its loss; or why it was refused, or crashed."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     reference = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
-    tower = {"vision_tower": "train"} if "vision_config" in config else {}
+    tower = {"vision_tower": "train"} if takes_images(config) else {}
     try:
         batch = [_sample(tokens, config) for tokens in samples(config)]
         batching = megascend.Batching(packing=config["model_type"] != "nemotron_h" or engine == "megatron")

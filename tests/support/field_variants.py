@@ -179,7 +179,7 @@ def variants(model_type: str) -> list[Variant]:
         if field not in full:
             found += [_variant(base, {field: value}, field) for value in candidates]
     found += rope_variants(base, full)
-    if "vision_config" in base:
+    if architecture.images is not None:
         found += image_variants(base, json.loads(config.to_json_string(use_diff=False)))
     return found
 
@@ -296,7 +296,9 @@ def _variant(base: dict[str, Any], changes: dict[str, Any], field: str) -> Varia
             )
         if name in config and name == "tie_word_embeddings":
             config[name] = value
-        if name == "hidden_size" and "vision_config" in config:  # the tower's features are its inputs
+        if name == "hidden_size" and "out_hidden_size" in config.get(
+            "vision_config", {}
+        ):  # the tower's features are its inputs
             config["vision_config"]["out_hidden_size"] = value
     name, _, rest = field.partition("=")
     label = f"{name}={json.dumps(next(iter(changes.values())))}" if "." not in field else field
