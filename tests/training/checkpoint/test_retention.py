@@ -181,6 +181,13 @@ def test_leftovers_of_killed_runs_are_removed(tmp_path):
     assert names(tmp_path) == sorted(["latest", "step-00000020", *other_names])
 
 
+def test_steps_to_keep_stay_whatever_their_age(tmp_path):
+    retention = Retention(tmp_path, keep_last=1)
+    add(retention, 1, 2, 3, 4)
+    retention.committed(retention.path(4), keep={1, 3})
+    assert retention.steps() == [1, 3, 4]
+
+
 def test_interrupted_removal_leaves_no_broken_checkpoint(tmp_path, monkeypatch):
     """Kill the removal at every call: all visible checkpoints are complete, and the next save finishes it."""
 
