@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megascend.apps.rl.rollout.group import TrajectoryGroup
+from megascend.testing.hf_reference import policy_loss
 
 
 @dataclass(frozen=True)
@@ -65,26 +66,6 @@ def expected_advantages(groups: list[TrajectoryGroup], formula: Formula) -> list
     return [values / scale for values, scale in zip(results, scales[formula.normalised], strict=True)]
 
 
-def token_objectives(now: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, formula: Formula) -> torch.Tensor:
-    """Return what is to be maximised of every sampled token of a response."""
-    ratio = torch.exp(now - old)
-    if formula.loss == "gspo":
-        ratio = torch.exp((now - old).mean()).expand(len(now))
-    if formula.loss in ("ppo", "gspo"):
-        value = torch.minimum(ratio * advantage, ratio.clamp(formula.low, formula.high) * advantage)
-        if formula.dual < math.inf:
-            value = torch.where(advantage < 0, torch.maximum(value, formula.dual * advantage), value)
-        return value
-    if formula.loss == "cispo":
-        return ratio.clamp(formula.low, formula.high).detach() * advantage * now
-    if formula.loss == "dro":
-        return advantage * now - 0.05 / 2 * (now - old).square()
-    if formula.loss == "stable_reinforce":
-        return ratio.clamp(max=formula.high).detach() * (advantage - 0.01 * (now - old)).detach() * now
-    assert formula.loss == "importance_sampling"
-    return ratio * advantage
-
-
 def reference(model: Any, groups: list[TrajectoryGroup], formula: Formula) -> tuple[float, torch.Tensor]:
     """Compute a step's loss, and its gradients in ``model`` (float64), from the formulas, one trajectory at a time.
 
@@ -105,7 +86,8 @@ def reference(model: Any, groups: list[TrajectoryGroup], formula: Formula) -> tu
             if formula.cap < math.inf:
                 old = now.detach()
                 factor = torch.clamp(torch.exp(old - engine), max=formula.cap)
-            responses.append(token_objectives(now, old, advantage * factor, formula))
+            bounds = (formula.low, formula.high)
+            responses.append(-policy_loss(formula.loss, now, old, advantage * factor, bounds, formula.dual))
             ratios.append(torch.stack([torch.exp(now.detach() - old), (advantage * factor).sign()]))
     if formula.average == "tokens":
         objective = torch.cat(responses).mean()

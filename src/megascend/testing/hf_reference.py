@@ -24,10 +24,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 def main(job_path: str, result_path: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     # One thread: the order of summation, and so the last bits, must not depend on the machine's load.
     torch.set_num_threads(1)
     with open(job_path, encoding="utf-8") as file:
@@ -217,19 +218,36 @@ def preference_loss(kind: str, sequences: list[tuple[dict[str, Any], Tensor, Ten
     return torch.stack(losses).mean()
 
 
-def policy_loss(kind: str, logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-    """Return the policy loss of each token of one sequence: [n]."""
+def policy_loss(
+    kind: str,
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    bounds: tuple[float, float] | None = None,
+    dual: float = float("inf"),
+) -> Tensor:
+    """Return the policy loss of each token of one sequence: [n].
+
+    Args:
+        bounds: of the ratio, where the loss clips it; default: the loss's own.
+        dual: upper bound of the ratio of tokens with a negative advantage.
+    """
     ratio = (logprobs - old).exp()
+    low, high = bounds or {"gspo": (1 - 3e-4, 1 + 4e-4), "stable_reinforce": (0.0, 2.0)}.get(kind, (0.8, 1.2))
     if kind == "cispo":  # MiniMax-M1: the clipped ratio is a number, the gradient is that of the log-probability
-        return -ratio.detach().clamp(0.8, 1.2) * advantages * logprobs
+        return -ratio.detach().clamp(low, high) * advantages * logprobs
     if kind == "dro":  # Tinker's: log p A - beta / 2 (log p - log q)^2, to be maximised
         return -(logprobs * advantages - 0.025 * (logprobs - old) ** 2)
-    low, high = 0.8, 1.2
+    if kind == "stable_reinforce":
+        return -ratio.detach().clamp(max=high) * (advantages - 0.01 * (logprobs - old)).detach() * logprobs
     if kind == "gspo":  # one ratio a sequence, the geometric mean
         ratio = ((logprobs - old).sum() / len(logprobs)).exp().expand(len(logprobs))
-        low, high = 1 - 3e-4, 1 + 4e-4
     values = -ratio * advantages
-    return values if kind == "importance_sampling" else torch.maximum(values, -ratio.clamp(low, high) * advantages)
+    if kind == "importance_sampling":
+        return values
+    assert kind in ("ppo", "gspo"), f"no formula of {kind}"
+    values = torch.maximum(values, -ratio.clamp(low, high) * advantages)
+    return values if dual == float("inf") else torch.where(advantages < 0, values.minimum(-dual * advantages), values)
 
 
 def router_losses(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> Tensor:

@@ -179,10 +179,7 @@ def test_a_loss_is_found_by_name_or_made_of_a_callable():
 
 
 def test_invalid_loss_raises_config_error():
-    with pytest.raises(
-        ConfigError,
-        match=r"unknown loss 'hinge'; known: cross_entropy, .*, ppo, cispo, gspo, dro, stable_reinforce, dpo",
-    ):
+    with pytest.raises(ConfigError, match=r"unknown loss 'hinge'; known: cross_entropy, .*, ppo, .*, dpo"):
         resolve("hinge")
     with pytest.raises(ConfigError, match=r"a loss is a name, a megascend\.Loss or a callable, got int"):
         resolve(3)
