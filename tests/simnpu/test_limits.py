@@ -195,3 +195,18 @@ def test_indices_that_are_no_permutation(npu: Any, indices: list[int]) -> None:
         )
     with pytest.raises(RuntimeError, match=r"sorted_indices must be int32, but got torch\.int64"):
         npu.npu_moe_token_unpermute(zeros(2, 4), rows.long())
+
+
+def test_types_of_the_weight_of_add_rms_norm(npu: Any) -> None:
+    x, gamma = zeros(2, 4, dtype=torch.bfloat16), zeros(4)
+    with pytest.raises(RuntimeError, match=r"gamma must have the type of x1, torch\.bfloat16, but got torch\.float32"):
+        npu.npu_add_rms_norm(x, x, gamma)
+
+
+def test_shapes_that_the_gradient_of_attention_takes(npu: Any) -> None:
+    x, statistics = zeros(1, 2, 3, 4), zeros(1, 2, 3, 8)
+    options = {"softmax_max": statistics, "softmax_sum": statistics, "attention_in": x}
+    assert npu.npu_fusion_attention_grad(x, x, x, x, 2, "BNSD", **options)[0].shape == x.shape
+    for changes in ({"attention_in": x[:, :, :2]}, {"softmax_sum": statistics[:, :1]}, dict.fromkeys(options, x)):
+        with pytest.raises(RuntimeError, match="dy and attention_in must have one shape, softmax_max and softmax_sum"):
+            npu.npu_fusion_attention_grad(x, x, x, x, 2, "BNSD", **options | changes)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from simnpu.errors import NotSimulatedError
 from simnpu.operators.attention_call import PSE_AFTER_SCALE, AttentionOptions, Lengths, backward, draw_seed, forward
+from simnpu.operators.attention_layout import STATISTICS
 from simnpu.operators.dispatch import on_host, operator, to_device, to_host
 from simnpu.operators.refusal import Refusal, refuse_unsimulated
 
@@ -137,6 +138,11 @@ def gradients(
     statistics = {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "attention_in": attention_in}
     if absent := [name for name, tensor in statistics.items() if tensor is None]:
         Refusal("npu_fusion_attention_grad", "aclnnFlashAttentionScoreGrad")(f"{', '.join(absent)} must be given")
+    if dy.shape != attention_in.shape or softmax_max.shape[-1] != STATISTICS or softmax_sum.shape != softmax_max.shape:
+        shapes = [list(tensor.shape) for tensor in (dy, attention_in, softmax_max, softmax_sum)]
+        Refusal("npu_fusion_attention_grad", "aclnnFlashAttentionScoreGrad").kernel(
+            f"dy and attention_in must have one shape, softmax_max and softmax_sum another that ends in 8, but got {shapes}"
+        )
     tensors: Any = map(to_host, (query, key, value, pse, dy, attention_in, softmax_max, softmax_sum))
     with torch.no_grad():
         return to_device(backward(*tensors, options=options.on_host()), query.device)

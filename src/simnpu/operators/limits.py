@@ -40,6 +40,7 @@ npu_ring_attention_update aclnnRingAttentionUpdate: prev_attn_out floats 3-3; cu
 prev_softmax_max float32 3-4; prev_softmax_sum float32 3-4; cur_softmax_max float32 3-4; cur_softmax_sum float32 3-4
 npu_grouped_matmul aclnnGroupedMatmulV4: x floats 2-6; weight floats 2-3; bias float16,float32 1-2; group_list int64 1-2
 npu_bmmV2 aclnnBatchMatMul: input floats,int32 2-8; mat2 floats,int32 2-8
+npu_confusion_transpose aclnnConfusionTranspose: input floats,int8,int16,int32,int64,uint8 1-8
 npu_linear aclnnMatmul: input floats,int32,int8 2-2; weight floats,int32,int8 2-2; bias floats,int32 1-1
 npu_moe_token_permute aclnnMoeTokenPermute: tokens floats 2-2; indices int32,int64 1-2
 npu_moe_token_unpermute aclnnMoeTokenUnpermute: permuted_tokens floats 2-2; sorted_indices int32 1-1; probs floats 2-2

@@ -28,6 +28,8 @@ def check_gamma(name: str, x: Tensor, gamma: Tensor) -> None:
     if gamma.dtype not in ACCEPTED.get(x.dtype, ()):
         pairs = ", ".join(f"{a}/{b}".replace("torch.", "") for a, allowed in ACCEPTED.items() for b in allowed)
         refuse.kernel(f"not support input dtype: x {x.dtype}, gamma {gamma.dtype}; it takes {pairs}")
+    if name == "npu_add_rms_norm" and gamma.dtype != x.dtype:
+        refuse.kernel(f"gamma must have the type of x1, {x.dtype}, but got {gamma.dtype}")
     if tuple(x.shape[-gamma.dim() :]) != tuple(gamma.shape):
         refuse.kernel(f"gamma shape {list(gamma.shape)} must equal the last dimensions of x {list(x.shape)}")
 
