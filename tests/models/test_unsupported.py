@@ -55,11 +55,11 @@ REFUSED = [
         ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe"),
     ),
     (
-        "sliding_window: 0 with layers of kind sliding_attention",
+        "sliding_window: 0 with sliding_attention in layer_types",
         {"sliding_window": 0, "layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2},
         ("qwen2_moe",),
     ),
-    ("sliding_window: null with layers of kind", {"sliding_window": None}, ("gpt_oss",)),
+    ("sliding_window: null with sliding_attention in layer_types", {"sliding_window": None}, ("gpt_oss",)),
     ("attention_bias: False is ignored for gpt_oss", {"attention_bias": False}, ("gpt_oss",)),
     ("decoder_sparse_step: 99", {"decoder_sparse_step": 99}, ("qwen2_moe", "qwen3_moe")),
     ("norm_topk_prob: false", {"norm_topk_prob": False}, ("deepseek_v3", "glm4_moe", "dots1")),

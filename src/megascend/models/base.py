@@ -357,7 +357,7 @@ class Architecture:
             ),
         ),
         Rule(
-            "sliding_window with layers of kind sliding_attention: they would see no token; correct config.json",
+            "sliding_window with sliding_attention in layer_types: they would see no token; correct config.json",
             lambda s: not s.config.get("sliding_window", 1) and "sliding_attention" in (s["layer_types"] or ()),
         ),
         Rule(

@@ -89,7 +89,7 @@ def _check_window(model: nn.Module, kind: str, window: int, longest: int) -> Non
     passes = any(WINDOW in _keywords(code) for code in codes if REGISTRY in _names(code))
     if window == 0:
         raise ConfigError(
-            f"engine fsdp: {kind} has layers with sliding_window: 0, which see no token; correct config.json"
+            f"engine fsdp: {kind} has layer_types with sliding_window: 0, which see no token; correct config.json"
         )
     if masks and not passes:
         raise ConfigError(
