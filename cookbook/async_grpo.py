@@ -24,6 +24,7 @@ Whether the reward has risen enough is then for you to judge.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import random
 import time
@@ -225,6 +226,10 @@ def trainers_on_gpus(arguments: argparse.Namespace) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if arguments.platform in ("auto", "cuda") else 0
 
 
+async def newest_version(engines: Sequence[Any]) -> int:
+    return max(await asyncio.gather(*(engine.version() for engine in engines)))
+
+
 def bars(rows: list[dict[str, Any]], width: int = 50) -> str:
     """Draw the rewards over the steps as text: ten lines, each the mean of a tenth of the run."""
     lines, size = [], max(1, len(rows) // 10)
@@ -342,7 +347,7 @@ def main() -> None:
         rollouts = SharedRollouts(backend, collector, patience_s=300)
         sync = stack.enter_context(megascend.WeightSync(backend, engines))
         # Versions must increase, and an engine may have been running before this process.
-        offset = 1 + rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - completed_steps
+        offset = 1 + rollouts.on_rank_0(lambda collector: collector.run(newest_version(engines))) - completed_steps
         first = sync.push(version=completed_steps + offset)
         if main_rank:
             print(f"weights: {precision}, {first.nbytes:,} bytes over {first.transport}", flush=True)

@@ -68,6 +68,8 @@ def run(
                     for child in [process, *psutil.Process(process.pid).children(recursive=True)]:
                         child.kill()  # torchrun's ranks run in separate sessions
                     break
+            else:
+                raise AssertionError(f"no line begins with {kill_after!r}: {output[-6000:]}")
         output += process.communicate(timeout=deadline_s)[0]
     finally:
         if process.poll() is None:
@@ -387,7 +389,6 @@ def test_async_grpo_raises_the_reward(engine: str, tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf").num_parameters() > 0
 
 
-@pytest.mark.nightly
 def test_async_grpo_uses_own_prompts_and_reward_and_resumes(tmp_path: Path) -> None:
     words = [{"prompt": f"{word}=", "answer": word.upper()} for word in ("one", "two", "red", "blue", "up", "down")]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(word) + "\n" for word in words))
