@@ -107,7 +107,10 @@ def test_options_that_a_loss_does_not_have_are_refused_by_name() -> None:
             {"loss": "dro", "correction": "none", "clip_low": 0.2},
             r"objective\.clip_low: 0\.2, but loss 'dro' has no setting",
         ),
-        ({"loss_settings": {"beta": 0.2}}, r"objective\.loss_settings\.beta: 0\.2, but loss 'ppo' has no setting"),
+        (
+            {"loss_settings": {"beta": 0.2}, "correction": "none"},
+            r"objective\.loss_settings\.beta: 0\.2, but loss 'ppo' has no setting",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             check_objective(Objective(**values))

@@ -179,6 +179,8 @@ RL: list[Case] = [
         "objective.preset=rloo; objective.dual_clip=3",
         "objective.preset=dapo; objective.correction=truncated",  # a preset's ranges are those of its loss
     ),
+    ("objective.correction: truncated with loss_settings",
+     "objective={loss: dro,loss_settings: {beta: 0.1}}", "objective={loss: dro,loss_settings: {beta: 0.1},correction: none}"),
     (
         "objective.overlong_share: 0.2 with rollout.environment",
         "objective.preset=dapo; rollout={prompts: p,environment: {name: m:E}}",

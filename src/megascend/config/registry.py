@@ -228,6 +228,7 @@ LOSSES: Registry[Any] = Registry(
     },
 )
 """Each is the function of its name in ``training/batch/losses.py`` or ``policy_losses.py``, which put a :class:`Loss` here."""
+BUILT_IN_LOSSES = frozenset(LOSSES)
 
 
 def losses_of_data() -> list[str]:

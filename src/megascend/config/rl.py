@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_settings
 from megascend.config.data import PREFERENCE_LOSSES
-from megascend.config.registry import INFERENCE_ENGINES, inference_engine, losses_of_responses
+from megascend.config.registry import BUILT_IN_LOSSES, INFERENCE_ENGINES, inference_engine, losses_of_responses
 from megascend.config.rl_presets import CLIP_OPTIONS, PRESETS
 from megascend.config.rules import Rule
 from megascend.config.section import Also, has_duplicates
@@ -246,6 +246,11 @@ class Objective(Section):
             "correction with clip_low, clip_high or dual_clip: the ratio to the old policy is 1, and nothing is "
             "clipped; set none",
             lambda s: s.correction == "truncated" and any(name in s.loss_options for name in CLIP_OPTIONS),
+        ),
+        Rule(
+            "correction with loss_settings of a built-in loss: the ratio to the old policy is 1, and they change nothing; "
+            "set none",
+            lambda s: s.correction == "truncated" and s.loss_settings and s.loss in BUILT_IN_LOSSES,
         ),
     )
 

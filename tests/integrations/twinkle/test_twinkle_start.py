@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 def test_the_five_minute_start(tmp_path: Path) -> None:
     blocks = page_blocks("twinkle", "## Five-minute start", "## What the launcher does")
     output = run(["bash", "-c", "set -e\n" + "\n".join(blocks)], tmp_path)
-    assert "megascend mends" in output
+    assert "megascend patches twinkle" in output
     losses = [float(value) for value in re.findall(r"step \d loss ([\d.]+)", output)]
     assert len(losses) == 2 * 8
     assert losses[-1] < 0.95 * losses[0]
