@@ -106,7 +106,7 @@ def main() -> None:
         backend.export_hf(arguments.output / "hf")
         if main_rank:
             print(
-                f"learned: loss {first_loss:.3f} -> {last_loss:.3f} after {stream.epochs:.1f} epochs; guessing has "
+                f"learned: loss {first_loss:.3f} -> {last_loss:.3f} after {stream.progress.epochs:.1f} epochs; guessing has "
                 f"{math.log(backend.vocab_size):.2f}; {arguments.output / 'hf'} is the model"
             )
     finally:

@@ -117,7 +117,7 @@ def main() -> None:
         backend.export_hf(arguments.output / "hf")
         if main_rank:
             print(
-                f"learned: loss {first_loss:.3f} -> {last_loss:.3f} after {stream.epochs:.1f} epochs; the entropy of a "
+                f"learned: loss {first_loss:.3f} -> {last_loss:.3f} after {stream.progress.epochs:.1f} epochs; the entropy of a "
                 f"token of the first answer is {mean_entropy:.2f} nats; guessing has {math.log(backend.vocab_size):.2f}; "
                 f"{arguments.output / 'hf'} is the model"
             )

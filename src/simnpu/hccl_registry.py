@@ -49,7 +49,7 @@ def kernel(returns: int | None = None) -> Callable[[Callable[..., Work]], Callab
             group_at = next(i for i, a in enumerate(args) if isinstance(a, torch.ScriptObject))
             group = ProcessGroup.unbox(args[group_at])
             check_world(function.__name__, group.size())
-            backend = group._get_backend(torch.device("npu"))
+            backend: Any = group._get_backend(torch.device("npu"))
             if not backend.joined:  # the communicator is made for the devices of its first tensors
                 backend.device_index = first_device(args[:group_at])
             rest = [reduction(a) if isinstance(a, torch.ScriptObject) else a for a in args[group_at + 1 :]]

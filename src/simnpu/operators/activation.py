@@ -5,11 +5,11 @@ casts and formats, which have no meaning of their own on the simulated device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Number
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.types import Number
 
 from simnpu.errors import NotSimulatedError
 from simnpu.operators.dispatch import differentiable, operator, overload

@@ -138,6 +138,9 @@ def gradients(
     statistics = {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "attention_in": attention_in}
     if absent := [name for name, tensor in statistics.items() if tensor is None]:
         Refusal("npu_fusion_attention_grad", "aclnnFlashAttentionScoreGrad")(f"{', '.join(absent)} must be given")
+    assert softmax_max is not None
+    assert softmax_sum is not None
+    assert attention_in is not None
     if dy.shape != attention_in.shape or softmax_max.shape[-1] != STATISTICS or softmax_sum.shape != softmax_max.shape:
         shapes = [list(tensor.shape) for tensor in (dy, attention_in, softmax_max, softmax_sum)]
         Refusal("npu_fusion_attention_grad", "aclnnFlashAttentionScoreGrad").kernel(

@@ -12,10 +12,10 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
-from numbers import Number
 from typing import Any
 
 import torch
+from torch.types import Number
 
 from simnpu.operators.dispatch import OPERATORS
 

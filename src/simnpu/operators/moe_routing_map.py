@@ -80,7 +80,7 @@ def npu_moe_token_permute_with_routing_map_grad(
     drop_and_pad: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the tokens [tokens, hidden] and of the probabilities [tokens, experts]."""
-    check_map("npu_moe_token_permute_with_routing_map_grad", tokens_num, routing_map)
+    check_map("npu_moe_token_permute_with_routing_map_grad", int(tokens_num), routing_map)
 
     def gradients(grad: Tensor, probs_grad: Tensor | None, routing_map: Tensor) -> tuple[Tensor, Tensor | None]:
         token_of, expert_of = rows_by_expert(routing_map, grad.shape[0], drop_and_pad)

@@ -6,9 +6,9 @@ Formula: Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:171
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Number
 
 from torch import Tensor
+from torch.types import Number
 
 from simnpu.errors import NotSimulatedError
 from simnpu.operators.dispatch import extension, on_host, operator, overload

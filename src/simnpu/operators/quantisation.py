@@ -204,9 +204,9 @@ def npu_trans_quant_param(scale: Tensor, offset: Tensor | None = None, round_mod
         refuse("the scale shape support only (1, ) and (1, n)")
     if round_mode not in (0, 1):
         refuse(f"round_mode should be 0 or 1, but round_mode is {round_mode}")
-    sizes = [] if offset is None else [tuple(scale.shape), tuple(offset.shape)]
-    if len(set(sizes)) > 1 and not (scale.dim() == 1 == offset.dim() and 1 in (scale.numel(), offset.numel())):
-        refuse(f"shape of scale and offset should be equal, or one of them (1, ), but got {sizes}")
+    shapes = [tuple(tensor.shape) for tensor in (scale, offset) if tensor is not None]
+    if len(set(shapes)) > 1 and not (all(len(shape) == 1 for shape in shapes) and (1,) in shapes):
+        refuse(f"shape of scale and offset should be equal, or one of them (1, ), but got {shapes}")
 
     def pack(scale: Tensor, offset: Tensor | None) -> Tensor:
         bits = (scale.round() if round_mode else scale).contiguous().view(torch.int32).long() & TRUNCATED | HAS_SCALE

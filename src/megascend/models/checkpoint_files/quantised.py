@@ -140,8 +140,9 @@ def _int4_group(settings: Mapping[str, Any]) -> int | None:
     sizes = {weights.get("group_size") for weights in groups}
     plain = all(weights.get(name, value) == value for weights in groups for name, value in expected.items())
     size = sizes.pop() if len(sizes) == 1 else None
-    fits = plain and settings.get("format") == "pack-quantized" and isinstance(size, int) and size > 0
-    return size if fits and size % PER_WORD == 0 else None
+    if not plain or settings.get("format") != "pack-quantized" or not isinstance(size, int) or size <= 0:
+        return None
+    return size if size % PER_WORD == 0 else None
 
 
 def read_tensor(
