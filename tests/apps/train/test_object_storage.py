@@ -259,7 +259,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(remote: str) -> None:
 def test_lost_machine_continues_from_the_storage_bit_for_bit(remote: str, tmp_path: Path) -> None:
     """Kill a run after its checkpoints were copied, and resume it in a new directory, as on a new machine."""
     folder = tiny_run(tmp_path)
-    options = {"engine": "single", "steps": 8, "export": True}
+    options = {"steps": 8, "export": True}
 
     def run(output: str, resume: str | None = None, **saves: Any) -> None:
         settings = run_config(folder, tmp_path / output, **options, checkpoint={"every": 2, **saves})
