@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
 import random
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,13 @@ from weightwire.engine_calls import LoopThread
 from weightwire.keys import ENVIRONMENT, Key, generate_key
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_for_a_fork() -> Iterator[None]:
+    """Collect loops and engines in the process that has their threads: in a fork their destructors would wait for none."""
+    yield
+    gc.collect()
 
 
 class FailingEngine(LocalEngine):
