@@ -64,62 +64,11 @@ def dequantised_headers(
     joined = dict(headers)
     if method == "fp8" and settings.get("weight_block_size"):
         rows, columns = settings["weight_block_size"]
-        for name in [name for name in headers if name.endswith(SCALES)]:
-            weight, scales = name.removesuffix(SCALES), joined.pop(name)
-            values = joined.get(weight)
-            if values is None:
-                raise CheckpointError(f"{source}: {name} scales {weight}, which no file holds; fetch the files again")
-            expected = (*values.shape[:-2], -(-values.shape[-2] // rows), -(-values.shape[-1] // columns))
-            if scales.shape != expected:
-                raise CheckpointError(
-                    f"{source}: {name} has shape {list(scales.shape)}; {weight} {list(values.shape)} in blocks of {rows} x "
-                    f"{columns} (quantization_config.weight_block_size) needs {list(expected)}"
-                )
-            joined[weight] = QuantisedHeader(
-                DEQUANTISED,
-                values.shape,
-                values.file,
-                method="fp8",
-                values=(weight, values),
-                scales=(name, scales),
-                block=(rows, columns),
-            )
+        _join_fp8(joined, rows, columns, source)
     elif method == "mxfp4":
-        for name in [name for name in headers if name.endswith(BLOCKS)]:
-            weight = name.removesuffix(BLOCKS)
-            values, scales = joined.pop(name), joined.pop(f"{weight}{EXPONENTS}", None)
-            if scales is None or len(values.shape) != 4 or scales.shape != values.shape[:-1]:
-                raise CheckpointError(
-                    f"{source}: {name} {list(values.shape)} needs {weight}{EXPONENTS} of shape {list(values.shape[:-1])}"
-                )
-            experts, rows, groups, _ = values.shape
-            joined[weight] = QuantisedHeader(
-                DEQUANTISED,
-                (experts, groups * MXFP4_GROUP, rows),
-                values.file,
-                method="mxfp4",
-                values=(name, values),
-                scales=(f"{weight}{EXPONENTS}", scales),
-            )
+        _join_mxfp4(joined, source)
     elif method == "compressed-tensors" and (group := _int4_group(settings)):
-        for name in [name for name in headers if name.endswith(PACKED)]:
-            weight = name.removesuffix(PACKED)
-            values, scales = joined.pop(name), joined.pop(f"{weight}{GROUP_SCALES}", None)
-            joined.pop(f"{weight}{SHAPE}", None)
-            shape = (values.shape[0], values.shape[1] * PER_WORD)
-            if scales is None or scales.shape != (shape[0], shape[1] // group):
-                raise CheckpointError(
-                    f"{source}: {name} {list(values.shape)} needs {weight}{GROUP_SCALES} of shape {[shape[0], shape[1] // group]}"
-                )
-            joined[weight] = QuantisedHeader(
-                DEQUANTISED,
-                shape,
-                values.file,
-                method="int4",
-                values=(name, values),
-                scales=(f"{weight}{GROUP_SCALES}", scales),
-                block=(1, group),
-            )
+        _join_int4(joined, group, source)
     else:
         raise CheckpointError(
             f"{source}/config.json: quantization_config.quant_method {method!r} is not read (fp8 in blocks, mxfp4, symmetric "
@@ -131,6 +80,72 @@ def dequantised_headers(
             f"{source}: {left[0]} is stored in {joined[left[0]].dtype} without scales; fetch the files again"
         )
     return joined
+
+
+def _join_fp8(joined: dict[str, TensorHeader], rows: int, columns: int, source: Path) -> None:
+    """Join fp8 weights with the scales of their blocks of ``rows`` x ``columns``."""
+    for name in [name for name in joined if name.endswith(SCALES)]:
+        weight, scales = name.removesuffix(SCALES), joined.pop(name)
+        values = joined.get(weight)
+        if values is None:
+            raise CheckpointError(f"{source}: {name} scales {weight}, which no file holds; fetch the files again")
+        expected = (*values.shape[:-2], -(-values.shape[-2] // rows), -(-values.shape[-1] // columns))
+        if scales.shape != expected:
+            raise CheckpointError(
+                f"{source}: {name} has shape {list(scales.shape)}; {weight} {list(values.shape)} in blocks of {rows} x "
+                f"{columns} (quantization_config.weight_block_size) needs {list(expected)}"
+            )
+        joined[weight] = QuantisedHeader(
+            DEQUANTISED,
+            values.shape,
+            values.file,
+            method="fp8",
+            values=(weight, values),
+            scales=(name, scales),
+            block=(rows, columns),
+        )
+
+
+def _join_mxfp4(joined: dict[str, TensorHeader], source: Path) -> None:
+    """Join blocks of experts with their exponents."""
+    for name in [name for name in joined if name.endswith(BLOCKS)]:
+        weight = name.removesuffix(BLOCKS)
+        values, scales = joined.pop(name), joined.pop(f"{weight}{EXPONENTS}", None)
+        if scales is None or len(values.shape) != 4 or scales.shape != values.shape[:-1]:
+            raise CheckpointError(
+                f"{source}: {name} {list(values.shape)} needs {weight}{EXPONENTS} of shape {list(values.shape[:-1])}"
+            )
+        experts, rows, groups, _ = values.shape
+        joined[weight] = QuantisedHeader(
+            DEQUANTISED,
+            (experts, groups * MXFP4_GROUP, rows),
+            values.file,
+            method="mxfp4",
+            values=(name, values),
+            scales=(f"{weight}{EXPONENTS}", scales),
+        )
+
+
+def _join_int4(joined: dict[str, TensorHeader], group: int, source: Path) -> None:
+    """Join packed weights with the factors of groups of ``group`` values along the input."""
+    for name in [name for name in joined if name.endswith(PACKED)]:
+        weight = name.removesuffix(PACKED)
+        values, scales = joined.pop(name), joined.pop(f"{weight}{GROUP_SCALES}", None)
+        joined.pop(f"{weight}{SHAPE}", None)
+        shape = (values.shape[0], values.shape[1] * PER_WORD)
+        if scales is None or scales.shape != (shape[0], shape[1] // group):
+            raise CheckpointError(
+                f"{source}: {name} {list(values.shape)} needs {weight}{GROUP_SCALES} of shape {[shape[0], shape[1] // group]}"
+            )
+        joined[weight] = QuantisedHeader(
+            DEQUANTISED,
+            shape,
+            values.file,
+            method="int4",
+            values=(name, values),
+            scales=(f"{weight}{GROUP_SCALES}", scales),
+            block=(1, group),
+        )
 
 
 def _int4_group(settings: Mapping[str, Any]) -> int | None:
