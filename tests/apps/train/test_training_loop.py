@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,32 @@ from megascend.testing import run_distributed
 from support.runs import losses, run_config, tiny_run
 
 DEADLINE_S = 120
+
+
+def test_runs_in_a_fork_collect_nothing_of_the_parent(folder: Path, tmp_path: Path) -> None:
+    """Leave garbage whose destructor would wait, in a fork, for a thread that only the parent has."""
+    collected = tmp_path / "collected"
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            with collected.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+
+    def on_rank() -> None:
+        for number in range(2):
+            train(run_config(folder, tmp_path / f"run{number}", steps=1))
+
+    gc.disable()
+    try:
+        Cycle()
+        run_distributed(on_rank, 1, init=False, timeout_s=DEADLINE_S)
+    finally:
+        gc.enable()
+    gc.collect()
+    assert collected.read_text() == f"{os.getpid()}\n"
 
 
 def test_phases_add_up_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
 
 logger = logging.getLogger(__name__)
+FROZEN_BY_PYTHON = 2000
+"""More objects than an interpreter freezes when it starts, some hundred from Python 3.12 on, and fewer than any program does."""
 
 
 def run(
@@ -112,8 +114,10 @@ def run(
             runtime.load_megatron()
         # Imported modules live as long as the process: excluding them makes garbage collections between steps much faster.
         gc.collect()
+        # What the caller has frozen stays frozen: in a fork, it may own threads that only the parent has.
+        if gc.get_freeze_count() < FROZEN_BY_PYTHON:
+            stack.callback(gc.unfreeze)  # the caller's own objects are among them
         gc.freeze()
-        stack.callback(gc.unfreeze)  # the caller's own objects are among them
         phases.end("Megatron" if megatron else "engine")
         this_run = build_model(data, event_log, launch, stack, phases)
         # Before the first step: if only the export after the last step failed, the whole run would be lost.
