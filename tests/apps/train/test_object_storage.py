@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from megascend.apps.train import object_storage
@@ -22,6 +25,7 @@ from megascend.errors import CheckpointError, ConfigError, MissingDependencyErro
 from megascend.testing import faults, run_distributed
 from megascend.training.checkpoint import manifest
 from megascend.training.checkpoint.retention import Retention
+from support.forked_programs import environment
 from support.runs import run_config, tiny_run
 
 moto = pytest.importorskip("moto.server", reason="moto (the test extra) is not installed")
@@ -123,7 +127,7 @@ def checkpoint(folder: Path, step: int) -> Path:
 def uploads(remote: str, **settings: Any) -> tuple[Uploads, list[tuple[str, str]]]:
     events: list[tuple[str, str]] = []
     log: Any = SimpleNamespace(event=lambda kind, **values: events.append((kind, values["name"])))
-    return Uploads(Checkpoint(remote=remote, **settings), log, overwrite=False), events
+    return Uploads(Checkpoint(remote=remote, **settings), log), events
 
 
 def config(folder: Path, remote: str) -> RunConfig:
@@ -175,7 +179,7 @@ def test_lasting_fault_ends_the_run_with_an_error_and_leaves_no_half_checkpoint(
     wait_for(lambda: events)
     proxy.cuts = 1_000_000
     copies.add_checkpoint(second)
-    with pytest.raises(CheckpointError, match=f"{remote} lacks the last copy: step-00000020"):
+    with pytest.raises(CheckpointError, match=f"{remote} is not up to date: step-00000020"):
         copies.__exit__(None, None, None)
     assert events == [("uploaded", first.name), ("upload_failed", second.name)]
     proxy.cuts = 0
@@ -240,10 +244,33 @@ def test_earlier_run_is_refused_or_replaced_after_the_first_step(remote: str, tm
     fetch_checkpoint(config(tmp_path, remote), True, None)
     assert not (tmp_path / "run").exists()
     log: Any = SimpleNamespace(event=lambda *_, **__: None)
-    with Uploads(Checkpoint(remote=remote), log, overwrite=True) as copies:
+    with Uploads(Checkpoint(remote=remote), log) as copies:
         assert ObjectStorage(remote).steps() == [100]
-        copies.take_over()
+        copies.clear()
     assert ObjectStorage(remote).steps() == []
+
+
+def test_copied_export_does_not_hide_that_a_checkpoint_is_missing(proxy: Proxy, remote: str, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text("{}")
+    copies, events = uploads(remote)
+    proxy.refuses = 1_000_000
+    copies.add_checkpoint(checkpoint(tmp_path, 10))
+    wait_for(lambda: events)
+    proxy.refuses = 0
+    copies.add_export(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="is not up to date: step-00000010"):
+        copies.__exit__(None, None, None)
+    assert events == [("upload_failed", "step-00000010"), ("uploaded", "hf")]
+
+
+def test_removal_that_fails_ends(proxy: Proxy, remote: str) -> None:
+    copies, events = uploads(remote)
+    proxy.refuses = 1_000_000
+    copies.clear()
+    with pytest.raises(CheckpointError, match="an earlier run's checkpoints"):
+        copies.__exit__(None, None, None)
+    assert [kind for kind, _ in events] == ["upload_failed"]
 
 
 def test_what_cannot_work_is_refused_before_the_first_step(remote: str) -> None:
@@ -261,9 +288,11 @@ def test_lost_machine_continues_from_the_storage_bit_for_bit(remote: str, tmp_pa
     folder = tiny_run(tmp_path)
     options = {"steps": 8, "export": True}
 
-    def run(output: str, resume: str | None = None, **saves: Any) -> None:
+    def run(output: str, resume: str | None = None, overwrite: bool = False, **saves: Any) -> None:
         settings = run_config(folder, tmp_path / output, **options, checkpoint={"every": 2, **saves})
-        run_distributed(lambda: train(settings, resume=resume).steps, 1, init=False, timeout_s=DEADLINE_S)
+        run_distributed(
+            lambda: train(settings, resume=resume, overwrite=overwrite).steps, 1, init=False, timeout_s=DEADLINE_S
+        )
 
     run("uninterrupted")
     with faults.inject(faults.Fault("raise", rank=0, phase="forward and backward", step=6)), pytest.raises(Exception):  # noqa: B017
@@ -278,3 +307,25 @@ def test_lost_machine_continues_from_the_storage_bit_for_bit(remote: str, tmp_pa
     storage = ObjectStorage(remote)
     exported = {path.rpartition("/")[2] for path in storage._files.ls(f"{storage._root}/hf", detail=False)}
     assert exported == {file.name for file in (tmp_path / "new/hf").iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_restarted_command_keeps_the_copies_of_its_own_run(remote: str, tmp_path: Path) -> None:
+    """Let torchrun start ``--overwrite`` again after the rank died: the checkpoints there are no earlier run's by then."""
+    settings = run_config(tiny_run(tmp_path), tmp_path / "run", steps=8)
+    values = settings.model_dump(mode="json", exclude_unset=True)
+    values["checkpoint"] = {"every": 2, "keep_last": 9, "asynchronous": False, "remote": remote}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    copies, _ = uploads(remote)
+    with copies:
+        copies.add_checkpoint(checkpoint(tmp_path / "earlier", 100))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=1"]
+    command = [*launcher, "-m", "megascend.apps.cli.main", "train", "run.yaml", "--overwrite"]
+    fault = faults.environment(faults.Fault("raise", rank=0, phase="forward and backward", step=6, attempt=0))
+    completed = subprocess.run(
+        command, cwd=tmp_path, env=environment() | fault, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert "attempt 1: resuming from the last checkpoint" in completed.stdout
+    assert ObjectStorage(remote).steps() == [2, 4, 6, 8]

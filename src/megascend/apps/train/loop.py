@@ -80,7 +80,7 @@ def run(
         stack.enter_context(event_log.recording_errors(lambda: 0))
         # Its last copy is waited for after the process groups are destroyed: no other rank's deadline runs meanwhile.
         remote = config.checkpoint.remote is not None and launch.rank == 0
-        uploads = stack.enter_context(Uploads(config.checkpoint, event_log, overwrite)) if remote else None
+        uploads = stack.enter_context(Uploads(config.checkpoint, event_log)) if remote else None
         plan = plan_with_plugins(kind, config, launch, overwrite, plan)
         self_check = SelfCheckPrefetch(plan, launch.rank)
         stack.callback(self_check.close)
@@ -128,7 +128,9 @@ def run(
         # Checkpoint
         this_run.backend.from_rank_0(lambda: lock_output(config.output, stack))
         directory, progress = begin(config, this_run.backend, event_log, overwrite, resume, data.progress_keys)
-        directory.on_take_over = lambda: None if uploads is None else uploads.take_over()
+        # A restarted command may still have --overwrite: what a resumed run has copied before is its own.
+        if uploads is not None and overwrite and progress is None:
+            directory.on_take_over = uploads.clear
         inputs = read_inputs(this_run.backend, data.inputs)
         if progress is not None and INPUTS in progress:
             compare_inputs(data.inputs, inputs, progress[INPUTS], launch.rank)

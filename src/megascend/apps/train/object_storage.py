@@ -173,21 +173,18 @@ class Uploads:
     Leaving the context waits for the last one, so it is entered before the process groups are created.
     """
 
-    def __init__(self, settings: Checkpoint, event_log: EventLog, overwrite: bool) -> None:
-        """
-        Args:
-            overwrite: checkpoints of an earlier run are removed at :meth:`take_over`.
-        """
+    def __init__(self, settings: Checkpoint, event_log: EventLog) -> None:
         assert settings.remote is not None
         self._settings, self._event_log = settings, event_log
-        self._overwrite, self._clears = overwrite, False
         self._storage = ObjectStorage(settings.remote)
         self._changed = threading.Condition()
         self._checkpoint: tuple[Path, Collection[int]] | None = None
         self._export: Path | None = None
-        self._closing = False
+        self._clears = self._closing = False
         self._copied: Path | None = None
-        self._problem: str | None = None
+        self._problems: dict[
+            str, str
+        ] = {}  # of the last attempt of each kind: a copied export does not replace a checkpoint
         self._thread = BackgroundThread(self._work, name="megascend-upload")
         self._thread.start()
 
@@ -206,10 +203,10 @@ class Uploads:
         copied = self._copied
         return set() if copied is None else {step_of(copied)}
 
-    def take_over(self) -> None:
-        """Remove an earlier run's checkpoints if it is overwritten: this run has done its first step."""
+    def clear(self) -> None:
+        """Remove the checkpoints of an earlier run that this one overwrites."""
         with self._changed:
-            self._clears = self._overwrite
+            self._clears = True
             self._changed.notify_all()
 
     def add_checkpoint(self, path: Path, keep: Collection[int] = ()) -> None:
@@ -239,13 +236,12 @@ class Uploads:
         if busy:
             announce(f"copying to {self._settings.remote}")
         self._thread.join(self._settings.timeout_s)
+        problems = list(self._problems.values())
         if self._thread.is_alive():
-            self._problem = f"not complete after {self._settings.timeout_s:g} s (checkpoint.timeout_s)"
-        if self._problem is None:
+            problems.append(f"not complete after {self._settings.timeout_s:g} s (checkpoint.timeout_s)")
+        if not problems:
             return
-        text = (
-            f"checkpoint.remote: {self._settings.remote} lacks the last copy: {self._problem}; --resume auto repeats it"
-        )
+        text = f"checkpoint.remote: {self._settings.remote} is not up to date: {problems[0]}; --resume auto repeats it"
         if kind is None:
             raise CheckpointError(text)
         logger.error("%s", text)
@@ -254,37 +250,37 @@ class Uploads:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._clears or self._checkpoint or self._export or self._closing)
-                (checkpoint, self._checkpoint), (export, self._export) = (self._checkpoint, None), (self._export, None)
-                if not (self._clears or checkpoint or export):
+                clears, checkpoint, export = self._clears, self._checkpoint, self._export
+                if not (clears or checkpoint or export):
                     return
+                self._clears, self._checkpoint, self._export = False, None, None
                 self._copied = checkpoint[0] if checkpoint is not None else None
-            if self._clears:
-                self._try("an earlier run's checkpoints", self._clear)
+            if clears:
+                self._try("removal", "an earlier run's checkpoints", self._remove_all)
             if checkpoint is not None:
-                self._try(checkpoint[0].name, self._copy_checkpoint, *checkpoint)
+                self._try("checkpoint", checkpoint[0].name, self._copy_checkpoint, *checkpoint)
                 self._copied = None
             if export is not None:
-                self._try(export.name, self._storage.put, export, export.name, EXPORTS[export.name])
+                self._try("export", export.name, self._storage.put, export, export.name, EXPORTS[export.name])
 
-    def _try(self, name: str, work: Callable[..., int], *arguments: Any) -> None:
+    def _try(self, kind: str, name: str, work: Callable[..., int], *arguments: Any) -> None:
         start = time.monotonic()
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 size = work(*arguments)
-                self._problem = None
+                self._problems.pop(kind, None)
                 self._event_log.event("uploaded", name=name, bytes=size, seconds=round(time.monotonic() - start, 3))
                 return
             except Exception as error:  # noqa: BLE001  raised at the end of the run
-                self._problem = f"{name}: {reason(error)}"
-                logger.warning("checkpoint.remote: attempt %d of %d: %s", attempt, ATTEMPTS, self._problem)
+                self._problems[kind] = f"{name}: {reason(error)}"
+                logger.warning("checkpoint.remote: attempt %d of %d: %s", attempt, ATTEMPTS, self._problems[kind])
             if attempt < ATTEMPTS:
                 time.sleep(RETRY_AFTER_S * 2 ** (attempt - 1))
-        self._event_log.event("upload_failed", name=name, problem=self._problem)
+        self._event_log.event("upload_failed", name=name, problem=self._problems[kind])
 
-    def _clear(self) -> int:
+    def _remove_all(self) -> int:
         for step in self._storage.steps():
             self._storage.remove(step)
-        self._clears = False
         return 0
 
     def _copy_checkpoint(self, path: Path, keep: Collection[int]) -> int:
