@@ -26,6 +26,8 @@ SIBLINGS = ("simnpu", "weightwire")
 """Independent top-level packages in src, each one row of the table."""
 UNDER_ALL = ("config", "runtime")
 """Rooms of the backend on which every application depends so much that a change of them runs everything."""
+ENDS = {"simnpu": ["tests/simnpu", "tests/npu"], "integrations": ["tests/integrations"]}
+"""Tests of rooms that no other room needs: beside them, files that name the room."""
 PAGES = ["tests/test_docs.py", "tests/test_snippets.py", "tests/test_recipes.py"]
 PAGE_FILES = re.compile(r"(docs|benchmarks|examples|recipes)/.*|[^/]+\.md|cookbook/README\.md")
 
@@ -112,6 +114,12 @@ def application_tests(changed: str) -> set[str]:
     return {f"tests/apps/{name}" for name in applications} | {str(path.relative_to(ROOT)) for path in files}
 
 
+def tests_naming(word: str) -> set[str]:
+    """Return the files of tests in which a word occurs, if only in a program or a command."""
+    files = (path for path in (ROOT / "tests").rglob("test_*.py") if re.search(rf"\b{word}\b", path.read_text("utf-8")))
+    return {str(path.relative_to(ROOT)) for path in files}
+
+
 def select(paths: Iterable[str]) -> tuple[set[str], str]:
     """Return the tests that changed files concern, and the reason.
 
@@ -132,6 +140,9 @@ def select(paths: Iterable[str]) -> tuple[set[str], str]:
         elif application:
             tests |= application_tests(application)
             reasons[f"application {application}"] = None
+        elif room in ENDS and (path.startswith("src/") or folder == "tests"):
+            tests |= {*ENDS[room], *tests_naming(room)}
+            reasons[room] = None
         elif room in backend() and room not in UNDER_ALL and (path.startswith("src/") or folder == "tests"):
             tests |= backend_tests()
             reasons[f"backend ({room})"] = None
