@@ -156,6 +156,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def concerned_paths(config: pytest.Config) -> tuple[str, ...]:
+    """Return how the paths of concerned tests begin, relative to the root; none if every test is concerned."""
+    return tuple(path if path.endswith(".py") else f"{path}/" for path in config.getoption("concerned").split())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of tests that a change does not concern: all of them take ten seconds in each worker."""
+    concerned = concerned_paths(config)
+    if not concerned or collection_path.suffix != ".py":
+        return None
+    if f"{collection_path.relative_to(config.rootpath)}".startswith(concerned):
+        return None
+    return True if "pytest.mark.core" not in collection_path.read_text(encoding="utf-8") else None
+
+
 def mark_cases(items: list[pytest.Item], whole_files: bool) -> None:
     """Give the cases that ``nightly_cases``, ``difference_cases`` and ``core_cases`` name the marker without ``_cases``.
 
@@ -181,9 +196,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark cases and select what a change concerns. Put :data:`FIRST` first, and :data:`SPREAD` last: its tests fill the gaps."""
     whole_files = not config.getoption("lf", False) and not any("::" in argument for argument in config.args)
     mark_cases(items, whole_files)
-    if concerned := config.getoption("concerned").split():
-        folders = tuple(path if path.endswith(".py") else f"{path}/" for path in concerned)
-        left_out = {item for item in items if not (item.nodeid.startswith(folders) or item.get_closest_marker("core"))}
+    if concerned := concerned_paths(config):
+        left_out = {
+            item for item in items if not (item.nodeid.startswith(concerned) or item.get_closest_marker("core"))
+        }
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
