@@ -28,6 +28,8 @@ UNDER_ALL = ("config", "runtime")
 """Rooms of the backend on which every application depends so much that a change of them runs everything."""
 ENDS = {"simnpu": ["tests/simnpu", "tests/npu"], "integrations": ["tests/integrations"]}
 """Tests of rooms that no other room needs: beside them, files that name the room."""
+LOWEST = ("weightwire", "reference")
+"""Folders of tests that use none of the rooms from ``models`` on."""
 PAGES = ["tests/test_docs.py", "tests/test_snippets.py", "tests/test_recipes.py"]
 PAGE_FILES = re.compile(r"(docs|benchmarks|examples|recipes)/.*|[^/]+\.md|cookbook/README\.md")
 
@@ -91,10 +93,13 @@ def application_of(path: Path | str) -> str | None:
     return match and match[1]
 
 
-def backend_tests() -> set[str]:
-    """Return the tests of a change of the backend: all but the applications'."""
+def backend_tests(room: str | None = None) -> set[str]:
+    """Return the tests of a change of a room of the backend, or of any: all but the applications' and those of rooms below."""
+    left_out = ["apps", "__pycache__"]
+    if room in backend() and backend().index(room) >= backend().index("models"):
+        left_out += LOWEST
     children = [path for path in (ROOT / "tests").iterdir() if path.is_dir() or path.name.startswith("test_")]
-    return {f"tests/{path.name}" for path in children if path.name not in ("apps", "__pycache__")}
+    return {f"tests/{path.name}" for path in children if path.name not in left_out}
 
 
 def application_tests(changed: str) -> set[str]:
@@ -144,7 +149,7 @@ def select(paths: Iterable[str]) -> tuple[set[str], str]:
             tests |= {*ENDS[room], *tests_naming(room)}
             reasons[room] = None
         elif room in backend() and room not in UNDER_ALL and (path.startswith("src/") or folder == "tests"):
-            tests |= backend_tests()
+            tests |= backend_tests(room)
             reasons[f"backend ({room})"] = None
         else:
             return {"tests"}, f"everything: {path} concerns every room"

@@ -89,7 +89,9 @@ def test_sibling_packages_import_only_themselves(package: str) -> None:
     ("path", "included", "left_out"),
     [
         ("src/megascend/models/registry.py", "tests/engines", "tests/apps/serve"),
-        ("src/megascend/backend.py", "tests/weightwire", "tests/apps/train"),
+        ("src/megascend/backend.py", "tests/models", "tests/apps/train"),
+        ("src/megascend/training/batch/losses.py", "tests/engines", "tests/weightwire"),
+        ("src/megascend/errors.py", "tests/weightwire", "tests/apps/train"),
         ("src/weightwire/group.py", "tests/sync", "tests/apps/rl"),
         ("tests/engines/plain_optimizers.py", "tests/engines", "tests/apps/cli"),
         ("src/megascend/apps/serve/service.py", "tests/apps/serve", "tests/engines"),
@@ -107,6 +109,13 @@ def test_change_selects_rooms_that_it_concerns(path: str, included: str, left_ou
     assert included in tests
     assert left_out not in tests
     assert "tests" not in tests
+
+
+def test_lowest_tests_import_no_higher_room() -> None:
+    higher = set(changed_rooms.backend()[changed_rooms.backend().index("models") :]) | {"apps"}
+    files = [path for folder in changed_rooms.LOWEST for path in (changed_rooms.ROOT / "tests" / folder).rglob("*.py")]
+    assert len(files) > 10
+    assert [(path, name) for path in files for name in imported(path) if room_of(name) in higher] == []
 
 
 @pytest.mark.parametrize(
