@@ -8,20 +8,18 @@ import gc
 import json
 import os
 import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from megascend import Adam, Adapters, Batching, Lora, Sample, Schedule
+from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.apps.train import loop
 from megascend.apps.train.resume import checkpoints_at
 from megascend.config import RunConfig
 from megascend.errors import DistributedTestError
 from megascend.testing import faults, run_distributed
 from megascend.testing.parity import case_checkpoint, token_lists
-from support.forked_programs import run_command
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -63,8 +61,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     for arch in ("qwen3", "qwen3_moe"):
-        command = ["new-model", folder / arch, "--arch", arch, "--hidden", "32", "--layers", "2", "--context", "64"]
-        assert run_command(*command).returncode == 0
+        write_checkpoint(folder / arch, ModelSize(arch, hidden=32, layers=2, context=64))
     return folder
 
 
@@ -82,6 +79,7 @@ def config(models, layout: str, output) -> RunConfig:
         schedule={"kind": "cosine", "warmup_steps": 2, "total_steps": STEPS},
         checkpoint={"every": EVERY},
         plot=False,
+        self_check=False,
         timeout_s=20,
     )
 
@@ -125,27 +123,17 @@ def test_killed_run_resumes_bit_for_bit(models, uninterrupted, tmp_path, layout,
     assert outcome(result, output) == uninterrupted(layout)
 
 
-FROZEN_DURING_A_RUN = """
-import gc, sys
-from megascend.apps.train import loop
-from megascend.apps.train.train import train
-from megascend.config import RunConfig
-
-make_backend, counts = loop.make_backend, [gc.get_freeze_count()]
-loop.make_backend = lambda config: counts.append(gc.get_freeze_count()) or make_backend(config)
-train(RunConfig.model_validate_json(sys.argv[1]))
-print(*counts, gc.get_freeze_count())
-"""
-
-
 def test_modules_are_frozen_for_garbage_collection_during_the_run(models, tmp_path):
-    settings = config(models, "single", tmp_path / "run").model_dump_json()
-    # A process of its own: ranks of tests are forked, and what their parent's process holds is frozen in them already.
-    done = subprocess.run(
-        [sys.executable, "-c", FROZEN_DURING_A_RUN, settings], capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    before, during, afterwards = map(int, done.stdout.splitlines()[-1].split())
+    from megascend.apps.train.train import train
+
+    def work():
+        gc.unfreeze()  # what the parent's process holds
+        make_backend, counts = loop.make_backend, [gc.get_freeze_count()]
+        loop.make_backend = lambda config: counts.append(gc.get_freeze_count()) or make_backend(config)
+        train(config(models, "single", tmp_path / "run"))
+        return [*counts, gc.get_freeze_count()]
+
+    ((before, during, afterwards),) = run_distributed(work, 1, init=False, timeout_s=180)
     assert during > 100_000
     assert before < loop.FROZEN_BY_PYTHON
     assert afterwards == 0

@@ -83,6 +83,7 @@ def test_megascend_train_takes_it_by_its_plug_in(checkpoint: Path, tmp_path: Pat
         platform="cpu",
         precision="fp32",
         plot=False,
+        self_check=False,  # covered: models/test_outside_family.py
         optimizer=megascend.Adam(lr=1e-2),
     )
 
