@@ -35,7 +35,6 @@ WEIGHTS_BOUND = 1e-3
 """Of any exported tensor, relative: Adam moves a weight whose gradient is near 0 by up to a learning rate either way."""
 DENSE = (("TP2 + SP", "single"), ("PP2", "TP2 + SP"))
 WITH_EXPERTS = (("EP2", "single"), ("TP2 x EP2 + SP", "PP2"))
-IN_CI = ("deepseek_v3: TP2 x EP2 + SP to PP2", "gpt_oss: EP2 to single")
 
 
 class Change(NamedTuple):
@@ -88,8 +87,7 @@ def train(
     return first_of_equals(case.name, run_distributed(on_rank, case.world_size, init=False, timeout_s=120))
 
 
-@pytest.mark.nightly_cases("gpt_oss*")  # covered: deepseek_v3; checkpoint/test_resharding.py
-@pytest.mark.parametrize("change", family_params(changes(), IN_CI))
+@pytest.mark.parametrize("change", family_params(changes(), ()))  # covered: training/checkpoint/test_resharding.py
 def test_resuming_in_another_layout_equals_uninterrupted_training(
     change: Change, parity_folder: Path, tmp_path: Path
 ) -> None:

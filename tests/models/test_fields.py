@@ -106,8 +106,25 @@ FAMILIES = {
     "megatron": [name for name, declared in BUILT_IN.items() if declared.proven or declared.proven_with_images],
     "fsdp": [*BUILT_IN],
 }
-FSDP_IN_CI = ("olmo3", "gpt_oss", "deepseek_v3", "qwen3_5")
-"""Families of engine fsdp that CI tries: it computes with transformers' models, so that families differ little."""
+FAMILIES_IN_CI = {
+    "megatron": (
+        *(
+            "llama",
+            "olmoe",
+            "mixtral",
+            "deepseek_v3",
+            "glm4_moe",
+            "minimax_m2",
+            "ernie4_5_moe",
+            "gpt_oss",
+            "nemotron_h",
+        ),
+        *("qwen3_next", "qwen3_vl_moe", "deepseek_v32"),
+    ),
+    "fsdp": ("olmo3", "gpt_oss", "deepseek_v3", "qwen3_5"),
+}
+"""Families that CI tries: each of the fields above in one that has it, and each kind of layers. Others read them with the same
+code, and engine fsdp computes with transformers' models."""
 INTENDED = {
     # transformers takes time_step_min for the smallest step (huggingface/transformers#48989).
     ("fsdp", "time_step_limit"): "as the model's authors",
@@ -117,7 +134,7 @@ PASSES = {"followed", "without effect", "refused", "illegal"}
 
 
 def in_ci(engine: str, model_type: str, variant: Variant) -> bool:
-    if engine == "fsdp" and model_type not in FSDP_IN_CI:
+    if model_type not in FAMILIES_IN_CI[engine]:
         return False
     hashed = zlib.crc32(f"{model_type}: {variant.label}".encode())
     return (engine == "megatron" and any(part in variant.label for part in IN_CI)) or hashed % SAMPLED[engine] == 0
@@ -139,7 +156,7 @@ def parts() -> list[Any]:
         for part in ("in CI", "others")
         for engine in FAMILIES
         for name in FAMILIES[engine]
-        if part == "others" or engine == "megatron" or name in FSDP_IN_CI
+        if part == "others" or name in FAMILIES_IN_CI[engine]
     ]
 
 

@@ -1,9 +1,8 @@
 """Every recipe of ``cookbook/ascend`` on simulated ranks, and failing runs.
 
 A full run on 8 ranks takes about 50 s on two free cores, nearly all of it the start of 8 processes; that of multi_lora_npu,
-whose model is larger, about 80 s. In CI the shell script passes its command lines to a stand-in for the interpreter, and two
-forked ranks, which together cover every axis, run the recorded commands. One recipe is started from its shell script in CI
-too: the one whose rank dies.
+whose model is larger, about 80 s. The shell script passes its command lines to a stand-in for the interpreter, and two forked
+ranks run the recorded commands; in CI those of one recipe.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def run_on_forked_ranks(recipe: str, folder: Path, *arguments: str, ranks: int) 
     return run_distributed(on_rank, ranks, init=False, timeout_s=DEADLINE_S)[0]
 
 
-@pytest.mark.nightly_cases("tp_npu", "tp_moe_npu")  # covered: tp_moe_cp_npu
+@pytest.mark.nightly_cases("tp_npu", "tp_moe_npu", "multi_lora_npu")  # covered: tp_moe_cp_npu; tenants: test_lora.py
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_learns_on_two_forked_ranks(recipe: str, tmp_path: Path, npu: Runtime) -> None:
     arguments, layout = ON_TWO[recipe]

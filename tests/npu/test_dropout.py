@@ -32,6 +32,7 @@ def kernel_seeds(checkpoint, parallel):
     return seeds
 
 
+@pytest.mark.nightly_cases("TP2")  # covered: TP2 + SP
 @pytest.mark.parametrize("sequence", [False, True], ids=["TP2", "TP2 + SP"])
 def test_tensor_parallel_ranks_draw_different_masks(sequence, parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3", attention_dropout=0.2)

@@ -136,6 +136,7 @@ def assert_all_is_measured(report: dict[str, Any]) -> None:
     assert {"all_gather_object", "broadcast_object_list"} <= set(names)
 
 
+@pytest.mark.nightly  # covered: operators in test_acceptance_operators.py; the script below
 @pytest.mark.slow
 def test_wrong_operator_and_collective_fail_by_name_and_others_run(accept) -> None:
     """Sabotage an operator and a collective: only their measurements fail."""

@@ -101,17 +101,13 @@ HYBRIDS = {
     "four for a key head": {"linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_conv_kernel_dim": 3},
 }
 """Settings of linear attention that differ from those of ``support.memory_cases``."""
-HYBRID_IN_CI = ("hybrid packed", "four for a key head")
 
 
 @first_stack_required
+@pytest.mark.nightly  # covered: test_linear_attention_saves_the_counted_bytes; peaks of other layers
+@pytest.mark.parametrize("heads", HYBRIDS)
 @pytest.mark.parametrize(
-    ("name", "heads"),
-    [
-        pytest.param(name, heads, marks=() if (name, heads) == HYBRID_IN_CI else pytest.mark.nightly)
-        for name in ("hybrid packed", "hybrid lora", "hybrid fp32", "hybrid recomputed", "hybrid tp2 sequence")
-        for heads in HYBRIDS
-    ],
+    "name", ["hybrid packed", "hybrid lora", "hybrid fp32", "hybrid recomputed", "hybrid tp2 sequence"]
 )
 def test_estimate_of_linear_attention_is_close_to_the_peak(
     megatron_imported, tmp_path_factory: pytest.TempPathFactory, name: str, heads: str
