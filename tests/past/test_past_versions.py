@@ -18,7 +18,12 @@ from support.forked_programs import run_forked
 
 VERSIONS = sorted(path.parent for path in Path(__file__).parent.glob("*/figures.json"))
 LAYOUTS = {"one rank": (1, Parallel()), "TP2": (2, Parallel(tensor=2))}
-CASES = [(run, layout) for run in RUNS for layout in (*LAYOUTS, "fsdp")]
+CASES = [
+    # covered: TP2 by parity and training/checkpoint/test_resharding.py
+    pytest.param(run, layout, marks=[pytest.mark.nightly] if layout == "TP2" else [])
+    for run in RUNS
+    for layout in (*LAYOUTS, "fsdp")
+]
 
 pytestmark = [
     pytest.mark.usefixtures("megatron_imported"),

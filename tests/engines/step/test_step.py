@@ -210,41 +210,38 @@ def policy_samples(tokens, fields):
     return samples
 
 
-@pytest.mark.nightly_cases(
-    "ppo*",  # covered: the two others; engines/fsdp/test_single.py
-    "orpo-TP2 + SP",  # covered: single; dpo-TP2 + SP
-    "orpo-CP2",  # covered: single; dpo-CP2
-    "simpo-TP2 + SP",  # covered: single; dpo-TP2 + SP
-    "simpo-CP2",  # covered: single; dpo-CP2
-)
+LOSS_METRICS = {
+    "importance_sampling": {"ratio"},
+    "ppo": {"ratio", "clip_fraction", "kl"},
+    "dpo": {"accuracy", "reward_chosen", "reward_rejected"},
+    "orpo": {"accuracy", "nll_chosen", "log_odds_ratio"},
+    "simpo": {"accuracy", "reward_chosen", "reward_rejected"},
+    "kto": {"accuracy", "reference_point"},
+}
+
+
 @every_layout
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "dpo", "orpo", "simpo", "kto"])
-def test_policy_and_preference_losses_equal_the_papers_formulas(checkpoint, parity_folder, layout, loss):
+def test_policy_and_preference_losses_equal_the_papers_formulas(checkpoint, parity_folder, layout):
+    """Take a step of each loss at a learning rate of 0."""
     world_size, parallel = LAYOUTS[layout]
     tokens = token_lists()
     fields = policy_fields(tokens)
-    expected = hf_reference(parity_folder, checkpoint, tokens, steps=1, loss=loss, fields=fields)
 
     def on_rank():
-        backend = make_backend(checkpoint, parallel, batching=Batching(micro_batch_tokens=100))
-        result = backend.forward_backward(backend.shard(policy_samples(tokens, fields)), loss)
-        return result.loss, backend.optimizer_step().grad_norm, result.metrics
+        backend = make_backend(checkpoint, parallel, lr=0.0, batching=Batching(micro_batch_tokens=100))
+        samples, figures = backend.shard(policy_samples(tokens, fields)), {}
+        for loss in LOSS_METRICS:
+            result = backend.forward_backward(samples, loss)
+            figures[loss] = result.loss, backend.optimizer_step().grad_norm, result.metrics
+        return figures
 
-    for value, norm, metrics in run_distributed(on_rank, world_size, init=False):
-        assert value == pytest.approx(expected.losses[0], rel=2e-5, abs=1e-5)
-        assert norm == pytest.approx(expected.grad_norms[0], rel=2e-5)
-        assert (
-            set(metrics)
-            == {
-                "importance_sampling": {"ratio"},
-                "ppo": {"ratio", "clip_fraction", "kl"},
-                "dpo": {"accuracy", "reward_chosen", "reward_rejected"},
-                "orpo": {"accuracy", "nll_chosen", "log_odds_ratio"},
-                "simpo": {"accuracy", "reward_chosen", "reward_rejected"},
-                "kto": {"accuracy", "reference_point"},
-            }[loss]
-        )
-        assert all(math.isfinite(figure) for figure in metrics.values())
+    for figures in run_distributed(on_rank, world_size, init=False):
+        for loss, (value, norm, metrics) in figures.items():
+            expected = hf_reference(parity_folder, checkpoint, tokens, steps=1, loss=loss, fields=fields)
+            assert value == pytest.approx(expected.losses[0], rel=2e-5, abs=1e-5), loss
+            assert norm == pytest.approx(expected.grad_norms[0], rel=2e-5), loss
+            assert set(metrics) == LOSS_METRICS[loss]
+            assert all(math.isfinite(figure) for figure in metrics.values())
 
 
 @pytest.mark.parametrize("layout", ["DP2", "CP2"])
