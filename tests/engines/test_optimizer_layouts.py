@@ -115,7 +115,7 @@ def distances(results: dict[str, Any], expected: dict[str, torch.Tensor]) -> dic
 # The other pairs are nightly.
 IN_CI = {
     "groups": ("TP2", "PP2", "EP2", "FSDP2"),
-    "muon": ("TP2, sequence parallel", "DP2", "DP2, plain optimizer", "EP2", "FSDP2", "single"),
+    "muon": ("TP2, sequence parallel", "DP2", "DP2, plain optimizer", "FSDP2"),
     "muon, original, with groups": ("PP2", "TP2 x DP2", "FSDP2 x EP2"),
 }
 
@@ -136,18 +136,21 @@ IN_CI = {
 )
 def test_training_matches_the_plain_computation(parity_folder, tmp_path, layout, optimizer):
     case, settings = LAYOUTS[layout], OPTIMIZERS[optimizer]
-    results = train(parity_folder, tmp_path, case, settings)
+    assert_matches_plain(train(parity_folder, tmp_path, case, settings), plain(parity_folder, case.arch, settings))
+
+
+def assert_matches_plain(results: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
     assert "error" not in results, results["error"]
-    expected = plain(parity_folder, case.arch, settings)
     relative = distances(results, expected)
     name = max(relative, key=lambda weight: relative[weight])
     losses = max(abs(a - b) for a, b in zip(results["losses"], expected["losses"].tolist(), strict=True))
-    print(f"{layout}, {optimizer}: losses within {losses:.1e}, weights within {relative[name]:.1e} ({name})")
+    print(f"losses within {losses:.1e}, weights within {relative[name]:.1e} ({name})")
     assert results["losses"] == pytest.approx(expected["losses"].tolist(), abs=2e-5)
     assert results["norms"] == pytest.approx(expected["grad_norms"].tolist(), rel=1e-4)
     assert relative[name] < 1e-3, name
 
 
+@pytest.mark.nightly_cases("single")  # covered: DP2
 @pytest.mark.parametrize("layout", ["DP2", "single"])
 def test_muon_in_bf16_is_close_to_the_plain_computation(parity_folder, tmp_path, layout):
     case, settings = LAYOUTS[layout], OPTIMIZERS["muon"]
@@ -166,6 +169,7 @@ def test_muon_resumes_bit_for_bit(parity_folder, tmp_path, layout):
     case, settings = LAYOUTS[layout], OPTIMIZERS["muon, original, with groups"]
     checkpoint = str(tmp_path / "step-2")
     uninterrupted = train(parity_folder, tmp_path, case, settings, save=(2, checkpoint))
+    assert_matches_plain(uninterrupted, plain(parity_folder, case.arch, settings))
     rest = train(parity_folder, tmp_path, case, settings, steps=STEPS - 2, load=checkpoint)
     assert rest["losses"] == uninterrupted["losses"][2:]
     assert rest["norms"] == uninterrupted["norms"][2:]
@@ -190,6 +194,7 @@ def test_checkpoints_of_another_optimizer_are_refused(parity_folder, tmp_path):
     assert "has the state of optimizer.kind: adamw, this run is of kind muon: set optimizer.kind: adamw" in refused
 
 
+@pytest.mark.nightly_cases("single")  # covered: PP2, EP2
 @pytest.mark.parametrize("layout", ["PP2", "EP2", "single"])
 def test_patterns_without_a_weight_raise_config_error(parity_folder, tmp_path, layout):
     groups = [{"match": "*.mlp.*", "lr_scale": 2.0}, {"match": "transformer.wte.*", "lr_scale": 0.1}]
