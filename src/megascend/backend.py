@@ -28,6 +28,7 @@ from megascend.runtime.topology.topology import Receivers, Topology
 from megascend.training.batch.loss import Loss, LossFunction
 from megascend.training.batch.losses import resolve
 from megascend.training.batch.packing import shard
+from megascend.training.batch.prefixes import shard_by_prefixes
 from megascend.training.batch.results import ForwardBackwardResult, ForwardResult, StepResult
 from megascend.training.batch.sample import Sample
 from megascend.training.checkpoint import manifest
@@ -131,9 +132,17 @@ class Backend:
     # --- samples and objects of all ranks ---
 
     def shard(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return this data parallel rank's share of a global list: token counts balanced, preference pairs kept together."""
+        """Return this data parallel rank's share of a global list: token counts balanced, preference pairs kept together.
+
+        Tokens of prefixes that the engine computes once for several samples are counted once.
+        """
+        pairs, parts = [sample.pair for sample in samples], self.topology.data
         # All ranks compute all shares: no exchange is needed.
-        shares = shard([len(s) for s in samples], [s.pair for s in samples], self.topology.data)
+        if self.engine.shares_prefixes and parts > 1:
+            kinds = [sample.adapter for sample in samples]
+            shares = shard_by_prefixes(samples, kinds, pairs, parts, self.engine.batching.shortest_prefix)
+        else:
+            shares = shard([len(sample) for sample in samples], pairs, parts)
         return [samples[index] for index in shares[self.topology.coordinates(self.rank).data]]
 
     def check_samples(self, samples: Sequence[Sample]) -> None:

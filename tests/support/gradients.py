@@ -30,9 +30,11 @@ class Gradients:
     norm: float
 
 
-def reduced_gradients(case: Case, checkpoint: Path, samples: list[Any], loss: Any = "cross_entropy") -> Gradients:
+def reduced_gradients(
+    case: Case, checkpoint: Path, samples: list[Any], loss: Any = "cross_entropy", **settings: Any
+) -> Gradients:
     """Return what the optimizer is about to step with, on one rank of ``case``."""
-    with case_backend(case, checkpoint) as backend:
+    with case_backend(case, checkpoint, **settings) as backend:
         return step_gradients(backend, lambda: backend.forward_backward(backend.shard(samples), loss))
 
 
@@ -116,11 +118,11 @@ def differences(
     return wrong
 
 
-def compare(case: Case, folder: Path) -> dict[str, float]:
+def compare(case: Case, folder: Path, tokens: list[list[int]] | None = None, **settings: Any) -> dict[str, float]:
     """Compare all gradients of one step with transformers'; return those that differ."""
-    checkpoint, tokens = case_checkpoint(folder, case.arch, **case.overrides), token_lists()
-    samples = causal_samples(tokens)
-    ranks = run_distributed(reduced_gradients, case.world_size, case, checkpoint, samples, init=False, timeout_s=180)
+    checkpoint, tokens = case_checkpoint(folder, case.arch, **case.overrides), tokens or token_lists()
+    arguments = case, checkpoint, causal_samples(tokens)
+    ranks = run_distributed(reduced_gradients, case.world_size, *arguments, init=False, timeout_s=180, **settings)
     rounded = hf_reference(folder, checkpoint, tokens, steps=0, gradients=True).gradients
     exact = hf_reference(folder, checkpoint, tokens, steps=0, gradients=True, dtype="float64").gradients
     # Where a model amplifies rounding, the bound is twice what transformers' own fp32 is away from fp64.

@@ -395,6 +395,11 @@ class Batching(Section):
             "max_prompt_length",
         ),
     ] = Field(None, description="longest sample in tokens, at most the model's limit; default: that limit")
+    share_prefixes: Size | Literal["auto", "off"] = Field(
+        "auto",
+        description="compute tokens that samples of one adapter begin with once for all of them: auto (prefixes of 64 tokens or "
+        "more, if they are a tenth of a call's tokens), off, or the shortest prefix in tokens",
+    )
     cuda_graphs: CudaGraphs | None = Field(
         None,
         description="capture micro batches as CUDA graphs and replay them (engine megatron on CUDA, one GPU per model)",
@@ -414,6 +419,11 @@ class Batching(Section):
         """Tokens of one micro batch, once they are known."""
         assert self.micro_batch_tokens != "auto", "not measured yet"
         return self.micro_batch_tokens
+
+    @property
+    def shortest_prefix(self) -> int | None:
+        """Shortest prefix to share in tokens; 0: none is shared; None: as long as is worth it."""
+        return {"auto": None, "off": 0}.get(self.share_prefixes, self.share_prefixes)  # type: ignore[arg-type]
 
     def with_budget(self, tokens: int) -> Batching:
         """Return these settings with another number of tokens."""

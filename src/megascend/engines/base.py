@@ -6,6 +6,7 @@ An engine owns a model, its process groups, its schedule and its optimizer. All 
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import sys
 from abc import ABC, abstractmethod
@@ -24,6 +25,7 @@ from megascend.engines.common.export import check_export, export
 from megascend.engines.common.heads import fresh_weights
 from megascend.engines.common.router_replay import RouterReplay
 from megascend.engines.context import EngineContext, EngineSpec
+from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.checkpoint_files.scalar_head import WEIGHT
 from megascend.models.selfcheck.verdict import Verdict
@@ -37,6 +39,8 @@ from megascend.training.kernels.linear_divergence import TeacherDivergence
 from megascend.training.lora.adapter_io import read_tensor
 from megascend.training.lora.factors import UnshardedAdapter
 from megascend.training.lora.registry import AdapterSettings
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -86,6 +90,14 @@ class Output(Protocol):
 
         Both with their autograd graph. At temperature 1.
         """
+        ...
+
+
+class RowOutput(Output, Protocol):
+    """Output whose rows can be selected."""
+
+    def select(self, rows: Tensor, targets: Tensor) -> Output:
+        """Return the output of ``rows``, int64 [m] with repetitions, for ``targets`` [m]."""
         ...
 
 
@@ -238,6 +250,7 @@ class Engine(ABC):
         self_check_s: seconds spent waiting for its verdict.
         router_replay: replays the experts of samples with ``routed_experts``; None for a model without experts.
         replay_unsupported_reason: reason why this engine cannot replay experts, or None.
+        shares_prefixes: common prefixes of samples are computed once.
     """
 
     kind: str
@@ -249,6 +262,7 @@ class Engine(ABC):
     self_check_s = 0.0
     router_replay: RouterReplay | None = None
     replay_unsupported_reason: str | None = None
+    shares_prefixes = False
 
     def __init__(self, spec: EngineSpec, context: EngineContext) -> None:
         self.topology, self.groups, self.info = context.topology, context.groups, context.info
@@ -259,6 +273,17 @@ class Engine(ABC):
         self.base_weights = spec.base_weights
 
     # --- running micro batches ---
+
+    def share_prefixes_unless(self, reason: str | None) -> None:
+        """Compute common prefixes of samples once, as the settings say, unless there is a reason why this engine does not."""
+        setting = self.batching.share_prefixes
+        if reason is not None and isinstance(setting, int):
+            raise ConfigError(
+                f"batching.share_prefixes: {setting} with {reason}, where no prefixes are shared; set auto"
+            )
+        if reason is not None and setting == "auto" and self.groups.rank == 0:
+            logger.info("common prefixes are computed for every sample: %s", reason)
+        self.shares_prefixes = reason is None and setting != "off"
 
     @abstractmethod
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:

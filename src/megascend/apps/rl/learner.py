@@ -399,6 +399,7 @@ class RlLearner(Learner):
             teacher_kl=None if scores is None else scores.divergence(groups),
             router_replay_changed=learned.result.metrics.get("router_replay_changed"),
             tokens=learned.result.tokens,
+            shared_tokens=learned.result.shared_tokens,
             tokens_per_s=learned.result.tokens / seconds,
             wait_s=waited,
             idle=waited / seconds,

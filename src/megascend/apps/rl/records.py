@@ -94,6 +94,9 @@ class RlRecord(MetricsRecord):
     ]
     cut_off: Annotated[float, Metric("fraction", "responses of the step that reached rollout.max_tokens")]
     tokens: Annotated[int, Metric("tokens", "tokens of the step that carry loss, over all ranks")]
+    shared_tokens: Annotated[
+        int, Metric("tokens", "tokens of prompts and histories that were computed once for several trajectories")
+    ]
     tokens_per_s: Annotated[float, Metric("tokens/s", "tokens divided by the duration of the step, waiting included")]
     stale: Annotated[
         int, Metric("groups", "groups dropped since the previous step because they exceeded rollout.max_lag")

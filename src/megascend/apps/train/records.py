@@ -84,6 +84,9 @@ class StepRecord(MetricsRecord):
             "", "model FLOPs utilisation: model FLOP/s divided by the devices' bf16 peak; null if either is unknown"
         ),
     ] = None
+    shared_tokens: Annotated[
+        int, Metric("tokens", "of total_tokens, those of prefixes that were computed once for several samples")
+    ] = 0
     validation_loss: Annotated[
         float | None, Metric("as loss", "loss on the held-out samples after the step; null where it was not measured")
     ] = None

@@ -265,7 +265,8 @@ class SupervisedLearner(Learner):
             step_seconds=seconds,
             dispatch_seconds=dispatched,
             seconds=totals.seconds,
-            mfu=model_flops_utilisation(tokens_per_s, batch, backend),
+            mfu=model_flops_utilisation((result.total_tokens - result.shared_tokens) / seconds, batch, backend),
+            shared_tokens=result.shared_tokens,
             validation_loss=validation_loss,
             metrics={**result.metrics, **metrics},
         )
@@ -357,7 +358,11 @@ def saved_positions(output: Path, resume: str | Path | None, launch: Launch) -> 
 
 
 def model_flops_utilisation(tokens_per_s: float, batch: Sequence[Sample], backend: Backend) -> float | None:
-    """Return model FLOP/s over the bf16 peak of all devices, or None where that is not known."""
+    """Return model FLOP/s over the bf16 peak of all devices, or None where that is not known.
+
+    Args:
+        tokens_per_s: computed ones: those of a prefix that samples share count once.
+    """
     peak = backend.platform.peak_flops()
     if peak is None:
         return None

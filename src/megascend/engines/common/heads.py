@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,10 @@ class PlainOutput:
     def fuses_loss(self) -> bool:
         """False for fp16: gradients computed before the loss scale is applied would underflow."""
         return self.weight.dtype != torch.float16
+
+    def select(self, rows: Tensor, targets: Tensor) -> PlainOutput:
+        down = None if self.down is None else self.down[rows]
+        return replace(self, hidden=self.hidden[rows], targets=targets, down=down)
 
     def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
         return linear_cross_entropy(

@@ -64,7 +64,7 @@ class BlockReplay(RouterReplay):
     def replaying(self, batch: MicroBatch) -> Iterator[None]:
         """Replay a micro batch's experts in the forward pass within the context, and in its later recomputation."""
         routed = None if batch.routed_experts is None else self.layers.columns(batch.routed_experts)
-        self._pass = ReplayedPass(routed, ~batch.padding)
+        self._pass = ReplayedPass(routed, batch.real)
         yield
         # Not in a finally block: after an error nothing is recomputed, and the next micro batch replaces this pass.
         self._pass.complete = True

@@ -72,7 +72,7 @@ class ReplayedPass:
 
     Attributes:
         routed: int64 [rows, layers with experts, k]; None: routers choose.
-        real: bool [rows], rows that are not padding; None if routers choose.
+        real: [rows], tokens that each row stands for; None if routers choose.
         complete: the pass has run; later calls of its routers are recomputation.
     """
 
@@ -99,15 +99,15 @@ class RouterReplay:
 
         Args:
             indices: int64 [rows, k], the router's own choice.
-            real: bool [rows], rows that count; None: nothing is counted, as the layer is recomputed.
+            real: [rows], tokens that each row stands for; None: nothing is counted, as the layer is recomputed.
         """
         # The first entry decides for the row: check() has refused rows that are recorded in part.
         recorded = replayed[:, :1] >= 0
         if real is not None:
             # Compared as sets: the order among the chosen experts has no meaning.
             differs = (indices.sort(-1).values != replayed.sort(-1).values).any(-1, keepdim=True)
-            rows = recorded & real[:, None]
-            self._counts += torch.stack([(differs & rows).sum(), rows.sum()]).float()
+            rows = recorded * real[:, None]
+            self._counts += torch.stack([(differs * rows).sum(), rows.sum()]).float()
         return torch.where(recorded, replayed, indices)
 
     def take_counts(self) -> Tensor:

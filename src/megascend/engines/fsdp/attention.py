@@ -30,6 +30,7 @@ from megascend.errors import ConfigError, TopologyError
 from megascend.reference.attention_sinks import attention_with_sinks
 from megascend.training.kernels import npu
 from megascend.training.kernels.host_copy import to_device
+from megascend.training.kernels.prefix_attention import PrefixLayout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -127,8 +128,9 @@ class SampleLengths:
         order: order of the tokens of packed samples after the exchange.
         one_kernel: the device has a varlen kernel for this dtype, and the packed samples are short enough to gain by it.
         starts: int32 [samples + 1], the start of each packed sample, and the number of tokens; None if none are packed.
-        longest: int64 [1] on the host: tokens of the longest packed sample.
+        longest: int64 [2] on the host: tokens of the longest packed sample, of its own and with its prefix.
         cached: the micro batch's use of the KV cache.
+        prefixes: rows of the samples' prefixes, if those are computed once; ``packed`` are then the samples' own tokens.
     """
 
     packed: tuple[int, ...] | None
@@ -138,6 +140,7 @@ class SampleLengths:
     starts: Tensor | None = None
     longest: Tensor | None = None
     cached: Prefill | DecodeStep | None = None
+    prefixes: PrefixLayout | None = None
 
     @cached_property
     def sample_index(self) -> Tensor:
@@ -174,9 +177,16 @@ def sample_lengths(
         order,
         one_kernel=(compiled or sum(packed) <= LONG * len(packed)) and varlen.available(device, dtype),
         starts=to_device(starts, device),
-        longest=torch.tensor([max(packed)]),
+        longest=torch.tensor([max(packed)] * 2),
         cached=cached,
     )
+
+
+def prefix_lengths(prefixes: PrefixLayout, device: torch.device, dtype: torch.dtype) -> SampleLengths:
+    """Build the layout of a micro batch whose samples share prefixes."""
+    longest = torch.tensor([max(prefixes.queries), max(prefixes.keys)])
+    one_kernel = varlen.available(device, dtype)
+    return SampleLengths(prefixes.queries, None, None, one_kernel, prefixes.query_starts, longest, prefixes=prefixes)
 
 
 def attention(
@@ -326,30 +336,41 @@ def _sample_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention within complete samples: [batch, heads, tokens, head dim]; ``sinks``: [heads], see ``s_aux``."""
-    if query.device.type == "npu":
-        if sinks is not None:
-            raise ConfigError("engine fsdp: attention with sinks (s_aux) has no kernel on NPUs; use engine single")
-        return npu.causal_attention(query, key, value, lengths.packed, scaling=scaling, dropout=dropout, window=window)
-    if lengths.starts is None or lengths.longest is None:
-        return _causal(query, key, value, scaling, dropout, window, sinks)
-    if sinks is None and lengths.one_kernel and varlen.fits(query, value, dropout):
-        return varlen.attention(query, key, value, lengths.starts, lengths.longest, scaling, window)
-    return _one_by_one_uncompiled(query, key, value, lengths, scaling, dropout, window, sinks)
+    prefixes = lengths.prefixes
+
+    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys = lengths.packed if prefixes is None else prefixes.keys
+        if query.device.type == "npu":
+            if sinks is not None:
+                raise ConfigError("engine fsdp: attention with sinks (s_aux) has no kernel on NPUs; use engine single")
+            options = {"scaling": scaling, "dropout": dropout, "window": window}
+            return npu.causal_attention(query, key, value, lengths.packed, keys, **options)
+        if lengths.starts is None or lengths.longest is None:
+            return _causal(query, key, value, scaling, dropout, window, sinks)
+        if sinks is None and lengths.one_kernel and varlen.fits(query, value, dropout):
+            starts = lengths.starts, lengths.starts if prefixes is None else prefixes.key_starts
+            return varlen.attention(query, key, value, *starts, lengths.longest, scaling, window)
+        return _one_by_one_uncompiled(query, key, value, (lengths.packed, keys), scaling, dropout, window, sinks)
+
+    return compute(query, key, value) if prefixes is None else prefixes.attend(query, key, value, compute, dim=2)
 
 
 def _one_by_one(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lengths: SampleLengths,
+    lengths: tuple[tuple[int, ...], tuple[int, ...]],
     scaling: float | None,
     dropout: float,
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    assert lengths.packed is not None
+    """Compute attention of samples whose numbers of queries and of keys are the ``lengths``."""
     # One call a sample instead of a block-diagonal mask, which would cost the square of all tokens and rule out the flash kernel.
-    queries, keys, values = (states.split(lengths.packed, dim=2) for states in (query, key, value))
+    queries, keys, values = (
+        states.split(counts, dim=2)
+        for states, counts in zip((query, key, value), (lengths[0], *[lengths[1]] * 2), strict=True)
+    )
     parts = [_causal(q, k, v, scaling, dropout, window, sinks) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat(parts, dim=2)
 
@@ -367,12 +388,13 @@ def _causal(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    length, mask = q.shape[2], None
+    length, mask = k.shape[2], None
+    prefix = length - q.shape[2]
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
-    # SDPA has no argument for a window, only a mask, which rules out its flash kernel: only where the window matters.
-    if sinks is not None or (window is not None and window < length):
+    # SDPA has no argument for a window or a prefix, only a mask, which rules out its flash kernel: only where it matters.
+    if sinks is not None or prefix or (window is not None and window < length):
         positions = torch.arange(length, device=q.device)
-        distance = positions[:, None] - positions[None, :]
+        distance = positions[prefix:, None] - positions[None, :]
         mask = (distance >= 0) & (distance < (window or length))
     if sinks is not None:
         return attention_with_sinks(q, k, v, mask, sinks, **options)

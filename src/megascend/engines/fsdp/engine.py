@@ -33,7 +33,7 @@ from megascend.engines.fsdp.output_head import LossHead, check_product
 from megascend.engines.fsdp.router_loss import RouterLoss, router_recorder
 from megascend.engines.fsdp.self_check import FsdpSubject, engine_name
 from megascend.engines.fsdp.sharding import FsdpGroups, freeze, reshard, shard
-from megascend.engines.fsdp.token_mixing import check_layers, pass_borders
+from megascend.engines.fsdp.token_mixing import carries_state, check_layers, pass_borders
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.selfcheck import in_process
@@ -43,6 +43,7 @@ from megascend.runtime.topology.topology import Receivers, Topology
 from megascend.training.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.training.checkpoint.hf_slices import HfSlices
 from megascend.training.checkpoint.slices import TensorSlices
+from megascend.training.kernels.prefix_attention import PrefixLayout
 from megascend.training.lora.adapter_set import AdapterSet
 from megascend.training.lora.factors import merged
 from megascend.training.lora.target_modules import RefusedTargets, TargetModule
@@ -139,6 +140,7 @@ class FsdpEngine(Engine):
         self.model.train()
         self._replay = self.router_replay = BlockReplay.of(self.model, self.device)
         self.replay_unsupported_reason = "fsdp.compile compiles the routers" if spec.fsdp.compile else None
+        self.share_prefixes_unless(self._unshared_reason())
 
     def _shard(self, spec: EngineSpec, context: EngineContext) -> list[FSDPModule]:
         """Divide the model, which is on ``meta``, over the ranks; return the FSDP units."""
@@ -237,6 +239,8 @@ class FsdpEngine(Engine):
         return results
 
     def _sample_lengths(self, batch: MicroBatch) -> attention.SampleLengths:
+        if isinstance(batch.packed, PrefixLayout):
+            return attention.prefix_lengths(batch.packed, self.device, self.dtype)
         packed = None if batch.packed is None else batch.packed.lengths
         return attention.sample_lengths(
             packed, self._exchange, self.device, self.dtype, compiled=self._fsdp.compile, cached=batch.cached
@@ -249,6 +253,20 @@ class FsdpEngine(Engine):
             yield
         finally:
             self.model.train()
+
+    def _unshared_reason(self) -> str | None:
+        text = self.model.config.get_text_config()
+        reasons = {
+            "samples are not packed": not self.layout.packing,
+            f"parallel.context={self.topology.context}": self._exchange is not None,
+            "fsdp.compile": self._fsdp.compile,
+            "layers that carry a state from token to token": carries_state(self.model),
+            "attention that selects its keys": self.info.architecture.context_algorithms is not None,
+            "dropout of the model": any(
+                value for name, value in vars(text).items() if name.endswith(("dropout", "pdrop"))
+            ),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), other_attention(self.model.config))
 
     def cache_unsupported_reason(self) -> str | None:
         if self._exchange is not None:

@@ -73,7 +73,7 @@ class RouterLoss:
         logits, self._logits = self._logits, []
         assert len(logits) == len(self._routers), f"{len(logits)} of {len(self._routers)} routers were called"
         # The tokens of a dummy do not count: it exists only so that its rank joins the others' collectives.
-        real = (torch.zeros_like(batch.padding) if batch.dummy else ~batch.padding)[:, None]
+        real = batch.real[:, None]
         probabilities = [scores(layer.view(-1, layer.shape[-1]), "softmax") for layer in logits]
         counts = torch.stack([_counts(layer.detach(), self._top_k, real) for layer in probabilities])
         if self._groups.topology.context > 1:

@@ -113,6 +113,11 @@ def _refuse(kind: str, module: str, packing: bool, context: int, *, package: boo
     raise ConfigError(f"engine fsdp: {kind} mixes tokens other than by attention ({module}), where {effect}; {remedy}")
 
 
+def carries_state(model: nn.Module) -> bool:
+    """Check whether a module mixes tokens by a convolution or a state: a sample's own tokens would start from its prefix's."""
+    return any(True for _ in _mixers(model))
+
+
 def pass_borders(model: nn.Module) -> None:
     """Pass the borders of packed samples to the linear attention of a model that :func:`check_layers` has accepted."""
     for module in delta_rule_modules(model):

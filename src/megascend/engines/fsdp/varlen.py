@@ -35,23 +35,30 @@ def fits(query: Tensor, value: Tensor, dropout: float) -> bool:
 
 @torch.library.custom_op("megascend::varlen_attention", mutates_args=(), device_types="cuda")
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Tensor, scale: float, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: Tensor,
+    scale: float,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention within samples.
+    """Compute causal attention within samples, whose queries are their last tokens.
 
     Args:
-        query: [tokens, heads, head dim], one sample after the other; ``key`` and ``value`` may have fewer heads.
-        starts: int32 [samples + 1], the start of each sample, and the number of tokens.
-        longest: int64 [1] on the CPU: tokens of the longest sample.
+        query: [queries, heads, head dim], one sample after the other; ``key`` and ``value`` may have fewer heads.
+        starts: int32 [samples + 1], the start of each sample's queries, and their number.
+        key_starts: int32 [samples + 1], the same of its keys.
+        longest: int64 [2] on the CPU: most queries and most keys of a sample.
         window: tokens that each token attends to, itself included; 0: all before it.
 
     Returns:
-        [tokens, heads, head dim], and float32 [heads, tokens]: logsumexp.
+        [queries, heads, head dim], and float32 [heads, queries]: logsumexp.
     """
-    size = int(longest)
-    # In order: starts of queries and keys, longest of both, dropout, causal, debug mask.
+    # In order: starts of queries and keys, longest of both, dropout, causal (from the bottom right), debug mask.
     outputs = torch.ops.aten._flash_attention_forward(
-        query, key, value, starts, starts, size, size, 0.0, True, False, scale=scale, **_window(window)
+        query, key, value, starts, key_starts, *longest.tolist(), 0.0, True, False, scale=scale, **_window(window)
     )
     return outputs[0], outputs[1]
 
@@ -65,12 +72,12 @@ def varlen_attention_backward(
     out: Tensor,
     log_sums: Tensor,
     starts: Tensor,
+    key_starts: Tensor,
     longest: Tensor,
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value."""
-    size = int(longest)
     # The operator requires a random state, and does not read it without dropout.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return torch.ops.aten._flash_attention_backward(
@@ -81,9 +88,8 @@ def varlen_attention_backward(
         out,
         log_sums,
         starts,
-        starts,
-        size,
-        size,
+        key_starts,
+        *longest.tolist(),
         0.0,
         True,
         no_dropout,
@@ -100,7 +106,14 @@ def _window(window: int) -> dict[str, int]:
 
 @varlen_attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Tensor, scale: float, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: Tensor,
+    scale: float,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
 
@@ -111,14 +124,14 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tu
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, starts, longest, ctx.scale, ctx.window = inputs
+    query, key, value, starts, key_starts, longest, ctx.scale, ctx.window = inputs
     # The backward kernel recomputes the probabilities from the output and logsumexp.
-    ctx.save_for_backward(query, key, value, *output, starts, longest)
+    ctx.save_for_backward(query, key, value, *output, starts, key_starts, longest)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     grads = torch.ops.megascend.varlen_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
-    return *grads, None, None, None, None
+    return *grads, None, None, None, None, None
 
 
 varlen_attention.register_autograd(_backward, setup_context=_setup)
@@ -129,6 +142,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     starts: Tensor,
+    key_starts: Tensor,
     longest: Tensor,
     scaling: float | None,
     window: int | None,
@@ -136,5 +150,5 @@ def attention(
     """Call :func:`varlen_attention` on [1, heads, tokens, head dim], and return the same shape."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    mixed, _ = torch.ops.megascend.varlen_attention(q, k, v, starts, longest, scale, window or 0)
+    mixed, _ = torch.ops.megascend.varlen_attention(q, k, v, starts, key_starts, longest, scale, window or 0)
     return mixed.transpose(0, 1)[None]

@@ -41,6 +41,7 @@ from megascend.engines.megatron import (
     mtp,
     replayed_routers,
     routers,
+    shared_prefixes,
     state,
     vision,
     weights,
@@ -53,6 +54,7 @@ from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
 from megascend.engines.megatron.quantised_base import QuantisedBase
 from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
+from megascend.engines.megatron.shared_prefixes import SharedPrefixes
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models.selfcheck.check import log_warnings, require_agreement
 from megascend.models.selfcheck.verdict import Verdict
@@ -148,6 +150,8 @@ class MegatronEngine(Engine):
                 self.decoders, self.device, required=required, quantised=self._quantised or ()
             )
         grouped_experts.release_routing(self.decoders)
+        self.share_prefixes_unless(self._unshared_reason())
+        self._prefixes = SharedPrefixes(self.decoders, self.config) if self.shares_prefixes else None
         # A separate stream only under DDP, whose AccumulateGrad nodes belong to the stream that they were created on.
         capture = None if graphs is None else CudaCapture(own_stream=spec.adapters is None)
         if spec.adapters is not None:
@@ -282,6 +286,15 @@ class MegatronEngine(Engine):
         has_window = self.config.window_size is not None
         return require_agreement(self.model_dir, full, self.max_length, has_window, self.groups, checker)
 
+    def _unshared_reason(self) -> str | None:
+        reasons = {
+            "samples are not packed": not self.layout.packing,
+            "batching.cuda_graphs": self.batching.cuda_graphs is not None,
+            "mtp: train": self.mtp_loss_weight > 0,
+        }
+        own = next((reason for reason, holds in reasons.items() if holds), None)
+        return own or shared_prefixes.unshared_reason(self.decoders, self.config, self.topology)
+
     def use_cuda_graphs(self, settings: CudaGraphs, capture: Capture) -> None:
         """Run micro batches as CUDA graphs from now on, where they can be captured."""
         assert self.head is not None
@@ -414,7 +427,7 @@ class MegatronEngine(Engine):
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             attention_mask=None,
-            packed_seq_params=batch.packed,
+            packed_seq_params=batch.packed if self._prefixes is None else self._prefixes.enter(batch),
             **vision.arguments(batch, self.bare_chunks[number], self.info.architecture.images),
             **options,
         )

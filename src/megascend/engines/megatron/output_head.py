@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -162,6 +162,9 @@ class HeadOutput:
     @property
     def fuses_loss(self) -> bool:
         return self.head.can_fuse
+
+    def select(self, rows: Tensor, targets: Tensor) -> HeadOutput:
+        return replace(self, hidden=self.hidden.flatten(0, 1)[rows][None], targets=targets)
 
     def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
         return self.head.cross_entropy(

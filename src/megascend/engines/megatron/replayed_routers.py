@@ -36,7 +36,7 @@ class MegatronRouterReplay(RouterReplay):
             self._pass = ReplayedPass(None, None)
             return
         rows = router_rows(self.layers.columns(routed), batch, self._groups)
-        self._pass = ReplayedPass(rows, router_rows(~batch.padding, batch, self._groups))
+        self._pass = ReplayedPass(rows, router_rows(batch.real, batch, self._groups))
 
     def leave(self, output: Tensor) -> None:
         """Note that the chunk has run, and restore its micro batch when its backward pass begins."""

@@ -34,8 +34,8 @@ class _BalancedPass:
     """Forward pass of one micro batch through one model chunk.
 
     Attributes:
-        real: for each router, bool [rows]: rows of this rank that are neither padding nor of a dummy batch. The router of a head
-            for multi-token prediction has one less of every sample, whose last token it does not predict from.
+        real: for each router, [rows], tokens that this rank's rows stand for: 0 for padding and in a dummy batch. The router of a
+            head for multi-token prediction has one less of every sample, whose last token it does not predict from.
         tokens: for each router, real tokens of the micro batch on all ranks.
         counts: fp32 [2, layers, experts], real tokens sent to each expert; summed over ranks after the chunk has run.
         complete: the chunk has run; later router calls are recomputation.
@@ -101,10 +101,11 @@ class Routers:
             return
         experts = self._config.num_moe_experts
         counts = torch.zeros(2, len(self._by_chunk[chunk]), experts, device=self._groups.device)
-        real, tokens = self._real_rows(batch, batch.padding), 0 if batch.dummy else sum(batch.lengths)
+        real, tokens = router_rows(batch.real, batch, self._groups), 0 if batch.dummy else sum(batch.lengths)
         rows, numbers = [real] * len(self._by_chunk[chunk]), [tokens] * len(self._by_chunk[chunk])
         if batch.mtp is not None and self._predicts[chunk]:
-            real, tokens = self._real_rows(batch, batch.mtp.padding), tokens and tokens - len(batch.lengths)
+            rest = torch.zeros_like(batch.mtp.padding) if batch.dummy else ~batch.mtp.padding
+            real, tokens = router_rows(rest, batch, self._groups), tokens and tokens - len(batch.lengths)
             for router in self._predicts[chunk]:
                 position = self._by_chunk[chunk].index(router)
                 rows[position], numbers[position] = real, tokens
@@ -157,9 +158,6 @@ class Routers:
         """Reset the counts, after an update or a skipped step."""
         for totals in self._totals:
             totals.zero_()
-
-    def _real_rows(self, batch: MicroBatch, padding: Tensor) -> Tensor:
-        return router_rows(torch.zeros_like(padding) if batch.dummy else ~padding, batch, self._groups)
 
     def _attach(self, router: TopKRouter, position: int) -> None:
         """Patch a router to record its logits, and hook its output."""

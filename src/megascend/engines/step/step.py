@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascend.engines.base import Engine, Output, ScalarOutput
+from megascend.engines.base import Engine, OnOutput, Output, ScalarOutput
 from megascend.engines.step.checks import (
     check_fields,
     check_labels,
@@ -21,6 +22,7 @@ from megascend.engines.step.checks import (
 )
 from megascend.engines.step.loss import MicroBatchLoss, normalizer_of
 from megascend.engines.step.policy import policy_output
+from megascend.engines.step.shared_output import token_output
 from megascend.errors import DataError, LossFunctionError, MegascendError, OutOfDeviceMemoryError
 from megascend.runtime.diagnostics.hang_monitor import HangMonitor
 from megascend.runtime.distributed.memory import catch_oom_on_all_ranks
@@ -31,8 +33,10 @@ from megascend.training.batch.loss_call import LossNormalizer, raise_together
 from megascend.training.batch.losses import cross_entropy
 from megascend.training.batch.micro_batch import MicroBatch, build, last_tokens, pair_positions, unpack
 from megascend.training.batch.packing import plan_micro_batches, split_to
+from megascend.training.batch.prefixes import PrefixPlan, plan_prefixes
 from megascend.training.batch.results import MTP_LOSS, ForwardBackwardResult, ForwardResult
 from megascend.training.batch.sample import Sample
+from megascend.training.batch.shared_batch import share
 from megascend.training.kernels.host_copy import to_device
 
 if TYPE_CHECKING:
@@ -74,6 +78,21 @@ def reporting_progress(
         monitor.on_phase = None
 
 
+@dataclass(frozen=True)
+class RankPlan:
+    """A rank's micro batches.
+
+    Attributes:
+        members: indices of each one's samples.
+        adapter_names: adapter of each sample.
+        prefixes: what samples have in common, if that is computed once.
+    """
+
+    members: list[list[int]]
+    adapter_names: list[str]
+    prefixes: PrefixPlan | None
+
+
 class Step:
     """Runs an engine's model on samples."""
 
@@ -105,7 +124,7 @@ class Step:
         engine, trainable = self._engine, self._engine.trainable
         with self._groups.monitor.phase("forward and backward"):
             call = f"forward_backward({loss.describe()}{f', {outputs}=True' if outputs else ''}){trainable.describe()}"
-            plan, adapter_names, agreed = self._plan(call, samples, loss, adapter)
+            plan, agreed = self._plan(call, samples, loss, adapter)
             normalizer = normalizer_of(loss, agreed, engine)
             compute = MicroBatchLoss(normalizer, self._context_group)
             token_outputs: list[Tensor] = []  # of each micro batch, on ranks that compute the loss
@@ -117,11 +136,11 @@ class Step:
                 return total, metrics
 
             def run_batches() -> tuple[list[MicroBatch], list[dict[str, Tensor]]]:
-                batches = self._build(samples, plan, adapter_names, normalizer.names, loss)
+                batches = self._build(samples, plan, normalizer.names, loss)
                 chunks = self._topology.virtual_pipeline
                 progress = reporting_progress(self._groups.monitor, on_micro_batch, agreed.micro_batches, chunks)
                 with trainable.applying(normalizer.names), progress:
-                    return batches, engine.run(batches, loss_fn, forward_only=False)
+                    return batches, self._run(batches, loss_fn, forward_only=False)
 
             try:
                 if engine.router_replay is not None:
@@ -268,15 +287,13 @@ class Step:
             return batch.weights.sum(), scores(batch, output)
 
         with self._groups.monitor.phase("forward only"):
-            plan, adapter_names, agreed = self._plan(
-                f"{call}{trainable.describe()}", samples, None, adapter, reference, requires
-            )
+            plan, agreed = self._plan(f"{call}{trainable.describe()}", samples, None, adapter, reference, requires)
             order = list(agreed.counts)
 
             def run_batches() -> tuple[list[MicroBatch], list[dict[str, Any]]]:
-                batches = self._build(samples, plan, adapter_names, order, loss)
+                batches = self._build(samples, plan, order, loss)
                 with engine.evaluating(), trainable.applying(order):
-                    return batches, engine.run(batches, stored_scores, forward_only=True)
+                    return batches, self._run(batches, stored_scores, forward_only=True)
 
             batches, stored = self._run_or_raise_oom(run_batches, call)
             values = {name: [scores[name] for scores in stored] for name in names}
@@ -309,11 +326,12 @@ class Step:
 
         with self._groups.monitor.phase("forward only"):
             call = f"next_token_logits(){trainable.describe()}"
-            plan, adapter_names, agreed = self._plan(call, samples, None, adapter)
+            # Each sample's keys and values are written to the cache.
+            plan, agreed = self._plan(call, samples, None, adapter, shares=False)
             order = list(agreed.counts)
 
             def run_batches() -> list[Tensor]:
-                batches = self._build(samples, plan, adapter_names, order, None)
+                batches = self._build(samples, plan, order, None)
                 for batch in batches:
                     if not batch.dummy:
                         on_batch(batch)
@@ -322,10 +340,18 @@ class Step:
 
             stored = self._run_or_raise_oom(run_batches, call)
             values = [list(self._sum_over_context(logits)) for logits in stored]
-            ordered = self._restore_order(values, plan, len(samples)) if stored else []
+            ordered = self._restore_order(values, plan.members, len(samples)) if stored else []
             if everywhere and self._topology.pipeline > 1:
                 ordered = broadcast_object(ordered, "pp", self._groups, self._topology.pipeline - 1, "logits")
         return ordered  # type: ignore[return-value]  every sample is in one micro batch
+
+    def _run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
+        """Run the engine on micro batches; ``on_output`` gets those of samples, with an output for each of their tokens."""
+
+        def on_rows(batch: MicroBatch, output: Any) -> tuple[Tensor, Any]:
+            return on_output(batch.of_samples, output if batch.shared is None else token_output(output, batch.shared))
+
+        return self._engine.run(batches, on_rows, forward_only=forward_only)
 
     def _run_or_raise_oom(self, run_batches: Callable[[], T], call: str) -> T:
         """Call ``run_batches``; on independent ranks, raise OutOfDeviceMemoryError on all if one runs out of memory."""
@@ -360,17 +386,21 @@ class Step:
         adapter: str | None,
         reference: bool = False,
         requires: Sequence[str] = (),
-    ) -> tuple[list[list[int]], list[str], agreement.Agreement]:
+        shares: bool = True,
+    ) -> tuple[RankPlan, agreement.Agreement]:
         """Plan this rank's micro batches, as many as on every other rank (trailing ones may be empty).
 
-        Returns:
-            Members of each micro batch, the samples' adapters, and the ranks' agreement.
+        Args:
+            shares: common prefixes may be computed once.
         """
         engine, layout = self._engine, self._engine.layout
         plan: list[list[int]] = []
         adapter_names: list[str] = []
+        prefixes: PrefixPlan | None = None
         lengths = [layout.padded_length(len(sample)) for sample in samples]
-        pairs = [sample.pair if loss is not None and loss.per == "pair" else None for sample in samples]
+        pairs: Sequence[Hashable | None] = [
+            sample.pair if loss is not None and loss.per == "pair" else None for sample in samples
+        ]
         try:
             check_samples(samples, engine)
             training = loss is not None
@@ -386,39 +416,51 @@ class Step:
                 check_fields(samples, loss)
                 check_labels(samples, loss, 0 if engine.info.scalar_head is None else engine.info.scalar_head.outputs)
             budget = engine.batching.budget
+            if shares and self._may_share(adapter_names, training=training):
+                prefixes = plan_prefixes(samples, adapter_names, pairs, budget, engine.batching.shortest_prefix)
+            if prefixes is not None:
+                lengths, pairs = prefixes.costs(lengths), prefixes.unit
             plan = plan_micro_batches(lengths, pairs, budget, layout.packing, kinds=adapter_names)
-            report = agreement.report(samples, len(plan), adapter_names, loss)
+            report = agreement.report(samples, len(plan), adapter_names, loss, prefixes and prefixes.common)
         except DataError as error:
             # Reported, not raised: the other ranks wait in the exchange below.
             report = agreement.RankReport(problem=str(error))
         agreed = agreement.exchange(report, self._topology, self._groups, call)
-        return split_to(plan, agreed.micro_batches, lengths, pairs), adapter_names, agreed
+        return RankPlan(split_to(plan, agreed.micro_batches, lengths, pairs), adapter_names, prefixes), agreed
+
+    def _may_share(self, adapter_names: Sequence[str], *, training: bool) -> bool:
+        # With dropout, a prefix has other activations in each sample.
+        adapters = self._engine.trainable.adapters
+        dropout = training and any(adapters[name].lora.dropout for name in set(adapter_names) if name)
+        return self._engine.shares_prefixes and not dropout
 
     def _build(
         self,
         samples: Sequence[Sample],
-        plan: list[list[int]],
-        adapter_names: list[str],
+        plan: RankPlan,
         order: list[str],
         loss: Loss | None,
     ) -> list[MicroBatch]:
         """Build the micro batches of ``plan``; ``order``: the adapters of all ranks' samples, which layers know by index."""
-        engine = self._engine
-        adapter_index = [order.index(name) for name in adapter_names]
+        engine, prefixes = self._engine, plan.prefixes
+        adapter_index = [order.index(name) for name in plan.adapter_names]
         batches = []
-        for planned in plan:
+        for planned in plan.members:
             # In place: results are matched to samples by the plan.
             planned.sort(key=lambda member: adapter_index[member])
+            if prefixes is not None:
+                planned.sort(key=lambda i: (adapter_index[i], prefixes.unit[i], prefixes.order[i]))
             source, index, members = samples, adapter_index, planned
             if not planned:
                 # A dummy batch takes part in the other ranks' collectives: the shortest sample, with weight 0.
                 if not samples:
                     source, index = [Sample(input_ids=[0], target_ids=[0], weights=[0.0])], [0]
                 members = [min(range(len(source)), key=lambda member: len(source[member]))]
+            common = [0] if prefixes is None or not planned else [prefixes.common[member] for member in members]
             batch = build(
                 source,
                 members,
-                engine.layout,
+                replace(engine.layout, token_multiple=1) if any(common) else engine.layout,
                 loss if planned else None,
                 engine.device,
                 dummy=not planned,
@@ -426,6 +468,8 @@ class Step:
                 mtp=loss is not None and engine.mtp_loss_weight > 0,
                 image_layout=engine.info.image_layout,
             )
+            if any(common):
+                batch = share(batch, source, common, engine.layout, engine.device)
             engine.trainable.prepare(batch, source, order)
             batches.append(batch)
         return batches
@@ -465,14 +509,14 @@ class Step:
         return counts
 
     def _gather_by_sample(
-        self, values: dict[str, list[Tensor]], batches: list[MicroBatch], plan: list[list[int]], count: int
+        self, values: dict[str, list[Tensor]], batches: list[MicroBatch], plan: RankPlan, count: int
     ) -> dict[str, Any]:
         """Turn ``values``, a tensor per micro batch on the last stage, into one CPU tensor per sample on every stage."""
         by_sample = {}
         for name, tensors in values.items():
             pairs = zip(batches, tensors, strict=True) if tensors else ()
             by_sample[name] = self._restore_order(
-                [self._collect(batch, tensor) for batch, tensor in pairs], plan, count
+                [self._collect(batch.of_samples, tensor) for batch, tensor in pairs], plan.members, count
             )
         if self._topology.pipeline > 1:
             last = self._topology.pipeline - 1

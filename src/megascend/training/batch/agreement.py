@@ -48,10 +48,19 @@ class Agreement:
     counts: dict[str, TokenCounts]
 
 
-def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], loss: Loss | None) -> RankReport:
+def report(
+    samples: Sequence[Sample],
+    micro_batches: int,
+    names: Sequence[str],
+    loss: Loss | None,
+    common: Sequence[int] | None = None,
+) -> RankReport:
     """Build the report on valid samples.
 
-    ``names``: the samples' adapters, "" for the model; ``loss``: None for a forward pass without one.
+    Args:
+        names: the samples' adapters, "" for the model.
+        loss: None for a forward pass without one.
+        common: tokens of each sample that are computed with another one; None: no tokens.
     """
     for index, sample in enumerate(samples):
         if not bool(sample.weights.isfinite().all()):
@@ -72,6 +81,7 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
             trained=int((sample.weights != 0).sum()),
             tokens=len(sample),
             routed=int(sample.routed_experts is not None),
+            shared=0 if common is None else common[index],
         )
     return RankReport(None, micro_batches, counts, checksums)
 

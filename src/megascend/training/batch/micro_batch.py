@@ -103,6 +103,23 @@ class MtpTargets:
     padding: Tensor
 
 
+@dataclass(frozen=True)
+class SharedRows:
+    """Tokens of samples, and the rows that the model computes for them.
+
+    Attributes:
+        batch: the samples' micro batch, with a row for each of their tokens.
+        index: int64 [tokens], which of the head's rows is a token's.
+        rows: int64 [head rows], row of the model that each is computed from. A token before a fork has one with each target.
+        tokens: int64 [head rows], a token of each.
+    """
+
+    batch: MicroBatch
+    index: Tensor
+    rows: Tensor
+    tokens: Tensor
+
+
 @dataclass
 class MicroBatch:
     """Tensors of one micro batch on the device. n is the number of tokens that this rank holds, padding included.
@@ -135,6 +152,10 @@ class MicroBatch:
         teacher_states: [n, h], a teacher's last hidden states, on the CPU: those of all micro batches would fill a device. None
             unless the loss requires them.
         labels: the samples' labels, as of :class:`megascend.LossInputs`; None unless the loss requires them.
+        shared: the samples' own micro batch, if this one computes their common prefixes once; then n is the number of rows to
+            compute, ``padded_lengths`` are those that no sample before has, ``sample`` is the first one of each, and ``packed`` a
+            :class:`megascend.training.kernels.prefix_attention.PrefixLayout`.
+        counts: float32 [n], samples that each row stands for; None: one.
     """
 
     members: list[int]
@@ -164,6 +185,20 @@ class MicroBatch:
     allowed: Tensor | None = None
     teacher_states: Tensor | None = None
     labels: Tensor | None = None
+    shared: SharedRows | None = None
+    counts: Tensor | None = None
+
+    @property
+    def of_samples(self) -> MicroBatch:
+        """Micro batch with a row for every token of the samples: this one, unless it shares rows."""
+        return self if self.shared is None else self.shared.batch
+
+    @property
+    def real(self) -> Tensor:
+        """Number of samples' tokens that each row stands for, [n]: 0 for padding and in a dummy batch."""
+        if self.dummy:
+            return torch.zeros_like(self.padding)
+        return ~self.padding if self.counts is None else self.counts
 
     @property
     def token_adapter_index(self) -> Tensor:

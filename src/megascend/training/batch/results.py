@@ -42,7 +42,8 @@ class TokenCounts:
 
     ``units``: samples of a loss per sample, or pairs of one per pair. For a loss with ``reduction="sum"`` each target with a
     weight counts 1 in ``weight``. ``routed``: samples with ``routed_experts``. ``mtp_weight``: as ``weight``, of all targets but
-    each sample's first: those of a head for multi-token prediction.
+    each sample's first: those of a head for multi-token prediction. ``shared``: tokens of common prefixes that were computed with
+    another sample.
     """
 
     weight: float = 0.0
@@ -51,6 +52,7 @@ class TokenCounts:
     tokens: int = 0
     routed: int = 0
     mtp_weight: float = 0.0
+    shared: int = 0
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(
@@ -60,6 +62,7 @@ class TokenCounts:
             self.tokens + other.tokens,
             self.routed + other.routed,
             self.mtp_weight + other.mtp_weight,
+            self.shared + other.shared,
         )
 
 
@@ -107,6 +110,11 @@ class ForwardBackwardResult:
     def total_tokens(self) -> int:
         """All input tokens over all data parallel ranks, padding excluded."""
         return sum(counts.tokens for counts in self._counts.values())
+
+    @property
+    def shared_tokens(self) -> int:
+        """Of ``total_tokens``, those of common prefixes that were computed once for several samples, without the first."""
+        return sum(counts.shared for counts in self._counts.values())
 
     @property
     def loss(self) -> float:

@@ -13,7 +13,7 @@ COMPRESSED = 2048
 """Rows and columns of the compressed causal mask, which serves any sequence length."""
 EVERYTHING_BEFORE = 65536
 """``pre_tockens`` of plain causal attention, which ignores it."""
-LEFT_UP_CAUSAL, BAND = 2, 4
+LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL, BAND = 2, 3, 4
 """Values of ``sparse_mode`` that use the compressed mask."""
 
 
@@ -29,6 +29,7 @@ def causal_attention(
     key: Tensor,
     value: Tensor,
     packed: tuple[int, ...] | None,
+    keys: tuple[int, ...] | None = None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -39,6 +40,7 @@ def causal_attention(
     Args:
         query: [batch, heads, tokens, head dim]; ``key`` and ``value`` may have fewer heads (GQA).
         packed: tokens of each sample, packed in a single row; None: one sample a row, padded on the right.
+        keys: with ``packed``, its numbers of keys if a sample's queries are only its last tokens; default: ``packed``.
         scaling: factor of the scores; default: 1 / sqrt(head dim).
         dropout: probability; the operator draws from the device's random state.
         window: number of tokens that each token attends to, including itself; None: all preceding tokens.
@@ -54,15 +56,15 @@ def causal_attention(
         "keep_prob": 1.0 - dropout,
         "pre_tockens": EVERYTHING_BEFORE if window is None else window - 1,
         "next_tockens": 0,
-        "sparse_mode": LEFT_UP_CAUSAL if window is None else BAND,
+        "sparse_mode": BAND if window is not None else LEFT_UP_CAUSAL if keys in (None, packed) else RIGHT_DOWN_CAUSAL,
     }
     heads = query.shape[1]
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))  # [batch, tokens, heads, head dim]
     if packed is None:
         return torch_npu.npu_fusion_attention(q, k, v, heads, "BSND", **options)[0].transpose(1, 2)
-    ends = list(accumulate(packed))
+    ends, key_ends = (list(accumulate(lengths)) for lengths in (packed, keys or packed))
     mixed = torch_npu.npu_fusion_attention(
-        q[0], k[0], v[0], heads, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends, **options
+        q[0], k[0], v[0], heads, "TND", actual_seq_qlen=ends, actual_seq_kvlen=key_ends, **options
     )[0]
     return mixed[None].transpose(1, 2)
 

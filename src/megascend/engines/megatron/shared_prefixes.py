@@ -1,0 +1,134 @@
+"""Attention of Megatron's layers over common prefixes that a micro batch computes once.
+
+Such a micro batch runs as one sequence of rows [n, 1], with rotary angles of each row's own position. Only a layer's core
+attention knows of samples: it calls Transformer Engine's for packed sequences whose queries are their last tokens. The layout
+travels as the layers' ``packed_seq_params``, since a recomputed layer may run when another micro batch has been entered. For
+latent attention the rows are a packed sequence [n], for which mcore-bridge selects the angles by position itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megascend.changes import patch
+from megascend.engines.rules import ROPE_OF_LENGTH
+from megascend.runtime.topology.topology import Topology
+from megascend.training.batch.micro_batch import MicroBatch
+from megascend.training.batch.packing import round_up
+from megascend.training.kernels import npu
+from megascend.training.kernels.prefix_attention import PrefixLayout
+
+REASON = "prefixes that samples have in common are computed once"
+MASK = SimpleNamespace(name="padding_causal_bottom_right")
+"""Transformer Engine's mask for packed sequences with fewer queries than keys; Megatron's enumeration lacks it."""
+KEY_MULTIPLE = 64
+"""cuDNN has this mask only for longest lengths that are multiples of it (TE, fused_attn.cpp); they are upper bounds."""
+
+
+def unshared_reason(chunks: Sequence[Any], config: Any, topology: Topology) -> str | None:
+    """Return the reason why this model's samples share no prefixes, or None."""
+    rope = config.rope_scaling or {}
+    cores = [
+        getattr(getattr(layer, "self_attention", None), "core_attention", None)
+        for chunk in chunks
+        for layer in chunk.decoder.layers
+    ]
+    reasons = {
+        f"parallel.context={topology.context}": topology.context > 1,
+        "latent attention with apply_rope_fusion": config.multi_latent_attention and config.apply_rope_fusion,
+        "dropout of the model": max(config.hidden_dropout, config.attention_dropout) > 0,
+        f"position embedding {config.position_embedding_type}": config.position_embedding_type
+        not in ("rope", "mrope", "none", "learned_absolute"),
+        "rotary embeddings that depend on the length": rope.get("rope_type", rope.get("type")) in ROPE_OF_LENGTH,
+        "layers without softmax attention": not all(isinstance(core, te.TEDotProductAttention) for core in cores),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+class SharedPrefixes:
+    """Patches of a rank's layers for micro batches with a :class:`PrefixLayout`; others run as before.
+
+    Args:
+        chunks: the rank's language models.
+        config: mcore-bridge's ModelConfig.
+    """
+
+    def __init__(self, chunks: Sequence[Any], config: Any) -> None:
+        self._batch: MicroBatch | None = None
+        self._format = "thd" if config.multi_latent_attention else "sbhd"
+        for chunk in chunks:
+            rotary = getattr(chunk, "rotary_pos_emb", None)
+            # Angles by time, height and width are computed from the positions of the micro batch anyway.
+            if rotary is not None and self._format == "sbhd" and config.position_embedding_type != "mrope":
+                patch(rotary, "forward", partial(self._angles, rotary.forward), REASON)
+            for layer in chunk.decoder.layers:
+                core = layer.self_attention.core_attention
+                patch(core, "forward", partial(_attend, core, core.forward), REASON)
+
+    def enter(self, batch: MicroBatch) -> PackedSeqParams | None:
+        """Set the micro batch that a chunk computes next, and return the parameters to call it with."""
+        self._batch = batch
+        if not isinstance(batch.packed, PrefixLayout):
+            return batch.packed
+        return PrefixParams(self._format, batch.packed)
+
+    def _angles(self, forward: Callable[..., Tensor], length: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute rotary angles [tokens, 1, 1, head dim]; with shared prefixes those of each row's position."""
+        if self._batch is None or self._batch.shared is None:
+            return forward(length, *args, **kwargs)
+        # The length is that of the longest sequence; see PrefixParams.
+        return forward(length, *args, **kwargs)[self._batch.position_ids[0]]
+
+
+class PrefixParams(PackedSeqParams):
+    """Parameters of one row of tokens, for all of a layer but its core attention, which reads ``prefixes``."""
+
+    def __init__(self, qkv_format: str, prefixes: PrefixLayout) -> None:
+        # Megatron's rotary table has as many rows as the longest sequence has tokens. Starts only say that tokens are packed.
+        super().__init__(
+            qkv_format=qkv_format,
+            cu_seqlens_q=prefixes.query_starts,
+            cu_seqlens_kv=prefixes.query_starts,
+            max_seqlen_q=max(prefixes.keys),
+            max_seqlen_kv=max(prefixes.keys),
+        )
+        self.prefixes = prefixes
+
+
+def _attend(
+    core: Any, forward: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Compute core attention of [rows, 1, heads, head dim] or [rows, heads, head dim]; [rows, (1,) heads * head dim]."""
+    params = kwargs.get("packed_seq_params")
+    if not isinstance(params, PrefixParams):
+        return forward(query, key, value, *args, **kwargs)
+    prefixes = params.prefixes
+
+    def compute(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if query.device.type == "npu":
+            # MindSpeed's attention has one set of lengths for queries and keys.
+            q, k, v = (states[None].transpose(1, 2) for states in (query, keys, values))
+            mixed = npu.causal_attention(q, k, v, prefixes.queries, prefixes.keys, scaling=core.softmax_scale)
+            return mixed[0].transpose(0, 1).flatten(1)
+        return forward(query, keys, values, None, MASK, packed_seq_params=_packed(prefixes))
+
+    if query.dim() == 3:
+        return prefixes.attend(query, key, value, compute)
+    return prefixes.attend(query[:, 0], key[:, 0], value[:, 0], compute)[:, None]
+
+
+def _packed(prefixes: PrefixLayout) -> PackedSeqParams:
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=prefixes.query_starts,
+        cu_seqlens_kv=prefixes.key_starts,
+        max_seqlen_q=round_up(max(prefixes.queries), KEY_MULTIPLE),
+        max_seqlen_kv=round_up(max(prefixes.keys), KEY_MULTIPLE),
+    )

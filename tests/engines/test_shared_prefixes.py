@@ -1,0 +1,87 @@
+"""Samples whose common prefixes are computed once have the gradients, losses and outputs of separate samples, on engine megatron.
+
+Gradients are compared with transformers', which computes each sample by itself; what depends on a sample's own fields (losses,
+masks, candidates, experts) is compared with the same engine without sharing. tests/engines/fsdp has the same of engine fsdp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megascend import Parallel, Recompute
+from megascend.errors import ConfigError
+from megascend.models.registry import proven
+from megascend.testing import run_distributed
+from megascend.testing.parity import Case, case_checkpoint
+from support.gradients import compare
+from support.prefix_checks import assert_fields_stay_their_own, assert_others_keep_every_bit, assert_tenants_share_alone
+from support.prefix_runs import BRANCHES, GROUP, SHARED, build, on_ranks
+from support.stacks import family_params
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+UNSHARED = {
+    **dict.fromkeys(
+        ("nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "layers without softmax attention"
+    ),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "layers without softmax attention"),
+}
+"""Families whose samples share nothing on engine megatron, with the reason."""
+
+
+LAYOUTS = (
+    Case("single"),
+    Case("full recompute", recompute=Recompute(granularity="full")),
+    Case("attention recomputed", recompute=Recompute(granularity="selective")),
+    Case("TP2", 2, Parallel(tensor=2)),
+    Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True)),
+    Case("PP2, full recompute", 2, Parallel(pipeline=2), recompute=Recompute(granularity="full")),
+    Case("PP2 x VPP2", 2, Parallel(pipeline=2, virtual_pipeline=2)),
+    Case("DP2", 2, optimizer={"distributed": False}),
+    Case("TP2 x EP2 + SP", 2, Parallel(tensor=2, expert=2, expert_tensor=1), arch="qwen3_moe"),
+    Case("EP2", 2, Parallel(expert=2), optimizer={"distributed": False}, arch="qwen3_moe"),
+)
+CASES = [
+    *(replace(case, name=f"{case.arch}: {case.name}") for case in LAYOUTS),
+    *(
+        Case(f"{architecture.model_type}: family", arch=architecture.model_type)
+        for architecture in proven()
+        if architecture.model_type not in {"qwen3", *UNSHARED}
+    ),
+]
+IN_CI = ("qwen3: PP2, full recompute", "qwen3_moe: TP2 x EP2 + SP", "deepseek_v3: family", "gpt_oss: family")
+"""Several micro batches in flight, experts and sequence parallelism; latent attention; sinks and windows."""
+
+
+@pytest.mark.parametrize("case", family_params(CASES, IN_CI))
+def test_gradients_equal_transformers_of_separate_samples(case: Case, parity_folder: Path) -> None:
+    assert compare(case, parity_folder, BRANCHES if case.arch == "qwen3" else GROUP, batching=SHARED) == {}
+
+
+@pytest.mark.parametrize("arch", sorted(UNSHARED))
+@pytest.mark.nightly
+def test_families_whose_layers_cannot_share_refuse_a_prefix_length(arch: str, parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, arch)
+
+    def message() -> str:
+        with pytest.raises(ConfigError) as caught:
+            build("megatron", checkpoint, SHARED)
+        return str(caught.value)
+
+    (refusal,) = run_distributed(message, 1, init=False, timeout_s=120)
+    assert UNSHARED[arch] in refusal
+
+
+def test_fields_of_each_sample_stay_its_own(parity_folder: Path) -> None:
+    assert_fields_stay_their_own(on_ranks, "megatron", case_checkpoint(parity_folder, "qwen3_moe"), experts=4)
+
+
+def test_a_branch_changes_no_bit_of_the_others(parity_folder: Path) -> None:
+    assert_others_keep_every_bit(on_ranks, "megatron", case_checkpoint(parity_folder, "qwen3"))
+
+
+def test_tenants_share_with_themselves_only(parity_folder: Path) -> None:
+    assert_tenants_share_alone(on_ranks, "megatron", case_checkpoint(parity_folder, "qwen3"))
