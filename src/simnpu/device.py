@@ -33,10 +33,11 @@ from torch.autograd import Variable
 from torch.utils import backend_registration
 from torch.utils._device import DeviceContext, _device_constructors
 
-from simnpu import allocations, dynamo, host_memory, kernels
+from simnpu import allocations, dynamo, host_memory, kernels, races
 from simnpu.errors import PlatformError
 from simnpu.host_memory import replace_function
 from simnpu.memory import cpu_view, npu_view
+from simnpu.order import ORDER, current, stream_queue
 from simnpu.random import generator
 from simnpu.visible import CURRENT, DEVICE, index_of, only_the_first_is_used
 
@@ -137,6 +138,7 @@ def _resize(storage: Any, size: int, capacity: int) -> Any:
         _bytes_of(storage)[size:].fill_(POISON)
     setattr(storage, LOGICAL_SIZE, size)
     allocations.resize(storage, size)
+    races.resized(storage, size)
     return storage
 
 
@@ -193,7 +195,9 @@ class Engine(torch._C._ImperativeEngine):
     """PyTorch's engine, which everybody reaches as ``Variable._execution_engine`` (Megatron-Core directly)."""
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        if only_the_first_is_used():
+        if ORDER:
+            ORDER.wait_for_streams(CURRENT.index)
+        if only_the_first_is_used() and current(0) == stream_queue(0, 0):  # as its thread
             return super().run_backward(*args, **kwargs)
         with torch.autograd.set_multithreading_enabled(False):
             return super().run_backward(*args, **kwargs)

@@ -27,6 +27,10 @@ class MissingDependencyError(SimnpuError, ImportError):
     """A package is missing that the simulated device cannot do without."""
 
 
+class StreamRaceWarning(RuntimeWarning):
+    """In strict mode: work that races with other work on a card, because neither waits for the other."""
+
+
 def missing(name: str, module: str = "torch_npu") -> AttributeError:
     """Build the exception for ``torch_npu.<name>``; dunder names get a plain AttributeError, as Python's protocols expect."""
     if name.startswith("__"):

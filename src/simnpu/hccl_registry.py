@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.futures import Future
 
 from simnpu.hccl_checks import check_world, reduction
+from simnpu.hccl_races import collective
 from simnpu.visible import index_of
 
 KERNELS: dict[str, Callable[..., Any]] = {}
@@ -53,7 +54,14 @@ def kernel(returns: int | None = None) -> Callable[[Callable[..., Work]], Callab
             if not backend.joined:  # the communicator is made for the devices of its first tensors
                 backend.device_index = first_device(args[:group_at])
             rest = [reduction(a) if isinstance(a, torch.ScriptObject) else a for a in args[group_at + 1 :]]
-            work = function(*args[:group_at], group, *rest)
+            work = collective(
+                function.__name__,
+                group,
+                first_device(args[:group_at]),
+                args[:group_at],
+                root=rest[0] if rest else None,
+                run=lambda *tensors: function(*tensors, group, *rest),
+            )
             if group.group_name in _coalescing:
                 _coalescing[group.group_name].append(work)
             return work.boxed() if returns is None else (args[returns], work.boxed())
@@ -109,6 +117,8 @@ def point_to_point(work: Work, keep: Any) -> Work:
     _in_flight[key] = (work, keep)
 
     def wait(timeout: timedelta) -> bool:
+        if key not in _in_flight:
+            return True  # Gloo would wait for another message
         try:
             return work.wait(timeout) if timeout else work.wait()
         finally:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from simnpu import autocast, host_memory, memory
 from simnpu.dtypes import watched
-from simnpu.fallback import Kernel, arguments_to_cpu, kernel_for
+from simnpu.fallback import Kernel, arguments_to_cpu, kernel_for, name_of
 from simnpu.memory import CPU_KEY, cpu_view, npu_view
+from simnpu.races import ordered, record_stream
 
 PRODUCT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DOT_DTYPES = (*PRODUCT_DTYPES, torch.uint8, torch.int8, torch.int32)
@@ -119,7 +120,7 @@ HAND_WRITTEN: dict[str, Kernel] = {
     "convolution_overrideable": convolution,
     "convolution_backward_overrideable": convolution_backward,
     "histc": histc,
-    "record_stream": lambda tensor, stream: None,  # everything has happened by the time a call returns
+    "record_stream": record_stream,
 }
 """Written by hand."""
 
@@ -135,11 +136,12 @@ def register() -> list[torch.library.Library]:
     assert aten.m is not None  # None only after the library was destroyed
     enter = aten.m.impl
     for name, kernel in HAND_WRITTEN.items():
-        enter(name, "PrivateUse1", watched(name, kernel) if name == "convolution_overrideable" else kernel)
+        kernel = watched(name, kernel) if name == "convolution_overrideable" else kernel
+        enter(name, "PrivateUse1", ordered(name, kernel))
     for name in METADATA:
         enter(name, "PrivateUse1", functools.partial(_overload(name)._op_dk, CPU_KEY))
     for name in _operators() - HAND_WRITTEN.keys() - set(METADATA):
-        enter(name, "PrivateUse1", checked(name, watched(name, _made_when_called(name))))
+        enter(name, "PrivateUse1", ordered(name, checked(name, watched(name, _made_when_called(name)))))
     for name, kernel in host_memory.CPU_KERNELS.items():
         enter(name, "CPU", kernel)
     any_namespace = torch.library.Library("_", "IMPL")
@@ -177,7 +179,7 @@ def boxed(op: Any, *args: Any, **kwargs: Any) -> Any:
                 f"Could not run '{op.name()}' with arguments from the 'npu' backend: simnpu has PyTorch's own operators only; "
                 "register a PrivateUse1 kernel"
             )
-        _kernels[op] = kernel_for(op)
+        _kernels[op] = ordered(name_of(op).removeprefix("aten::"), kernel_for(op))
     return _kernels[op](*args, **kwargs)
 
 

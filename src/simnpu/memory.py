@@ -15,6 +15,7 @@ from torch import Tensor
 
 from simnpu import allocations
 from simnpu.dtypes import EVERY_TYPE, report
+from simnpu.host_memory import marked
 from simnpu.visible import CURRENT, index_of
 
 # DLPack (dlpack.h): DLManagedTensor starts with DLTensor {void *data; DLDevice {int32 type; int32 id}; ...}
@@ -134,6 +135,8 @@ def to_copy(
     )
     if device is None:
         return npu_view(copy, tensor.get_device())
+    if non_blocking and device.type == "cpu":
+        return marked(copy)  # torch_npu copies to pinned memory then
     return npu_view(copy, index_of(device)) if device.type == "npu" else copy
 
 

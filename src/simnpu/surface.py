@@ -9,7 +9,7 @@ import types
 
 import torch
 
-from simnpu import collectives, distributed, host_memory, jit_operators, npu, operators, optim, profiler
+from simnpu import collectives, distributed, host_memory, jit_operators, npu, operators, optim, profiler, races
 from simnpu import device as simulated
 from simnpu.environment import simulated_version as simulated_version
 from simnpu.errors import missing as missing
@@ -60,15 +60,14 @@ def install(package: str) -> None:
 
 
 def accept_simulated_streams() -> None:
-    """Let ``tensor.record_stream`` take the simulated ``Stream``, which is no ``torch.Stream`` to torch's argument parser.
-
-    Nothing has to be remembered: a simulated stream has done its work when a call returns.
-    """
+    """Let ``tensor.record_stream`` take the simulated ``Stream``, which is no ``torch.Stream`` to torch's argument parser."""
     original = torch.Tensor.record_stream
 
     @functools.wraps(original)
     def record_stream(self: torch.Tensor, stream: object) -> None:
-        if self.device.type != "npu":
+        if self.device.type == "npu":
+            races.record_stream(self, stream)
+        else:
             original(self, stream)  # type: ignore[arg-type]
 
     torch.Tensor.record_stream = record_stream  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from typing import Any
 
 import torch
 
@@ -17,9 +18,12 @@ DEVICE = "npu"
 
 
 class CurrentDevice(threading.local):
-    """The device that a thread uses where none is named: the first, until it sets another."""
+    """The device that a thread uses where none is named: the first, until it sets another. The stream that it uses on each."""
 
     index = 0
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Any] = {}  # by index; without one, the default stream
 
 
 CURRENT = CurrentDevice()

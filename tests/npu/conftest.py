@@ -48,6 +48,12 @@ collect_ignore = [*(MINDSPEED_FILES if ON_ADAPTOR else ADAPTOR_FILES), *(EXPERT_
 # For child processes, too: a type that torch_npu does not list for a 910B is an error. Megatron-Core 0.19 sorts booleans to
 # permute tokens, which the list lacks; whether Ascend's packages for it replace that is unknown, since they could not be had.
 os.environ[STRICT_VARIABLE] = "0" if ON_ADAPTOR else "1"
+RACES_ARE_ERRORS = "error:race:RuntimeWarning"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let a race between streams fail its test, also in forked ranks."""
+    config.addinivalue_line("filterwarnings", RACES_ARE_ERRORS)
 
 
 def npu_environment(**changes: str) -> dict[str, str]:
@@ -59,7 +65,11 @@ def npu_environment(**changes: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith("HCCL_") and name != "PYTEST_CURRENT_TEST"
     }
-    base = inherited | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    base = inherited | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": f"ignore,{RACES_ARE_ERRORS}",
+    }
     return simnpu.environment(base) | changes
 
 

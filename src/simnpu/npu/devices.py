@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from simnpu.identity import chip, device_name
+from simnpu.order import ORDER
 from simnpu.visible import CURRENT, device_count, existing
 
 
@@ -138,7 +139,9 @@ def _is_in_bad_fork() -> bool:
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Return at once: every operator has finished when its call returns."""
-    device_index(device)
+    index = device_index(device)
+    if ORDER:
+        ORDER.host_waits_for_device(index)
 
 
 def is_bf16_supported() -> bool:

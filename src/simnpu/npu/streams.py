@@ -1,4 +1,4 @@
-"""Streams and events. Work runs when it is called, in order, so they keep their identity and nothing else."""
+"""Streams and events. Work runs when it is called, in order; in strict mode ``order`` keeps what has waited for what."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from simnpu.npu.devices import device_index
+from simnpu.order import ORDER, Clock, queue_of
 from simnpu.visible import CURRENT
 
 _numbers = itertools.count(1)
@@ -52,10 +53,13 @@ class Stream(torch.Stream):
         return event
 
     def query(self) -> bool:
+        self.synchronize()
         return True
 
     def synchronize(self) -> None:
         """Return at once: there is nothing to wait for."""
+        if ORDER:
+            ORDER.host_waits(ORDER.now(queue_of(self)))
 
     def __enter__(self) -> Stream:
         self._contexts.append(StreamContext(self))
@@ -82,6 +86,7 @@ class Event(torch.Event):
     ) -> None:
         self.enable_timing = enable_timing
         self.recorded_at: float | None = None
+        self._clock: Clock = {}
         self._device_index = CURRENT.index
 
     @property
@@ -91,15 +96,22 @@ class Event(torch.Event):
     def record(self, stream: Stream | None = None) -> None:
         self.recorded_at = time.perf_counter()
         self._device_index = CURRENT.index if stream is None else stream.device_index
+        if ORDER:
+            self._clock = ORDER.now(queue_of(stream))
 
     def wait(self, stream: Stream | None = None) -> None:
         """Return at once: there is nothing to wait for."""
+        if ORDER:
+            ORDER.wait(queue_of(stream), self._clock)
 
     def query(self) -> bool:
+        self.synchronize()
         return True
 
     def synchronize(self) -> None:
         """Return at once: there is nothing to wait for."""
+        if ORDER:
+            ORDER.host_waits(self._clock)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds of host time between two recorded events."""
@@ -116,11 +128,10 @@ def event_of_device(device: torch.device | str | int | None, *options: Any, **ke
 
 
 class Streams:
-    """The default stream of every device and the one in use."""
+    """The default stream of every device, and the one that a thread uses."""
 
     def __init__(self) -> None:
         self.default: dict[int, Stream] = {}
-        self.used: dict[int, Stream] = {}
 
     def default_of(self, index: int) -> Stream:
         if index not in self.default:
@@ -128,7 +139,7 @@ class Streams:
         return self.default[index]
 
     def used_on(self, index: int) -> Stream:
-        return self.used.get(index) or self.default_of(index)
+        return CURRENT.streams.get(index) or self.default_of(index)
 
 
 STREAMS = Streams()
@@ -147,7 +158,7 @@ def set_stream(stream: Stream | None) -> None:
     if stream is None:
         return
     CURRENT.index = stream.device_index
-    STREAMS.used[stream.device_index] = stream
+    CURRENT.streams[stream.device_index] = stream
 
 
 class StreamContext:
@@ -168,7 +179,7 @@ class StreamContext:
     ) -> None:
         if self.before is not None:
             CURRENT.index, stream = self.before
-            STREAMS.used[stream.device_index] = stream
+            CURRENT.streams[stream.device_index] = stream
             self.before = None
 
 

@@ -103,15 +103,22 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def cpu_view(tensor: torch.Tensor) -> torch.Tensor:
-    from simnpu import device  # late: formulas can be tested where the device cannot be registered
+    from simnpu import device, races  # late: formulas can be tested where the device cannot be registered
 
-    return device.cpu_view(tensor)
+    return device.cpu_view(races.fused_argument(tensor))
 
 
 def npu_view(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
-    from simnpu import device
+    from simnpu import device, races
 
-    return device.npu_view(tensor, index)
+    return races.fused_result(device.npu_view(tensor, index))
+
+
+def written_in_place(args: Any) -> None:
+    from simnpu import races
+
+    for tensor in tensors_in(args):
+        races.fused_result(tensor)
 
 
 def random_generator() -> torch.Generator:
@@ -137,6 +144,8 @@ def on_host(formula: Callable[..., Any]) -> Callable[..., Any]:
         device = device_of((*args, *kwargs.values()))
         with torch.no_grad():
             result = formula(*map(to_host, args), **{key: to_host(value) for key, value in kwargs.items()})
+        if not tensors_in([result]):
+            written_in_place(args)
         return to_device(result, device)
 
     return call
