@@ -58,6 +58,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PROJECT = DOCS.parent / "pyproject.toml"
 PUBLISHED_COUNTS = DOCS.parent / "benchmarks" / "families" / "published.json"
 TORCH_NPU_NAMES = DOCS.parent / "benchmarks" / "integrations" / "torch_npu-names.json"
+TORCH_NPU_PROGRAMS = TORCH_NPU_NAMES.with_name("torch_npu-programs.json")
 TORCH_NPU_OPERATORS = TORCH_NPU_NAMES.with_name("torch_npu-operators.txt")
 MARKED = re.compile(r"^<!-- table: ([\w -]+) -->$", re.MULTILINE)
 REQUIREMENTS = re.compile(r"( *# table: ([\w ]+)\n).*?( *# end of table\n)", re.DOTALL)
@@ -428,6 +429,32 @@ def names_of_torch_npu() -> str:
     return table(["module", "", "names"], rows)
 
 
+def names_of_programs() -> str:
+    """Format which names of torch_npu each program uses, and which of them torch_npu or simnpu lacks."""
+    content = json.loads(TORCH_NPU_PROGRAMS.read_text(encoding="utf-8"))
+
+    def listed(names: list[str]) -> str:
+        return ": ".join(filter(None, (str(len(names)), ", ".join(f"`{name}`" for name in names))))
+
+    rows = []
+    for name, program in content["programs"].items():
+        used = program["names"]
+        missing, nowhere = ([n for n in used if n in content[key]] for key in ("only in torch_npu", "in neither"))
+        both = len(used) - len(missing) - len(nowhere)
+        version = program["version"] or "this one"
+        rows.append([name, version, str(len(used)), str(both), listed(missing), listed(nowhere)])
+    return table(
+        ["program", "version", "names", "in both", f"only in torch_npu {content['torch_npu']}", "in neither"], rows
+    )
+
+
+def other_parameters() -> str:
+    """Format the Python functions of torch_npu that programs use and whose parameters differ in simnpu."""
+    content = json.loads(TORCH_NPU_PROGRAMS.read_text(encoding="utf-8"))["other parameters"]
+    rows = [[f"`{name}`", *(f"`({text})`" for text in parameters.values())] for name, parameters in content.items()]
+    return table(["name", "torch_npu", "simnpu"], rows)
+
+
 def rules(table_of_rules: Iterable[Rule[Any] | tuple[str, Rule[Any]]]) -> str:
     """Format the settings that an engine, a model or another setting excludes."""
     words = {
@@ -572,6 +599,8 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "recipes": recipes,
     "names of torch_npu": names_of_torch_npu,
+    "names of programs": names_of_programs,
+    "other parameters": other_parameters,
     "simulated operators": simulated_operators,
 }
 

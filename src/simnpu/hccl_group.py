@@ -28,11 +28,13 @@ class Options(Backend.Options):
     ``hccl_config`` holds e.g. ``{"hccl_buffer_size": 200, "group_name": "tp"}``.
     """
 
+    hccl_config: dict[str, Any] = {}  # noqa: RUF012  # the class has it, too: MindSpeed asks by hasattr
+
     def __init__(self) -> None:
         super().__init__("hccl")
         self.op_timeout = self._timeout
         self.is_high_priority_stream = False
-        self.hccl_config: dict[str, Any] = {}
+        self.hccl_config = {}
         self.group_id = ""
 
 

@@ -141,6 +141,17 @@ def test_switches_are_kept_and_shown(torch_npu: Any) -> None:
         assert mstx.annotate("call")(max)(1, 2) == 2
 
 
+def test_options_and_arguments_are_torch_npus(torch_npu: Any) -> None:
+    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options
+    assert hasattr(options, "hccl_config")  # MindSpeed names its groups for the profiler only then
+    options().hccl_config["group_name"] = "tp"
+    assert options().hccl_config == options.hccl_config == {}
+    with pytest.raises(NotSimulatedError, match="dynamic=False"):
+        torch_npu.npu.amp.GradScaler(2.0**16, 2.0, 0.5, 2000, False)
+    assert torch_npu.npu.get_device_name(device_name=0) == torch_npu.npu.get_device_properties(device_name=0).name
+    assert torch_npu.npu.is_bf16_supported(including_emulation=True)
+
+
 def test_overflow_is_looked_for_as_on_a_910b(torch_npu: Any) -> None:
     from torch_npu.npu.utils import is_support_inf_nan, npu_check_overflow
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from packaging.version import Version
 from real_calls import CALLS
 
-from real_torch_npu.__main__ import FOLDER, VERSIONS, compare, real_schemas, simulated_schemas
-from real_torch_npu.library import UnavailableError
+from real_torch_npu.__main__ import compare, real_schemas, simulated_schemas
+from real_torch_npu.library import FOLDER, VERSIONS, UnavailableError, version_for_torch
+from real_torch_npu.names import USED, compare_names, installed_programs, names_of_program, of_simnpu
 from real_torch_npu.outcomes import RealLibrary, outcome
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("sim_npu")]
@@ -21,9 +23,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("sim_npu")]
 @pytest.fixture(scope="module")
 def real() -> Iterator[RealLibrary]:
     """Torch's own version of the library, in a process of its own."""
-    version = next(v for v in VERSIONS if Version(v).release == Version(torch.__version__).release)
     try:
-        library = RealLibrary(version, FOLDER)
+        library = RealLibrary(version_for_torch(), FOLDER)
     except UnavailableError as error:
         pytest.skip(str(error))
     yield library
@@ -39,6 +40,44 @@ def test_schemas_are_those_of_torch_npu(version: str) -> None:
     table = compare(simulated_schemas(), schemas)
     assert len(schemas) > 400
     assert (table["different"], table["absent"]) == ([], [])
+
+
+def test_names_that_programs_use_are_where_the_documentation_says() -> None:
+    """Also of the programs here: those installed, and MindSpeed if there is a checkout."""
+    recorded = json.loads(USED.read_text())
+    programs = installed_programs()
+    if checkout := os.environ.get("MEGASCEND_MINDSPEED"):
+        programs["MindSpeed"] = {"names": names_of_program(Path(checkout) / "mindspeed")}
+    for program in (*recorded["programs"].values(), *programs.values()):
+        assert len(program["names"]) > 4
+    used = set().union(*(p["names"] for p in (*recorded["programs"].values(), *programs.values())))
+    try:
+        compared = compare_names(used)
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    assert compared == {kind: recorded[kind] for kind in compared}
+
+
+def test_names_are_found_however_a_program_writes_them(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import torch, torch_npu as t\nfrom torch_npu.npu import amp as a\nfrom torch import npu\n"
+        "t.npu_x(1).y\na.autocast\nnpu.Event().record\nhasattr(torch.npu, 'graph')\nm = torch.npu\nm.init\n"
+        "get_torch_device().seed()\ntorch.npu.new = 1\nos.getenv('torch_npu.z')\ntorch.cuda.seed\n"
+    )
+    names = "npu_x npu.amp npu.amp.autocast npu.Event npu.graph npu.init npu.seed z"
+    assert names_of_program(tmp_path) == {f"torch_npu.{name}" for name in names.split()}
+
+
+def test_a_name_is_looked_up_with_its_parameters() -> None:
+    found = of_simnpu(
+        [
+            "torch_npu.npu.is_bf16_supported",
+            "torch_npu.npu.proteins",
+            "torch_npu.npu_rms_norm",
+            "torch_npu.npu.default_generators",
+        ]
+    )
+    assert list(found.values()) == [["including_emulation=False"], None, "operator", "value"]
 
 
 def test_an_argument_that_torch_npu_has_not_is_seen(real: RealLibrary) -> None:

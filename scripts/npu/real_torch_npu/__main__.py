@@ -8,19 +8,15 @@ The schemas are read from the library's strings; for torch's own version they ar
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from pathlib import Path
 
 from packaging.version import Version
 
-from real_torch_npu.library import normalised, printed_schemas, unpack
+from real_torch_npu.library import FOLDER, VERSIONS, normalised, printed_schemas, unpack
 from real_torch_npu.outcomes import RealLibrary
 
-VERSIONS = ("2.10.0.post7", "2.13.0", "2.14.0")
 NAMES = Path(__file__).resolve().parents[3] / "benchmarks" / "integrations" / "torch_npu-operators.txt"
-FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir()) / "real_torch_npu"
 
 
 def simulated_schemas() -> dict[str, str]:

@@ -8,15 +8,20 @@ Needs pip, gcc and nm; nothing of the wheel is kept but in the folder that is na
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 
+VERSIONS = ("2.10.0.post7", "2.13.0", "2.14.0")
+FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir()) / "real_torch_npu"
 SOURCE = Path(__file__).with_name("cann.c")
 CALLED_BY_NAME = {
     "aclrtSetDeviceSatMode", "aclSetCompileopt", "aclrtGetSysParamOpt", "aclrtSetOpExecuteTimeOut", "aclopCompileAndExecuteV2",
@@ -37,6 +42,11 @@ SYSTEM = (
 
 class UnavailableError(RuntimeError):
     """The wheel, or a tool to build the stand-in for CANN, cannot be had."""
+
+
+def version_for_torch() -> str:
+    """Return the version of torch_npu for the torch in this environment."""
+    return next(v for v in VERSIONS if Version(v).release == Version(torch.__version__).release)
 
 
 def unpack(version: str, folder: Path) -> Path:

@@ -9,7 +9,8 @@ from types import TracebackType
 import psutil
 import torch
 
-from simnpu.identity import chip, device_name
+from simnpu import identity
+from simnpu.identity import chip
 from simnpu.order import ORDER
 from simnpu.visible import CURRENT, device_count, existing
 
@@ -91,17 +92,17 @@ class device_of(device):
         super().__init__(obj.device if obj.device.type == "npu" else None)
 
 
-def get_device_name(device: torch.device | str | int | None = None) -> str:
+def get_device_name(device_name: torch.device | str | int | None = None) -> str:
     """Return a name that says that the device is simulated, unless ``SIMNPU_DEVICE_NAME`` gives it a chip's name."""
-    device_index(device)
-    return device_name()
+    device_index(device_name)
+    return identity.device_name()
 
 
-def get_device_properties(device: torch.device | str | int | None = None) -> DeviceProperties:
+def get_device_properties(device_name: torch.device | str | int | None = None) -> DeviceProperties:
     """Return name and cores of the chip, and the host's memory as ``total_memory`` in bytes."""
-    device_index(device)
+    device_index(device_name)
     cores = {"cube_core_num": model.cube_cores, "vector_core_num": model.vector_cores} if (model := chip()) else {}
-    return DeviceProperties(device_name(), psutil.virtual_memory().total, **cores)
+    return DeviceProperties(identity.device_name(), psutil.virtual_memory().total, **cores)
 
 
 def get_device_capability(device: torch.device | str | int | None = None) -> None:
@@ -127,9 +128,9 @@ def _lazy_init() -> None:
     """Do nothing: see :func:`is_initialized`."""
 
 
-def _lazy_call(callback: Callable[[], object]) -> None:
+def _lazy_call(cb: Callable[[], object]) -> None:
     """Run now what the real module may put off until a device is initialised."""
-    callback()
+    cb()
 
 
 def _is_in_bad_fork() -> bool:
@@ -144,7 +145,7 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
         ORDER.host_waits_for_device(index)
 
 
-def is_bf16_supported() -> bool:
+def is_bf16_supported(including_emulation: bool = False) -> bool:
     """Return True, as on the 910B generation."""
     return True
 

@@ -1,3 +1,7 @@
 """``torch_npu.utils.collect_env``; see :mod:`simnpu.utilities`."""
 
-from simnpu.utilities import get_cann_version as get_cann_version
+from simnpu.npu import utils
+
+
+def get_cann_version() -> str:
+    return utils.get_cann_version()
