@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megascend
 from megascend.config import Parallel
 from megascend.runtime.bootstrap import Runtime
 from megascend.runtime.topology.topology import plan
@@ -219,3 +221,9 @@ def test_lost_patches_are_reported_by_name(npu: Runtime) -> None:
     for problems, (_, message) in zip(problems_found, BROKEN, strict=True):
         assert len(problems) == 1
         assert message in problems[0]
+
+
+def test_kernels_are_not_selected_by_is_cuda() -> None:
+    """``transfer_to_npu`` makes ``is_cuda`` True for tensors on an NPU, where CUDA's Triton kernels must not run."""
+    source = Path(megascend.__file__).parent
+    assert [path for path in source.rglob("*.py") if ".is_cuda" in path.read_text(encoding="utf-8")] == []

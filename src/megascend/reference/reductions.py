@@ -18,7 +18,7 @@ ROW = 1 << 12
 
 def square_sum(vector: Tensor) -> Tensor:
     """Return the squared 2-norm of all elements of a float32 tensor, a float32 scalar on its device."""
-    if vector.is_cuda:
+    if vector.device.type == "cuda":
         return torch.linalg.vector_norm(vector, dtype=torch.float32).square()
     # On a CPU vector_norm sums sequentially in a few registers. For 17 million elements the fourth digit is wrong, for 155
     # million (an embedding) the error is 0.9 % (torch 2.13). So it is computed in rows.

@@ -173,7 +173,7 @@ class PipelinedWriter:
         for start in range(0, data.numel(), PIECE):
             self._raise_what_failed()
             part = data[start : start + PIECE]
-            piece = self._piece(page_locked=part.is_cuda)
+            piece = self._piece(page_locked=part.device.type != "cpu")
             # Synchronous: the caller may change or free the tensor when write() returns.
             piece[: part.numel()].copy_(part)
             self._running.append(self._pool.submit(self._write_piece, descriptor, offset + start, piece, part.numel()))

@@ -64,7 +64,7 @@ def chunk_order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def gather_sum(values: Tensor, row_index: Tensor) -> Tensor:
     """Sum ``values[row_index[t]]`` for each token t in fp32: [rows, h] and int64 [tokens, k] to [tokens, h]."""
-    if values.is_cuda and values.dtype in (torch.bfloat16, torch.float16, torch.float32):
+    if values.device.type == "cuda" and values.dtype in (torch.bfloat16, torch.float16, torch.float32):
         from megascend.training.kernels.gather_sum_triton import gather_sum as kernel
 
         return kernel(values, row_index)

@@ -65,7 +65,7 @@ class QuantisedWeights:
         """Return all weights [count, out, in], or one [out, in]."""
         chosen = range(len(self._codes)) if index is None else range(index, index + 1)
         weights = torch.empty((len(chosen), *self.shape), dtype=self.dtype, device=self._codes.device)
-        if self._codes.is_cuda:
+        if self._codes.device.type == "cuda":
             # The loop below starts hundreds of kernels for the experts of a layer.
             from megascend.training.kernels.dequantise_triton import dequantise
 
