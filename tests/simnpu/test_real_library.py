@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from real_calls import CALLS
 
+import simnpu
 from real_torch_npu.__main__ import compare, real_schemas, simulated_schemas
 from real_torch_npu.library import FOLDER, VERSIONS, UnavailableError, version_for_torch
-from real_torch_npu.names import USED, compare_names, installed_programs, names_of_program, of_simnpu
+from real_torch_npu.names import USED, compare_names, installed_programs, names_of_program, of_simnpu, real_package
 from real_torch_npu.outcomes import RealLibrary, outcome
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("sim_npu")]
@@ -56,6 +59,33 @@ def test_names_that_programs_use_are_where_the_documentation_says() -> None:
     except UnavailableError as error:
         pytest.skip(str(error))
     assert compared == {kind: recorded[kind] for kind in compared}
+
+
+BOOTSTRAP = """
+import torch_npu
+from simnpu.triton_stand_in import install_triton_stand_in
+install_triton_stand_in()  # MindSpeed imports triton
+import megascend
+runtime = megascend.bootstrap(engine="megatron")
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+print(torch_npu.__version__, runtime.platform.name, HAVE_TE, TEDotProductAttention.__module__.split(".")[0], flush=True)
+__import__("os")._exit(0)
+"""
+
+
+def test_bootstrap_and_mindspeed_import_with_torch_npus_own_package() -> None:
+    checkout = os.environ.get("MEGASCEND_MINDSPEED")
+    if not checkout:
+        pytest.skip("MEGASCEND_MINDSPEED names no checkout of MindSpeed")
+    source = Path(simnpu.__file__).parents[1]
+    try:
+        with real_package(Path(checkout), source, source / "simnpu" / "site_packages") as environment:
+            command = [sys.executable, "-W", "ignore", "-c", BOOTSTRAP]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == f"{version_for_torch()} npu True mindspeed"
 
 
 def test_names_are_found_however_a_program_writes_them(tmp_path: Path) -> None:

@@ -103,41 +103,46 @@ def build_cann(package: Path, folder: Path) -> dict[str, str]:
     """Build the libraries that torch_npu needs of CANN in ``folder``; return the variables with which it finds them."""
     folder.mkdir(parents=True, exist_ok=True)
     torch_libraries = Path(torch.__file__).parent / "lib"
-    own = [*package.glob("lib/*.so"), *package.glob("_C*.so")]
-    bundled = [*own, *package.parent.glob("torch_npu.libs/*.so*")]
+    own, graphs = [*package.glob("lib/*.so"), *package.glob("_C*.so")], [*package.glob("dynamo/**/*.so")]
+    bundled = [*own, *package.parent.glob("torch_npu.libs/*.so*"), *torch_libraries.glob("*.so*")]
     system = [path for name in SYSTEM if (path := find_system(name))]
-    undefined = symbols(own, "--undefined-only")
-    defined = symbols([*bundled, *torch_libraries.glob("*.so*"), *system], "--defined-only")
-    missing = {name for name in undefined - defined if not re.match(r"_?Py|__cxa_finalize|_ITM|__gmon", name)}
+    defined = symbols([*bundled, *system], "--defined-only")
+    missing = symbols(own, "--undefined-only") - defined
     strings = (package / "lib" / "libtorch_npu.so").read_bytes()
     kernels = {name.decode() for name in re.findall(rb"\x00(aclnn\w+)(?=\x00)", strings)}
     missing |= kernels | {f"{name}GetWorkspaceSize" for name in kernels} | CALLED_BY_NAME
     text = SOURCE.read_text()
     missing -= set(re.findall(r"^(?:int|void \*|const char \*) ?\*?(\w+)\(", text, re.MULTILINE))
-    lines = [text]
-    for number, name in enumerate(sorted(missing)):
-        data = name.startswith(("_ZTV", "_ZTI", "_ZTS"))
-        lines.append(f'{"char" if data else "long"} s{number}{"[256]" if data else "(void)"} __asm__("{name}");')
-        lines.append(f"char s{number}[256] = {{0}};" if data else f"long s{number}(void) {{ return 0; }}")
-    (folder / "stubs.c").write_text("\n".join(lines) + "\n")
-    needed = {name for path in own for name in re.findall(r"NEEDED.*\[(.+)\]", run(["readelf", "-d", str(path)]))}
-    there = {path.name for path in [*bundled, *torch_libraries.iterdir()]}
-    for name in sorted((needed - there - set(SYSTEM)) | {"libopapi.so", "libascendcl.so", "libacl_op_compiler.so"}):
-        if not find_system(name):
-            run(
-                [
-                    "gcc",
-                    "-shared",
-                    "-fPIC",
-                    "-w",
-                    "-O0",
-                    "-o",
-                    str(folder / name),
-                    str(folder / "stubs.c"),
-                    f"-Wl,-soname,{name}",
-                ]
-            )
+    libraries = needed(own, bundled) | {"libopapi.so", "libascendcl.so", "libacl_op_compiler.so"}
+    build(libraries, text + stubs(missing), folder)
+    # Apart: torch_npu behaves otherwise if libascendcl.so has the names that only torchair needs.
+    more = symbols(graphs, "--undefined-only") - defined - missing - symbols(graphs, "--defined-only")
+    build(needed(graphs, [*bundled, *graphs]) - libraries, stubs(more), folder)
     return {"LD_LIBRARY_PATH": f"{folder}:{torch_libraries}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def needed(paths: Iterable[Path], bundled: Iterable[Path]) -> set[str]:
+    """Return the libraries that others need and that are neither bundled with them nor the system's."""
+    names = {name for path in paths for name in re.findall(r"NEEDED.*\[(.+)\]", run(["readelf", "-d", str(path)]))}
+    return {name for name in names - {path.name for path in bundled} if not find_system(name)}
+
+
+def stubs(names: Iterable[str]) -> str:
+    """Return C code of functions that return 0, and of empty data for C++ types."""
+    lines = []
+    for number, name in enumerate(sorted(names)):
+        if not re.match(r"_?Py|__cxa_finalize|_ITM|__gmon", name):
+            data = name.startswith(("_ZTV", "_ZTI", "_ZTS"))
+            lines.append(f'{"char" if data else "long"} s{number}{"[256]" if data else "(void)"} __asm__("{name}");')
+            lines.append(f"char s{number}[256] = {{0}};" if data else f"long s{number}(void) {{ return 0; }}")
+    return "\n".join(lines) + "\n"
+
+
+def build(libraries: Iterable[str], code: str, folder: Path) -> None:
+    (folder / "stubs.c").write_text(code)
+    for name in sorted(libraries):
+        target = [f"-Wl,-soname,{name}", "-o", str(folder / name)]
+        run(["gcc", "-shared", "-fPIC", "-w", "-O0", str(folder / "stubs.c"), *target])
 
 
 def find_system(name: str) -> Path | None:

@@ -10,6 +10,7 @@ imported: a name is a dotted path below ``torch_npu``, ``torch.npu`` or ``torch.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import json
@@ -138,11 +139,9 @@ def described(parameter: inspect.Parameter) -> str:
     return f"{text}=..." if optional and not plain else text
 
 
-def look_up_in_a_process(names: Iterable[str], variables: dict[str, str], *module_path: Path) -> dict[str, Any]:
+def look_up_in_a_process(names: Iterable[str], environment: dict[str, str]) -> dict[str, Any]:
     """Look names up in a process of its own, because imports of some change torch."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SIMNPU")} | variables
-    folders = [*map(str, module_path), str(ROOT / "scripts" / "npu"), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    environment = environment | {"PYTHONPATH": f"{environment['PYTHONPATH']}{os.pathsep}{ROOT / 'scripts' / 'npu'}"}
     command = [sys.executable, "-m", "real_torch_npu.names", "--look-up"]
     done = subprocess.run(command, input="\n".join(names), text=True, capture_output=True, env=environment)
     if done.returncode:
@@ -150,16 +149,24 @@ def look_up_in_a_process(names: Iterable[str], variables: dict[str, str], *modul
     return json.loads(done.stdout)
 
 
-def of_torch_npu(names: Iterable[str], folder: Path = FOLDER) -> dict[str, Any]:
-    """Look names up in torch_npu's own package, which takes three empty folders for CANN."""
+@contextlib.contextmanager
+def real_package(*module_path: Path, folder: Path = FOLDER) -> Iterator[dict[str, str]]:
+    """Yield the environment of a process that imports torch_npu's own package; a file and three empty folders pass for CANN."""
     release = version_for_torch()
     package = unpack(release, folder)
     variables = build_cann(package, folder / release / "cann")
     with tempfile.TemporaryDirectory() as cann:
         for part in ("opp", "runtime", "compiler"):
             (Path(cann) / part).mkdir()
+        (Path(cann) / "ascend_toolkit_install.info").write_text("version=9.2.0\n")
         variables |= {"ASCEND_HOME_PATH": cann, "ASCEND_OPP_PATH": f"{cann}/opp"}
-        return look_up_in_a_process(names, variables, package.parent)
+        variables["PYTHONPATH"] = os.pathsep.join(map(str, (package.parent, *module_path)))
+        yield {name: value for name, value in os.environ.items() if not name.startswith("SIMNPU")} | variables
+
+
+def of_torch_npu(names: Iterable[str]) -> dict[str, Any]:
+    with real_package() as environment:
+        return look_up_in_a_process(names, environment)
 
 
 def of_simnpu(names: Iterable[str]) -> dict[str, Any]:
