@@ -28,6 +28,7 @@ NAMES = (
     "lora",
     "memory",
     "plan",
+    "prefixes",
     "rl",
     "serve",
     "small",

@@ -1,0 +1,85 @@
+"""Attention over shared prefixes by the kernels of each engine, against attention of each sample by itself in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megascend.engines.fsdp import attention
+from megascend.training.kernels.prefix_attention import PrefixLayout
+
+pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
+
+HEADS, KV_HEADS, WIDTH = 8, 2, 128
+PREFIX, OWN = 300, (1, 130, 64, 257)
+"""Tokens of a prompt, and of each response; the second continues half of the first one's neighbour."""
+
+
+def sequences() -> tuple[list[Tensor], list[int]]:
+    """Return the rows of a prompt with responses, and of a branch in the middle of one, and the numbers of own tokens."""
+    own = [PREFIX + OWN[0], *OWN[1:], 90]
+    rows, row = [torch.arange(own[0])], own[0]
+    for count in own[1:-1]:
+        rows.append(torch.cat([torch.arange(PREFIX), torch.arange(row, row + count)]))
+        row += count
+    rows.append(torch.cat([rows[-1][: PREFIX + 100], torch.arange(row, row + own[-1])]))
+    return rows, own
+
+
+def by_engine_fsdp(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, window: int | None) -> Tensor:
+    lengths = attention.prefix_lengths(layout, query.device, query.dtype)
+    states = (part.transpose(0, 1)[None] for part in (query, key, value))
+    return attention._sample_attention(*states, lengths, None, 0.0, window, None)[0].transpose(0, 1)
+
+
+def by_transformer_engine(
+    query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, window: int | None
+) -> Tensor:
+    te: Any = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
+    shared = pytest.importorskip("megascend.engines.megatron.shared_prefixes", reason="needs Megatron-Core")
+    packed = shared._packed(layout)
+    core = te.DotProductAttention(
+        HEADS, WIDTH, num_gqa_groups=KV_HEADS, qkv_format="thd", attn_mask_type="padding_causal"
+    )
+    names = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+    options = {name: getattr(packed, name) for name in names}
+    size = (-1, 0) if window is None else (window - 1, 0)
+
+    def compute(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return core(query, keys, values, attn_mask_type=shared.MASK.name, window_size=size, **options)
+
+    return layout.attend(query, key, value, compute).unflatten(1, (HEADS, WIDTH))
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("compute", [by_engine_fsdp, by_transformer_engine])
+def test_kernels_compute_each_sample(compute: Callable[..., Tensor], window: int | None) -> None:
+    rows, own = sequences()
+    generator = torch.Generator().manual_seed(0)
+    exact = [
+        torch.randn(sum(own), heads, WIDTH, generator=generator).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    factors = torch.randn(sum(own), HEADS, WIDTH, generator=generator).bfloat16()
+    states = [part.cuda().requires_grad_() for part in exact]
+    layout = PrefixLayout.of(rows, own, states[0].device)
+    if compute is by_engine_fsdp and window is None:
+        assert attention.prefix_lengths(layout, states[0].device, torch.bfloat16).one_kernel
+    mixed = compute(*states, layout, window)
+    gradients = torch.autograd.grad((mixed * factors.cuda()).sum(), states)
+    wide = [part.double().requires_grad_() for part in exact]
+    parts = []
+    for tokens, count in zip(rows, own, strict=True):
+        distance = torch.arange(len(tokens))[-count:, None] - torch.arange(len(tokens))
+        mask = (distance >= 0) & (distance < (window or len(tokens)))
+        query, key, value = (part[tokens].transpose(0, 1) for part in wide)
+        parts.append(scaled_dot_product_attention(query[:, -count:], key, value, mask, enable_gqa=True).transpose(0, 1))
+    expected = torch.cat(parts)
+    expected_gradients = torch.autograd.grad((expected * factors.double()).sum(), wide)
+    for values, reference in zip((mixed, *gradients), (expected, *expected_gradients), strict=True):
+        error = (values.cpu().double() - reference).norm() / reference.norm()
+        assert error < 0.01, float(error)
