@@ -389,6 +389,7 @@ def test_async_grpo_raises_the_reward(engine: str, tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf").num_parameters() > 0
 
 
+@pytest.mark.nightly  # covered: apps/rl/test_loop.py; a recipe that resumes above
 def test_async_grpo_uses_own_prompts_and_reward_and_resumes(tmp_path: Path) -> None:
     words = [{"prompt": f"{word}=", "answer": word.upper()} for word in ("one", "two", "red", "blue", "up", "down")]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(word) + "\n" for word in words))

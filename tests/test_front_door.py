@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.forked_programs import run_command, run_forked
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = Path(sys.executable).with_name("megascend")
 """The console script: unlike ``python -m``, it does not put the working directory on ``sys.path``."""
@@ -137,7 +139,7 @@ def test_readme_program_runs_on_engine_single_by_changing_one_line(tmp_path: Pat
     from megascend.testing import write_tiny_checkpoint
 
     checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=1)
-    completed = run(sys.executable, "-c", PROGRAM, checkpoint)
+    completed = run_forked(PROGRAM, checkpoint)
     assert completed.returncode == 0, completed.stderr[-3000:]
     loss, shown, policy_loss, metrics, answers, refused = json.loads(completed.stdout.splitlines()[-1])
     # transformers' loss of the same labels, which ignores -100
@@ -158,8 +160,7 @@ def test_readme_program_runs_on_engine_single_by_changing_one_line(tmp_path: Pat
 
 def test_phases_of_a_run_are_announced_in_order(tmp_path: Path) -> None:
     checkpoint = tmp_path / "model"
-    new_model = ("new-model", checkpoint, "--hidden", "32", "--layers", "1", "--context", "64")
-    assert run(sys.executable, "-m", "megascend", *map(str, new_model)).returncode == 0
+    assert run_command("new-model", checkpoint, "--hidden", "32", "--layers", "1", "--context", "64").returncode == 0
     (tmp_path / "data.jsonl").write_text('{"token_ids": [1, 2, 3, 4]}\n' * 4)
     values = {
         "model": str(checkpoint), "output": "out", "steps": 1, "engine": "megatron", "precision": "float32", "export": False,
