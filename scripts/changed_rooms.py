@@ -139,6 +139,9 @@ def select(paths: Iterable[str]) -> tuple[set[str], str]:
         if re.fullmatch(r"tests/.*/?test_\w+\.py", path):
             tests.add(path)
             reasons["changed files of tests"] = None
+        elif path == "CHANGELOG.md":  # has no programs
+            tests.add("tests/test_docs.py")
+            reasons["changelog"] = None
         elif PAGE_FILES.fullmatch(path):
             tests.update(PAGES)
             reasons["pages"] = None

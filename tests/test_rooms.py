@@ -101,6 +101,7 @@ def test_sibling_packages_import_only_themselves(package: str) -> None:
         ("src/simnpu/hccl.py", "tests/apps/cli/test_cli_simnpu.py", "tests/apps/cli"),
         ("src/megascend/integrations/verl/engine.py", "tests/integrations", "tests/engines"),
         ("docs/serve.md", "tests/test_docs.py", "tests/apps/serve"),
+        ("CHANGELOG.md", "tests/test_docs.py", "tests/test_snippets.py"),
         ("tests/sync/test_push.py", "tests/sync/test_push.py", "tests/sync"),
     ],
 )
