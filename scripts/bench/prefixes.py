@@ -56,7 +56,10 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             self_check=False,
         )
     tolerance = TOLERANCE[precision_of(options)]
-    rows = {size: compare(backend, *numbers, options) for size, numbers in zip(options.size, sizes, strict=True)}
+    rows = {
+        name: compare(backend, prompt, response, group, options)
+        for name, (prompt, response, group) in zip(options.size, sizes, strict=True)
+    }
     print(f"{'size':>16} {'separate':>20} {'shared':>20} {'times':>6} {'bound':>6} {'of it':>6}")
     for size, row in rows.items():
         one, other = (f"{row[mode]['ms']:8.0f} ms {row[mode]['peak_gib']:5.1f} GiB" for mode in ("separate", "shared"))

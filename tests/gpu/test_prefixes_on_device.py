@@ -1,16 +1,13 @@
-"""Attention over shared prefixes by the kernels of each engine, against attention of each sample by itself in fp64."""
+"""Attention over shared prefixes by the GPU's kernel, against attention of each sample by itself in fp64."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megascend.engines.fsdp import attention
+from megascend.engines.common.sample_attention import prefix_attention
 from megascend.training.kernels.prefix_attention import PrefixLayout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
@@ -31,34 +28,8 @@ def sequences() -> tuple[list[Tensor], list[int]]:
     return rows, own
 
 
-def by_engine_fsdp(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, window: int | None) -> Tensor:
-    lengths = attention.prefix_lengths(layout, query.device, query.dtype)
-    states = (part.transpose(0, 1)[None] for part in (query, key, value))
-    return attention._sample_attention(*states, lengths, None, 0.0, window, None)[0].transpose(0, 1)
-
-
-def by_transformer_engine(
-    query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, window: int | None
-) -> Tensor:
-    te: Any = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
-    shared = pytest.importorskip("megascend.engines.megatron.shared_prefixes", reason="needs Megatron-Core")
-    packed = shared._packed(layout)
-    core = te.DotProductAttention(
-        HEADS, WIDTH, num_gqa_groups=KV_HEADS, qkv_format="thd", attn_mask_type="padding_causal"
-    )
-    names = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-    options = {name: getattr(packed, name) for name in names}
-    size = (-1, 0) if window is None else (window - 1, 0)
-
-    def compute(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return core(query, keys, values, attn_mask_type=shared.MASK.name, window_size=size, **options)
-
-    return layout.attend(query, key, value, compute).unflatten(1, (HEADS, WIDTH))
-
-
 @pytest.mark.parametrize("window", [None, 150])
-@pytest.mark.parametrize("compute", [by_engine_fsdp, by_transformer_engine])
-def test_kernels_compute_each_sample(compute: Callable[..., Tensor], window: int | None) -> None:
+def test_kernel_computes_each_sample(window: int | None) -> None:
     rows, own = sequences()
     generator = torch.Generator().manual_seed(0)
     exact = [
@@ -67,9 +38,8 @@ def test_kernels_compute_each_sample(compute: Callable[..., Tensor], window: int
     factors = torch.randn(sum(own), HEADS, WIDTH, generator=generator).bfloat16()
     states = [part.cuda().requires_grad_() for part in exact]
     layout = PrefixLayout.of(rows, own, states[0].device)
-    if compute is by_engine_fsdp and window is None:
-        assert attention.prefix_lengths(layout, states[0].device, torch.bfloat16).one_kernel
-    mixed = compute(*states, layout, window)
+    query, key, value = (part.transpose(0, 1)[None] for part in states)
+    mixed = prefix_attention(query, key, value, layout, None, window, None)[0].transpose(0, 1)
     gradients = torch.autograd.grad((mixed * factors.cuda()).sum(), states)
     wide = [part.double().requires_grad_() for part in exact]
     parts = []

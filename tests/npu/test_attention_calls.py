@@ -7,8 +7,9 @@ import torch
 
 from megascend.config import Batching, Parallel
 from megascend.testing import run_distributed
-from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from megascend.testing.parity import case_checkpoint, causal_samples, hf_reference, token_lists
 from simnpu import call_log
+from support.prefix_runs import BRANCHES, common_tokens, trajectory
 
 pytestmark = pytest.mark.usefixtures("npu")
 
@@ -63,6 +64,28 @@ def test_packed_samples_are_separated_by_their_lengths(parity_folder):
         assert call["atten_mask"].shape == COMPRESSED
         assert list(call["actual_seq_qlen"]) == [19, 30, 37]  # longest first; a sample is one shorter than its tokens
         assert list(call["actual_seq_qlen"]) == list(call["actual_seq_kvlen"])
+
+
+def train_on_a_tree(checkpoint):
+    """Return losses and norms of three steps whose samples share prefixes, and the attention calls."""
+    with call_log.recording() as calls:
+        figures = trajectory("megatron", checkpoint, BRANCHES, platform="npu")
+    return figures, [call.arguments for call in calls if call.name == "npu_fusion_attention"]
+
+
+def test_shared_prefixes_are_longer_sequences_of_keys(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    ((figures, calls),) = run_distributed(train_on_a_tree, 1, checkpoint, init=False, timeout_s=120)
+    assert figures["shared"] == common_tokens(BRANCHES)
+    reference = hf_reference(parity_folder, checkpoint, BRANCHES, 3)
+    assert figures["losses"] == pytest.approx(reference.losses, abs=1e-5)
+    assert figures["norms"] == pytest.approx(reference.grad_norms, abs=1e-4)
+    for call in calls:
+        assert (call["input_layout"], call["sparse_mode"]) == ("TND", 3)
+        assert call["atten_mask"].shape == COMPRESSED
+        # In the order of the tokens, each sample has as many keys as inputs, and fewer queries.
+        assert call["actual_seq_qlen"][-1] == sum(map(len, BRANCHES)) - len(BRANCHES) - figures["shared"]
+        assert call["actual_seq_kvlen"][-1] == sum(map(len, BRANCHES)) - len(BRANCHES)
 
 
 def test_context_parallelism_never_gets_a_dense_mask(parity_folder):

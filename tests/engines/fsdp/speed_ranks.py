@@ -17,9 +17,10 @@ import torch._dynamo.utils
 from torch import Tensor
 
 import megascend
-from megascend.engines.fsdp import compilation, varlen
+from megascend.engines.fsdp import compilation
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_samples, token_lists
+from megascend.training.kernels import varlen
 
 
 def scores(query: Tensor, key: Tensor, starts: Tensor, scale: float, window: int) -> Tensor:
@@ -38,7 +39,14 @@ def shared(states: Tensor, heads: int) -> Tensor:
 
 @varlen.varlen_attention.register_kernel("cpu")
 def _(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Tensor, scale: float, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: Tensor,
+    scale: float,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     key, value = shared(key, query.shape[1]), shared(value, query.shape[1])
     logits = scores(query, key, starts, scale, window)
@@ -54,6 +62,7 @@ def _(
     out: Tensor,
     log_sums: Tensor,
     starts: Tensor,
+    key_starts: Tensor,
     longest: Tensor,
     scale: float,
     window: int,

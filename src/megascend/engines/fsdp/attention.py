@@ -21,14 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from megascend.changes import changed
 from megascend.engines.common.key_values import DecodeStep, Prefill
-from megascend.engines.fsdp import varlen
+from megascend.engines.common.sample_attention import causal, one_by_one, prefix_attention
 from megascend.errors import ConfigError, TopologyError
-from megascend.reference.attention_sinks import attention_with_sinks
-from megascend.training.kernels import npu
+from megascend.training.kernels import npu, varlen
 from megascend.training.kernels.host_copy import to_device
 from megascend.training.kernels.prefix_attention import PrefixLayout
 
@@ -128,9 +126,9 @@ class SampleLengths:
         order: order of the tokens of packed samples after the exchange.
         one_kernel: the device has a varlen kernel for this dtype, and the packed samples are short enough to gain by it.
         starts: int32 [samples + 1], the start of each packed sample, and the number of tokens; None if none are packed.
-        longest: int64 [2] on the host: tokens of the longest packed sample, of its own and with its prefix.
+        longest: int64 [2] on the host: tokens of the longest packed sample, as queries and as keys.
         cached: the micro batch's use of the KV cache.
-        prefixes: rows of the samples' prefixes, if those are computed once; ``packed`` are then the samples' own tokens.
+        prefixes: rows of samples whose prefixes are computed once; all else is then left out.
     """
 
     packed: tuple[int, ...] | None
@@ -180,13 +178,6 @@ def sample_lengths(
         longest=torch.tensor([max(packed)] * 2),
         cached=cached,
     )
-
-
-def prefix_lengths(prefixes: PrefixLayout, device: torch.device, dtype: torch.dtype) -> SampleLengths:
-    """Build the layout of a micro batch whose samples share prefixes."""
-    longest = torch.tensor([max(prefixes.queries), max(prefixes.keys)])
-    one_kernel = varlen.available(device, dtype)
-    return SampleLengths(prefixes.queries, None, None, one_kernel, prefixes.query_starts, longest, prefixes=prefixes)
 
 
 def attention(
@@ -336,66 +327,21 @@ def _sample_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention within complete samples: [batch, heads, tokens, head dim]; ``sinks``: [heads], see ``s_aux``."""
-    prefixes = lengths.prefixes
-
-    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys = lengths.packed if prefixes is None else prefixes.keys
-        if query.device.type == "npu":
-            if sinks is not None:
-                raise ConfigError("engine fsdp: attention with sinks (s_aux) has no kernel on NPUs; use engine single")
-            options = {"scaling": scaling, "dropout": dropout, "window": window}
-            return npu.causal_attention(query, key, value, lengths.packed, keys, **options)
-        if lengths.starts is None or lengths.longest is None:
-            return _causal(query, key, value, scaling, dropout, window, sinks)
-        if sinks is None and lengths.one_kernel and varlen.fits(query, value, dropout):
-            starts = lengths.starts, lengths.starts if prefixes is None else prefixes.key_starts
-            return varlen.attention(query, key, value, *starts, lengths.longest, scaling, window)
-        return _one_by_one_uncompiled(query, key, value, (lengths.packed, keys), scaling, dropout, window, sinks)
-
-    return compute(query, key, value) if prefixes is None else prefixes.attend(query, key, value, compute, dim=2)
-
-
-def _one_by_one(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: tuple[tuple[int, ...], tuple[int, ...]],
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Compute attention of samples whose numbers of queries and of keys are the ``lengths``."""
-    # One call a sample instead of a block-diagonal mask, which would cost the square of all tokens and rule out the flash kernel.
-    queries, keys, values = (
-        states.split(counts, dim=2)
-        for states, counts in zip((query, key, value), (lengths[0], *[lengths[1]] * 2), strict=True)
-    )
-    parts = [_causal(q, k, v, scaling, dropout, window, sinks) for q, k, v in zip(queries, keys, values, strict=True)]
-    return torch.cat(parts, dim=2)
+    if lengths.prefixes is not None:
+        assert dropout == 0, "prefixes are not shared with dropout"
+        return prefix_attention(query, key, value, lengths.prefixes, scaling, window, sinks)
+    if query.device.type == "npu":
+        if sinks is not None:
+            raise ConfigError("engine fsdp: attention with sinks (s_aux) has no kernel on NPUs; use engine single")
+        return npu.causal_attention(query, key, value, lengths.packed, scaling=scaling, dropout=dropout, window=window)
+    if lengths.packed is None or lengths.starts is None or lengths.longest is None:
+        return causal(query, key, value, scaling, dropout, window, sinks)
+    if sinks is None and lengths.one_kernel and varlen.fits(query, value, dropout):
+        starts = lengths.starts, lengths.starts
+        return varlen.attention(query, key, value, *starts, lengths.longest, scaling, window)
+    packed = lengths.packed, lengths.packed
+    return _one_by_one_uncompiled(query, key, value, packed, scaling, dropout, window, sinks)
 
 
 # Compiled code would depend on every length.
-_one_by_one_uncompiled: Any = torch.compiler.disable(_one_by_one)
-
-
-def _causal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    length, mask = k.shape[2], None
-    prefix = length - q.shape[2]
-    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
-    # SDPA has no argument for a window or a prefix, only a mask, which rules out its flash kernel: only where it matters.
-    if sinks is not None or prefix or (window is not None and window < length):
-        positions = torch.arange(length, device=q.device)
-        distance = positions[prefix:, None] - positions[None, :]
-        mask = (distance >= 0) & (distance < (window or length))
-    if sinks is not None:
-        return attention_with_sinks(q, k, v, mask, sinks, **options)
-    return scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, **options)
+_one_by_one_uncompiled: Any = torch.compiler.disable(one_by_one)

@@ -240,7 +240,7 @@ class FsdpEngine(Engine):
 
     def _sample_lengths(self, batch: MicroBatch) -> attention.SampleLengths:
         if isinstance(batch.packed, PrefixLayout):
-            return attention.prefix_lengths(batch.packed, self.device, self.dtype)
+            return attention.SampleLengths(None, prefixes=batch.packed)
         packed = None if batch.packed is None else batch.packed.lengths
         return attention.sample_lengths(
             packed, self._exchange, self.device, self.dtype, compiled=self._fsdp.compile, cached=batch.cached

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megascend.changes import patch
-from megascend.engines.fsdp import varlen
+from megascend.training.kernels import varlen
 
 Granularity = Literal["none", "full", "selective"]
 

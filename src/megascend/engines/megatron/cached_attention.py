@@ -78,6 +78,16 @@ def is_delta_rule(module: Any) -> bool:
     return code is not None and {CONVOLUTION, DELTA_RULE} <= set(code.co_names)
 
 
+def attention_settings(layer: Any, config: Any) -> tuple[float | None, int | None, Tensor | None]:
+    """Return a layer's scale of products, window in tokens and sinks [heads]; None: the default scale, no window, no sinks."""
+    core = layer.self_attention.core_attention
+    # Transformer Engine's window does not count the token itself; -1: no window.
+    left, _ = getattr(core, "window_size", None) or (-1, 0)
+    # Latent attention's scale includes YaRN's, which the configuration does not.
+    scale = getattr(layer.self_attention, "softmax_scale", getattr(config, "softmax_scale", None))
+    return scale, None if left < 0 else left + 1, getattr(core, "softmax_offset", None)
+
+
 @dataclass(frozen=True)
 class _Attention:
     """A layer's attention: its number, scale of products, window in tokens, sinks [heads], and its own forward.
@@ -106,7 +116,6 @@ class CachedAttention:
 
     def __init__(self, chunks: Sequence[Any], config: Any, adapters: AdapterLayers | None) -> None:
         self._chunks, self._config, self._adapters = chunks, config, adapters
-        self._scale: float | None = getattr(config, "softmax_scale", None)
         self._latents: Tensor | None = None  # of the layer that runs, from its projection to its attention
         self.batch: MicroBatch | None = None
 
@@ -127,16 +136,12 @@ class CachedAttention:
                         delta_rules[layer.self_attention] = layer.layer_number
                         continue
                     core = layer.self_attention.core_attention
-                    # Transformer Engine's window does not count the token itself; -1: no window.
-                    left, _ = getattr(core, "window_size", None) or (-1, 0)
-                    window = None if left < 0 else left + 1
-                    # Latent attention's scale includes YaRN's, which the configuration does not.
-                    scale = getattr(layer.self_attention, "softmax_scale", self._scale)
-                    sink = getattr(core, "softmax_offset", None)
                     up = layer.self_attention.linear_kv_up_proj if self._config.multi_latent_attention else None
                     if up is not None:
                         self._watch(up, stack, reason)
-                    attention = _Attention(layer.layer_number, scale, window, sink, core.forward, up)
+                    attention = _Attention(
+                        layer.layer_number, *attention_settings(layer, self._config), core.forward, up
+                    )
                     forward = partial(self._attend, attention)
                     stack.enter_context(patched(core, "forward", forward, reason))
             self._keep_states(delta_rules, stack)

@@ -1,7 +1,7 @@
 """Attention of Megatron's layers over common prefixes that a micro batch computes once.
 
 Such a micro batch runs as one sequence of rows [n, 1], with rotary angles of each row's own position. Only a layer's core
-attention knows of samples: it calls Transformer Engine's for packed sequences whose queries are their last tokens. The layout
+attention knows of samples (:func:`megascend.engines.common.sample_attention.prefix_attention`). The layout
 travels as the layers' ``packed_seq_params``, since a recomputed layer may run when another micro batch has been entered. For
 latent attention the rows are a packed sequence [n], for which mcore-bridge selects the angles by position itself.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.extensions import transformer_engine as te
@@ -18,18 +17,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megascend.changes import patch
+from megascend.engines.common.sample_attention import prefix_attention
+from megascend.engines.megatron.cached_attention import attention_settings
 from megascend.engines.rules import ROPE_OF_LENGTH
 from megascend.runtime.topology.topology import Topology
 from megascend.training.batch.micro_batch import MicroBatch
-from megascend.training.batch.packing import round_up
-from megascend.training.kernels import npu
 from megascend.training.kernels.prefix_attention import PrefixLayout
 
 REASON = "prefixes that samples have in common are computed once"
-MASK = SimpleNamespace(name="padding_causal_bottom_right")
-"""Transformer Engine's mask for packed sequences with fewer queries than keys; Megatron's enumeration lacks it."""
-KEY_MULTIPLE = 64
-"""cuDNN has this mask only for longest lengths that are multiples of it (TE, fused_attn.cpp); they are upper bounds."""
 
 
 def unshared_reason(chunks: Sequence[Any], config: Any, topology: Topology) -> str | None:
@@ -69,8 +64,8 @@ class SharedPrefixes:
             if rotary is not None and self._format == "sbhd" and config.position_embedding_type != "mrope":
                 patch(rotary, "forward", partial(self._angles, rotary.forward), REASON)
             for layer in chunk.decoder.layers:
-                core = layer.self_attention.core_attention
-                patch(core, "forward", partial(_attend, core, core.forward), REASON)
+                core, settings = layer.self_attention.core_attention, attention_settings(layer, config)
+                patch(core, "forward", partial(_attend, settings, core.forward), REASON)
 
     def enter(self, batch: MicroBatch) -> PackedSeqParams | None:
         """Set the micro batch that a chunk computes next, and return the parameters to call it with."""
@@ -103,32 +98,18 @@ class PrefixParams(PackedSeqParams):
 
 
 def _attend(
-    core: Any, forward: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    settings: tuple[float | None, int | None, Tensor | None],
+    forward: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Compute core attention of [rows, 1, heads, head dim] or [rows, heads, head dim]; [rows, (1,) heads * head dim]."""
     params = kwargs.get("packed_seq_params")
     if not isinstance(params, PrefixParams):
         return forward(query, key, value, *args, **kwargs)
-    prefixes = params.prefixes
-
-    def compute(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if query.device.type == "npu":
-            # MindSpeed's attention has one set of lengths for queries and keys.
-            q, k, v = (states[None].transpose(1, 2) for states in (query, keys, values))
-            mixed = npu.causal_attention(q, k, v, prefixes.queries, prefixes.keys, scaling=core.softmax_scale)
-            return mixed[0].transpose(0, 1).flatten(1)
-        return forward(query, keys, values, None, MASK, packed_seq_params=_packed(prefixes))
-
-    if query.dim() == 3:
-        return prefixes.attend(query, key, value, compute)
-    return prefixes.attend(query[:, 0], key[:, 0], value[:, 0], compute)[:, None]
-
-
-def _packed(prefixes: PrefixLayout) -> PackedSeqParams:
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=prefixes.query_starts,
-        cu_seqlens_kv=prefixes.key_starts,
-        max_seqlen_q=round_up(max(prefixes.queries), KEY_MULTIPLE),
-        max_seqlen_kv=round_up(max(prefixes.keys), KEY_MULTIPLE),
-    )
+    q, k, v = (states.flatten(0, -3).transpose(0, 1)[None] for states in (query, key, value))
+    mixed = prefix_attention(q, k, v, params.prefixes, *settings)[0].transpose(0, 1).flatten(1)
+    return mixed if query.dim() == 3 else mixed[:, None]

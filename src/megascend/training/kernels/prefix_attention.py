@@ -32,6 +32,7 @@ class PrefixLayout:
         owned: int64 [rows], key of the sequence that a row belongs to.
         runs: (first row, first key, length) of consecutive keys that belong to an earlier sequence.
         query_starts, key_starts: int32 [sequences + 1], starts among rows and keys, and the end.
+        longest: int64 [2] on the host: most queries and most keys of a sequence.
     """
 
     queries: tuple[int, ...]
@@ -41,6 +42,7 @@ class PrefixLayout:
     runs: tuple[tuple[int, int, int], ...]
     query_starts: Tensor
     key_starts: Tensor
+    longest: Tensor
 
     @classmethod
     def of(cls, sequence_rows: Sequence[Tensor], own: Sequence[int], device: torch.device) -> PrefixLayout:
@@ -61,14 +63,18 @@ class PrefixLayout:
             runs += [(int(rows[start]), key + start, end - start) for start, end in zip([0, *ends], ends, strict=False)]
             key += len(rows)
         queries, keys = tuple(count for _, count in present), tuple(len(rows) for rows, _ in present)
-        starts = (torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (queries, keys))
+        query_starts, key_starts = (
+            to_device(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device) for counts in (queries, keys)
+        )
         return cls(
             queries,
             keys,
             to_device(torch.cat([rows for rows, _ in present]), device),
             to_device(torch.cat(owned), device),
             tuple(runs),
-            *(to_device(values, device) for values in starts),
+            query_starts,
+            key_starts,
+            torch.tensor([max(queries), max(keys)]),
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, compute: Callable[..., Tensor], dim: int = 0) -> Tensor:
