@@ -19,7 +19,7 @@ from megascend.testing.parity import Case, case_checkpoint
 from support.gradients import compare
 from support.prefix_checks import assert_fields_stay_their_own, assert_others_keep_every_bit, assert_tenants_share_alone
 from support.prefix_runs import BRANCHES, GROUP, SHARED, build, on_ranks
-from support.stacks import family_params
+from support.stacks import family_params, stack_marks
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -61,7 +61,7 @@ def test_gradients_equal_transformers_of_separate_samples(case: Case, parity_fol
     assert compare(case, parity_folder, BRANCHES if case.arch == "qwen3" else GROUP, batching=SHARED) == {}
 
 
-@pytest.mark.parametrize("arch", sorted(UNSHARED))
+@pytest.mark.parametrize("arch", [pytest.param(arch, marks=stack_marks(arch)) for arch in sorted(UNSHARED)])
 @pytest.mark.nightly
 def test_families_whose_layers_cannot_share_refuse_a_prefix_length(arch: str, parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, arch)
