@@ -58,7 +58,7 @@ def kernel_for(rows: Tensor, weights: Tensor) -> Literal["torch", "npu", "triton
     if rows.dtype not in (torch.bfloat16, torch.float16) or not len(rows):
         return None
     kernel = kernel_of(rows.device)
-    if kernel == "torch" and min(k, m) <= MAX_RANK:
+    if kernel == "torch" and rows.device.type == "cuda" and min(k, m) <= MAX_RANK:
         return "triton"
     if k % 8 or m % 8 or (kernel == "torch" and rows.dtype != torch.bfloat16):
         return None
