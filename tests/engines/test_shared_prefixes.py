@@ -61,18 +61,26 @@ def test_gradients_equal_transformers_of_separate_samples(case: Case, parity_fol
     assert compare(case, parity_folder, BRANCHES if case.arch == "qwen3" else GROUP, batching=SHARED) == {}
 
 
+def refusal(checkpoint: Path, parallel: Parallel) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build("megatron", checkpoint, SHARED, parallel=parallel)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=stack_marks(arch)) for arch in sorted(UNSHARED)])
 @pytest.mark.nightly
 def test_families_whose_layers_cannot_share_refuse_a_prefix_length(arch: str, parity_folder: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, arch)
+    (message,) = run_distributed(refusal, 1, checkpoint, Parallel(), init=False, timeout_s=120)
+    assert UNSHARED[arch] in message
 
-    def message() -> str:
-        with pytest.raises(ConfigError) as caught:
-            build("megatron", checkpoint, SHARED)
-        return str(caught.value)
 
-    (refusal,) = run_distributed(message, 1, init=False, timeout_s=120)
-    assert UNSHARED[arch] in refusal
+@pytest.mark.nightly
+def test_stages_with_attention_only_do_not_share_either(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_next")
+    messages = run_distributed(refusal, 4, checkpoint, Parallel(pipeline=4), init=False, timeout_s=180)
+    # The last of its four layers, and so of its stages, is the only one with softmax attention.
+    assert all(UNSHARED["qwen3_next"] in message for message in messages)
 
 
 def test_fields_of_each_sample_stay_its_own(parity_folder: Path) -> None:

@@ -29,6 +29,7 @@ from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.checkpoint_files.scalar_head import WEIGHT
 from megascend.models.selfcheck.verdict import Verdict
+from megascend.runtime.distributed.objects import gather_objects
 from megascend.runtime.topology.topology import Receivers
 from megascend.training.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.training.batch.results import StepResult
@@ -275,7 +276,10 @@ class Engine(ABC):
     # --- running micro batches ---
 
     def share_prefixes_unless(self, reason: str | None) -> None:
-        """Compute common prefixes of samples once, as the settings say, unless there is a reason why this engine does not."""
+        """Compute common prefixes of samples once, as the settings say, unless a rank has a reason against it. Collective."""
+        # Pipeline stages of a model with two kinds of layers may have one kind each.
+        reasons = gather_objects(reason, "world", self.groups, "reasons against shared prefixes")
+        reason = next((reason for reason in reasons if reason is not None), None)
         setting = self.batching.share_prefixes
         if reason is not None and isinstance(setting, int):
             raise ConfigError(
