@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megascend import Parallel, Recompute
+from megascend import Parallel, Recompute, Sample
 from megascend.errors import ConfigError
 from megascend.models.registry import proven
 from megascend.testing import run_distributed
@@ -93,3 +94,24 @@ def test_a_branch_changes_no_bit_of_the_others(parity_folder: Path) -> None:
 
 def test_tenants_share_with_themselves_only(parity_folder: Path) -> None:
     assert_tenants_share_alone(on_ranks, "megatron", case_checkpoint(parity_folder, "qwen3"))
+
+
+def test_measurements_compute_repeated_samples_each(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    samples = [Sample.causal(GROUP[0])] * 5
+
+    def micro_batches() -> list[int]:
+        batching = SHARED.with_budget(len(samples[0]))
+        with build("megatron", checkpoint, batching) as backend:
+            run, counts = backend.engine.run, []
+
+            def counted(batches: Any, *arguments: Any, **options: Any) -> Any:
+                counts.append(len(batches))
+                return run(batches, *arguments, **options)
+
+            backend.engine.run = counted
+            backend.try_step(samples)
+            backend.forward_backward(samples)
+            return counts
+
+    assert run_distributed(micro_batches, 1, init=False, timeout_s=120) == [[5, 1]]

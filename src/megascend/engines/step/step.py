@@ -124,7 +124,8 @@ class Step:
         engine, trainable = self._engine, self._engine.trainable
         with self._groups.monitor.phase("forward and backward"):
             call = f"forward_backward({loss.describe()}{f', {outputs}=True' if outputs else ''}){trainable.describe()}"
-            plan, agreed = self._plan(call, samples, loss, adapter)
+            # A measurement repeats samples to fill micro batches, which must not be taken for common prefixes.
+            plan, agreed = self._plan(call, samples, loss, adapter, shares=accumulate)
             normalizer = normalizer_of(loss, agreed, engine)
             compute = MicroBatchLoss(normalizer, self._context_group)
             token_outputs: list[Tensor] = []  # of each micro batch, on ranks that compute the loss
