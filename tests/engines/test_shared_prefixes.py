@@ -18,7 +18,12 @@ from megascend.models.registry import proven
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_checkpoint
 from support.gradients import compare
-from support.prefix_checks import assert_fields_stay_their_own, assert_others_keep_every_bit, assert_tenants_share_alone
+from support.prefix_checks import (
+    assert_fields_stay_their_own,
+    assert_others_keep_every_bit,
+    assert_tenants_share_alone,
+    assert_texts_share_beside_images,
+)
 from support.prefix_runs import BRANCHES, GROUP, SHARED, build, on_ranks
 from support.stacks import family_params, stack_marks
 
@@ -94,6 +99,10 @@ def test_a_branch_changes_no_bit_of_the_others(parity_folder: Path) -> None:
 
 def test_tenants_share_with_themselves_only(parity_folder: Path) -> None:
     assert_tenants_share_alone(on_ranks, "megatron", case_checkpoint(parity_folder, "qwen3"))
+
+
+def test_texts_share_beside_samples_with_images(parity_folder: Path) -> None:
+    assert_texts_share_beside_images(on_ranks, "megatron", case_checkpoint(parity_folder, "qwen3_vl"))
 
 
 def test_measurements_compute_repeated_samples_each(parity_folder: Path) -> None:

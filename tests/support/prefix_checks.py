@@ -40,3 +40,10 @@ def assert_tenants_share_alone(run: Run, engine: str, checkpoint: Path) -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
     # With dropout a prefix has other activations in each sample.
     assert run("tenants", engine, checkpoint, SHARED, 0.5)[0] == 0
+
+
+def assert_texts_share_beside_images(run: Run, engine: str, checkpoint: Path) -> None:
+    shared, figures = run("beside_images", engine, checkpoint, SHARED)
+    _, expected = run("beside_images", engine, checkpoint, SEPARATE)
+    assert shared == common_tokens(GROUP)
+    torch.testing.assert_close(figures, expected, rtol=1e-5, atol=2e-5)

@@ -29,6 +29,7 @@ from megascend import (
 )
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, MAX_GRAD_NORM, PROMPT, TINY_VOCABULARY, WEIGHT_DECAY, causal_samples
+from support.images import image_samples
 
 SHARED, SEPARATE = (Batching(micro_batch_tokens=4096, share_prefixes=setting) for setting in (2, "off"))
 
@@ -153,6 +154,14 @@ def outcomes(
     return shared, values
 
 
+def beside_images(engine: str, checkpoint: Path, batching: Batching) -> tuple[int, list[torch.Tensor]]:
+    """Return the shared tokens and log-probabilities of a group of texts and of samples with images, in one micro batch."""
+    with build(engine, checkpoint, batching, vision_tower="train") as backend:
+        result = backend.forward_backward([*causal_samples(GROUP), *image_samples()], logprobs=True)
+        norm = backend.optimizer_step().grad_norm
+        return result.shared_tokens, [torch.tensor([result.loss, norm]), *(result.logprobs or [])]
+
+
 def branches_before_and_after_one_changes(engine: str, checkpoint: Path) -> list[list[torch.Tensor]]:
     """Return the logits of a group twice; the second time the last sample has another last token."""
     branch, siblings = GROUP[0], GROUP[1:]
@@ -165,9 +174,11 @@ def branches_before_and_after_one_changes(engine: str, checkpoint: Path) -> list
 
 def tenants(engine: str, checkpoint: Path, batching: Batching, dropout: float) -> tuple[int, list[float]]:
     """Return the shared tokens and losses of two adapters that train on the same prompt in one batch."""
-    with build(engine, checkpoint, batching, adapters=Adapters()) as backend:
+    # The head computes other rows than the layers.
+    targets = ("q_proj", "lm_head")
+    with build(engine, checkpoint, batching, adapters=Adapters(targets=targets)) as backend:
         for name in ("one", "two"):
-            backend.add_adapter(name, Lora(rank=4, dropout=dropout))
+            backend.add_adapter(name, Lora(rank=4, dropout=dropout, targets=targets))
         samples = [
             replace(sample, adapter="one" if number < len(GROUP) else "two")
             for number, sample in enumerate(causal_samples([*GROUP, *GROUP[:2]]))

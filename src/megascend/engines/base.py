@@ -98,7 +98,7 @@ class RowOutput(Output, Protocol):
     """Output whose rows can be selected."""
 
     def select(self, rows: Tensor, targets: Tensor) -> Output:
-        """Return the output of ``rows``, int64 [m] with repetitions, for ``targets`` [m]."""
+        """Return the output of ``rows``, int64 [m] with repetitions, sorted by adapter, for ``targets`` [m]."""
         ...
 
 

@@ -12,7 +12,12 @@ from megascend import Fsdp, Parallel, Recompute
 from megascend.testing.parity import Case, TrainingCurve, bounds, case_checkpoint, differences, hf_reference
 from support import prefix_runs
 from support.model_checks import assert_within
-from support.prefix_checks import assert_fields_stay_their_own, assert_others_keep_every_bit, assert_tenants_share_alone
+from support.prefix_checks import (
+    assert_fields_stay_their_own,
+    assert_others_keep_every_bit,
+    assert_tenants_share_alone,
+    assert_texts_share_beside_images,
+)
 
 RECOMPUTED = {"recompute": Recompute(granularity="full")}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -62,3 +67,4 @@ def test_calls_equal_those_without_sharing(parity_folder: Path, tmp_path: Path) 
     assert_fields_stay_their_own(run, "fsdp", checkpoint)
     assert_others_keep_every_bit(run, "fsdp", checkpoint)
     assert_tenants_share_alone(run, "fsdp", checkpoint)
+    assert_texts_share_beside_images(run, "fsdp", case_checkpoint(parity_folder, "qwen3_vl"))

@@ -61,7 +61,8 @@ class PlainOutput:
 
     def select(self, rows: Tensor, targets: Tensor) -> PlainOutput:
         down = None if self.down is None else self.down[rows]
-        return replace(self, hidden=self.hidden[rows], targets=targets, down=down)
+        lora_delta = None if self.lora_delta is None else self.lora_delta.select(rows)
+        return replace(self, hidden=self.hidden[rows], targets=targets, down=down, lora_delta=lora_delta)
 
     def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
         return linear_cross_entropy(

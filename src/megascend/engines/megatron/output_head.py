@@ -164,7 +164,8 @@ class HeadOutput:
         return self.head.can_fuse
 
     def select(self, rows: Tensor, targets: Tensor) -> HeadOutput:
-        return replace(self, hidden=self.hidden.flatten(0, 1)[rows][None], targets=targets)
+        lora_delta = None if self.lora_delta is None else self.lora_delta.select(rows)
+        return replace(self, hidden=self.hidden.flatten(0, 1)[rows][None], targets=targets, lora_delta=lora_delta)
 
     def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
         return self.head.cross_entropy(

@@ -50,8 +50,11 @@ def share(
         return to_device(torch.cat([rows, rows.new_full((padding, *rows.shape[1:]), fill)]), device)
 
     positions = [torch.arange(tokens, len(sample)) for sample, tokens in zip(selected, common, strict=True)]
-    padded_positions = [*positions, torch.arange(len(selected[last]), len(selected[last]) + padding)]
-    position_ids = to_device(torch.cat(padded_positions), device)[None]
+    owns = torch.cat([torch.arange(len(sample)) >= tokens for sample, tokens in zip(selected, common, strict=True)])
+    token_positions = batch.position_ids.flatten(-2)  # [tokens], or [3, tokens] of a model that takes images
+    own_positions = token_positions[..., to_device(owns.nonzero()[:, 0], device)]
+    padding_positions = to_device(torch.arange(len(selected[last]), len(selected[last]) + padding), device)
+    padding_positions = padding_positions.expand(*own_positions.shape[:-1], padding)
     input_ids = columns([sample.input_ids for sample in selected])
     counts = torch.bincount(row_of_token, minlength=count)
     routed = routed_columns(selected)
@@ -61,7 +64,7 @@ def share(
         lengths=batch.lengths,
         padded_lengths=padded_own,
         input_ids=input_ids[None],
-        position_ids=position_ids.expand(3, 1, -1) if batch.position_ids.dim() == 3 else position_ids,
+        position_ids=torch.cat([own_positions, padding_positions], dim=-1).unsqueeze(-2),
         packed=PrefixLayout.of(padded_rows, padded_own, device),
         targets=input_ids,
         weights=torch.zeros(count, device=device),
@@ -75,15 +78,19 @@ def share(
         routed_experts=None if routed is None else columns(routed, -1).long(),
         temperature=batch.temperature,
         counts=to_device(counts.float(), device),
-        shared=_head_rows(batch, selected, common, row_of_token, device),
+        images=batch.images,
+        shared=_head_rows(batch, selected, owns, row_of_token, device),
     )
 
 
 def _head_rows(
-    batch: MicroBatch, samples: Sequence[Sample], common: Sequence[int], row_of_token: Tensor, device: torch.device
+    batch: MicroBatch, samples: Sequence[Sample], owns: Tensor, row_of_token: Tensor, device: torch.device
 ) -> SharedRows:
-    """Map tokens to rows of the head: one for all samples that compute a token, unless what the head reads for it differs."""
-    owns = torch.cat([torch.arange(len(sample)) >= tokens for sample, tokens in zip(samples, common, strict=True)])
+    """Map tokens to rows of the head: one for all samples that compute a token, unless what the head reads for it differs.
+
+    Args:
+        owns: bool [tokens], tokens that no sample before theirs has.
+    """
     owner = torch.empty_like(row_of_token[owns]).index_copy_(0, row_of_token[owns], owns.nonzero()[:, 0])
     first = owner[row_of_token]  # the token that a row belongs to, of each token
     targets = torch.cat([sample.target_ids for sample in samples])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,13 @@ class LowRank:
             grad = grad_logits[segment.start - part.start : segment.stop - part.start]
             torch.mm(grad, self.up[number].t(), out=grad_down[segment])
             add_product_(self.grads[number], down[segment].t(), grad)
+
+    def select(self, rows: Tensor) -> LowRank:
+        """Return the term of ``rows``, int64 [m], which are in the order of the segments. Waits for the device."""
+        borders = [border for _, segment in self.segments for border in (segment.start, segment.stop)]
+        before = (rows[:, None] < rows.new_tensor(borders)).sum(0).tolist()
+        slices = map(slice, before[::2], before[1::2])
+        return replace(self, segments=tuple(zip((number for number, _ in self.segments), slices, strict=True)))
 
     def _segments_in(self, part: slice) -> Iterator[tuple[int, slice]]:
         for number, segment in self.segments:
