@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megascend import Sample
 from megascend.training.batch.images import ImageSources
+from megascend.training.batch.packing import plan_micro_batches
 from megascend.training.batch.prefixes import KEYS_PER_TOKEN, PrefixPlan, plan_prefixes
 
 NO_LIMIT = 10**6
@@ -131,3 +132,29 @@ def test_system_prompt_of_a_thousand_samples_is_computed_once_a_unit() -> None:
     assert planned is not None
     # 47 samples of 20 tokens beside the prompt fill a unit.
     assert len(members_by_unit(planned)) == -(-1000 // 47)
+
+
+def test_micro_batch_gathers_no_more_keys_than_its_budget_allows() -> None:
+    # Two groups of 32 tokens and 32 responses of one: 128 tokens to compute, with 2,112 keys.
+    groups = (range(32), range(100, 132))
+    samples = [sample([*prompt, number]) for prompt in groups for number in range(32)]
+    lengths = [len(sample) for sample in samples]
+    planned = plan(samples, limit=128)
+    assert planned is not None
+    assert sum(lengths) - sum(planned.common) == 128
+    for members in plan_micro_batches(planned.costs(lengths), planned.unit, 128, packing=True):
+        assert sum(lengths[index] for index in members) <= KEYS_PER_TOKEN * 128
+
+
+def test_work_of_a_plan_grows_with_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    def counted(members: list[int]) -> list[tuple[int, int]]:
+        nonlocal compared
+        compared += len(members)
+        return list(pairwise(members))
+
+    monkeypatch.setattr("megascend.training.batch.prefixes.pairwise", counted)
+    samples = [sample([*range(50), number, *range(19)]) for number in range(500)]
+    assert plan(samples) is not None
+    assert compared < 10 * len(samples)

@@ -7,6 +7,7 @@ it. A tree of any depth is such a list: a fork is a sample that shares less with
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +21,7 @@ SHORTEST = 64
 LEAST_SHARE = 0.1
 """Least share of a call's tokens that must be common prefixes, with ``share_prefixes: auto``."""
 KEYS_PER_TOKEN = 16
-"""Most keys that attention gathers for each computed token of a unit, which bounds the memory of a layer's gathered keys."""
+"""Most keys that attention gathers for each token of a micro batch's budget, which bounds the memory of a layer's copies."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,15 @@ class PrefixPlan:
     unit: list[int]
 
     def costs(self, lengths: Sequence[int]) -> list[int]:
-        """Return the tokens that each sample of ``lengths`` tokens adds to its unit."""
-        return [length - common for length, common in zip(lengths, self.common, strict=True)]
+        """Return the tokens that each sample of ``lengths`` tokens adds to its unit.
+
+        The first one of a unit adds what gathered keys take beyond :data:`KEYS_PER_TOKEN` for each token.
+        """
+        costs = [length - common for length, common in zip(lengths, self.common, strict=True)]
+        for members in units(self.unit):
+            keys = sum(lengths[index] for index in members)
+            costs[members[0]] += max(0, -(-keys // KEYS_PER_TOKEN) - sum(costs[index] for index in members))
+        return costs
 
 
 def plan_prefixes(
@@ -77,17 +85,27 @@ def plan_prefixes(
     def shared(members: Sequence[int]) -> list[int]:
         return [0, *(common(first, second) for first, second in pairwise(members))]
 
+    def insert(members: list[int], index: int) -> int:
+        """Insert a sample where its tokens belong, and return the common tokens that it adds."""
+        place = bisect(members, order[index], key=order.__getitem__)
+        before, after = members[place - 1 : place], members[place : place + 1]
+        members.insert(place, index)
+        return sum(shared([*before, index, *after])) - sum(shared([*before, *after]))
+
     joined: list[list[int]] = []
+    unit_common = unit_tokens = 0  # of the last of them
     by_order = (sorted(members, key=order.__getitem__) for members in units(pairs))
     for members in sorted(by_order, key=lambda members: order[members[0]]):
+        common_tokens, tokens = sum(shared(members)), sum(len(samples[index]) for index in members)
         if joined:
-            candidate = sorted([*joined[-1], *members], key=order.__getitem__)
-            common_tokens, tokens = sum(shared(candidate)), sum(len(samples[index]) for index in candidate)
-            gains = common_tokens > sum(shared(joined[-1])) + sum(shared(members))
-            if gains and tokens - common_tokens <= limit and tokens <= KEYS_PER_TOKEN * limit:
-                joined[-1] = candidate
+            candidate, both = list(joined[-1]), unit_tokens + tokens
+            candidate_common = unit_common + sum(insert(candidate, index) for index in members)
+            gains = candidate_common > unit_common + common_tokens
+            if gains and both - candidate_common <= limit and both <= KEYS_PER_TOKEN * limit:
+                joined[-1], unit_common, unit_tokens = candidate, candidate_common, both
                 continue
         joined.append(members)
+        unit_common, unit_tokens = common_tokens, tokens
     plan = PrefixPlan(order, [0] * len(samples), [0] * len(samples))
     for number, members in enumerate(joined):
         for index, tokens in zip(members, shared(members), strict=True):
