@@ -148,6 +148,33 @@ for granularity in ("none", "full"):
         assert changed == pytest.approx(expected["changed"], abs=1e-9)
 
 
+def test_expert_parallel_ranks_of_engine_fsdp_replay_all_experts(
+    references: Any, parity_folder: Path, tmp_path: Path
+) -> None:
+    expected, result = references("qwen3_moe"), tmp_path / "result.json"
+    code = """
+import json, sys
+from pathlib import Path
+import megascend
+from megascend.testing import run_distributed
+sys.path.insert(0, sys.argv[3])
+from test_router_replay import samples
+def on_rank():
+    with megascend.make_backend("fsdp", model=sys.argv[1], precision="fp32", platform="cpu", self_check=False,
+                                parallel=megascend.Parallel(expert=2)) as backend:
+        step = backend.forward_backward(samples("qwen3_moe")[backend.rank :: 2])
+        return step.loss, backend.optimizer_step().grad_norm, step.metrics["router_replay_changed"]
+Path(sys.argv[2]).write_text(json.dumps(run_distributed(on_rank, 2, init=False, timeout_s=120)))
+"""
+    arguments = (case_checkpoint(parity_folder, "qwen3_moe"), result, Path(__file__).parent)
+    completed = run_forked(code, *arguments, timeout_s=240)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    for loss, norm, changed in json.loads(result.read_text(encoding="utf-8")):
+        assert loss == pytest.approx(expected["loss"], abs=1e-5)
+        assert norm == pytest.approx(expected["grad_norm"], abs=1e-4)
+        assert changed == pytest.approx(expected["changed"], abs=1e-9)
+
+
 REFUSED = [
     (
         torch.zeros(5, 3, 2, dtype=torch.int64),

@@ -41,8 +41,11 @@ class BlockReplay(RouterReplay):
             )
 
     @classmethod
-    def of(cls, model: Any, device: torch.device) -> BlockReplay | None:
-        """Build the replay of a model; None if it has no mixture-of-experts blocks, or does not name the experts of a token."""
+    def of(cls, model: Any, device: torch.device, shares: int = 1) -> BlockReplay | None:
+        """Build the replay of a model; None if it has no mixture-of-experts blocks, or does not name the experts of a token.
+
+        ``shares``: ranks that each hold a part of a layer's experts.
+        """
         config = model.config.get_text_config()
         full = architecture_of(config.to_dict()).normalise(config.to_dict())
         modules = dict(model.named_modules())
@@ -52,7 +55,7 @@ class BlockReplay(RouterReplay):
             match = BLOCK.search(name)
             if match is not None and hasattr(module, "num_experts"):
                 blocks[int(match[1])] = modules[name.rpartition(".")[0]]
-                experts = module.num_experts
+                experts = module.num_experts * shares
         # transformers maps this name to an architecture's own.
         topk = full.get("num_experts_per_tok") or getattr(config, "num_experts_per_tok", None)
         if not blocks or not topk:

@@ -138,7 +138,7 @@ class FsdpEngine(Engine):
         self._load(spec)
         self._head = self._make_head()
         self.model.train()
-        self._replay = self.router_replay = BlockReplay.of(self.model, self.device)
+        self._replay = self.router_replay = BlockReplay.of(self.model, self.device, self.topology.expert)
         self.replay_unsupported_reason = "fsdp.compile compiles the routers" if spec.fsdp.compile else None
         self.share_prefixes_unless(self._unshared_reason())
 
