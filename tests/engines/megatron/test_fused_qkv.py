@@ -273,7 +273,7 @@ def test_calls_that_bring_something_else_go_megatrons_way(parity_folder):
             "a width that is no power of two": {"rotary_pos_emb": angles[..., :6].contiguous()},
             "inference": {"rotary_pos_emb": angles, "inference_context": object()},
             "cosines": {"rotary_pos_emb": angles, "rotary_pos_cos": angles},
-            "another format": {"rotary_pos_emb": angles, "packed_seq_params": packed(qkv_format="sbhd")},
+            "another format": {"rotary_pos_emb": angles, "packed_seq_params": packed(qkv_format="bshd")},
             "other sequences of keys": {
                 "rotary_pos_emb": angles,
                 "packed_seq_params": packed(cu_seqlens_kv=starts + 0),

@@ -301,6 +301,8 @@ class MegatronEngine(Engine):
 
         from megascend.engines.megatron.graphed_steps import GraphedSteps, without_rotary_cache
 
+        self.shares_prefixes = False  # a captured step has a sample's keys in its own rows
+
         def forward(batch: MicroBatch) -> torch.Tensor:
             return self._forward_chunk(self.chunks[0], batch)
 

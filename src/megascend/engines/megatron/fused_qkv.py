@@ -184,7 +184,9 @@ class FusedQkv:
         )
         if not (supported and isinstance(angles, Tensor) and self._fits(angles)):
             return None
-        if packed is not None and packed.qkv_format == "thd":
+        if (
+            packed is not None and packed.qkv_format != "sbhd"
+        ):  # with shared prefixes it is, and only core attention reads more
             return _packed_rotation(angles, packed)
         # Under sequence parallelism attention gets a slice of the tokens, and the angles of all.
         tokens = hidden_states.shape[0] * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
@@ -204,11 +206,14 @@ class FusedQkv:
 
 
 def _packed_rotation(angles: Tensor, packed: Any) -> Rotation | None:
-    """Return the rotation of packed sequences; None if they are split over ranks."""
+    """Return the rotation of packed sequences; None if they are split over ranks or in an unknown format."""
     starts, longest = _starts(packed, "q"), packed.max_seqlen_q
     plain = (
+        packed.qkv_format == "thd"
         # The same tensor: equal lengths without a comparison on the device.
-        starts is _starts(packed, "kv") and isinstance(longest, int) and getattr(packed, "local_cp_size", None) is None
+        and starts is _starts(packed, "kv")
+        and isinstance(longest, int)
+        and getattr(packed, "local_cp_size", None) is None
     )
     if not plain or not isinstance(starts, Tensor) or starts.device != angles.device or starts.dtype != torch.int32:
         return None
