@@ -184,9 +184,8 @@ class FusedQkv:
         )
         if not (supported and isinstance(angles, Tensor) and self._fits(angles)):
             return None
-        if (
-            packed is not None and packed.qkv_format != "sbhd"
-        ):  # with shared prefixes it is, and only core attention reads more
+        # In sbhd, the format of rows with shared prefixes, each row has its own angles, as without packing.
+        if packed is not None and packed.qkv_format != "sbhd":
             return _packed_rotation(angles, packed)
         # Under sequence parallelism attention gets a slice of the tokens, and the angles of all.
         tokens = hidden_states.shape[0] * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
