@@ -83,8 +83,8 @@ class Launch:
         storage, size = tensor.untyped_storage(), tensor.element_size()
         with self.order.lock:
             self.order.counts[queue] += 1
-            begin = tensor.storage_offset() * size
-            end = begin + (tensor.numel() if tensor.is_contiguous() else extent(tensor)) * size
+            begin = int(tensor.storage_offset()) * size
+            end = begin + int(tensor.numel() if tensor.is_contiguous() else extent(tensor)) * size
             access = Access(queue, self.order.counts[queue], self.operator, writes, begin, end)
             racing = self.order.enter(accesses_of(self.order, storage, queue), access)
         self.accesses.append(access)

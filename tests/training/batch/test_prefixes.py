@@ -108,7 +108,7 @@ def test_pairs_stay_together_and_share_with_other_pairs_of_their_prompt() -> Non
     [
         ({}, ["", ""], 3),
         ({}, ["one", "two"], 0),
-        ({"images": ImageSources(["picture"], Path("."))}, ["", ""], 0),
+        ({"images": ImageSources((Path("picture"),), Path("."))}, ["", ""], 0),
         ({"routed_experts": torch.tensor([[[0]], [[1]], [[2]], [[0]]])}, ["", ""], 0),
     ],
     ids=["same", "other adapters", "images", "experts of one"],
