@@ -422,8 +422,8 @@ class Batching(Section):
 
     @property
     def shortest_prefix(self) -> int | None:
-        """Shortest prefix to share in tokens; 0: none is shared; None: as long as is worth it."""
-        return {"auto": None, "off": 0}.get(self.share_prefixes, self.share_prefixes)  # type: ignore[arg-type]
+        """Shortest prefix to share in tokens; None: as long as is worth it."""
+        return self.share_prefixes if isinstance(self.share_prefixes, int) else None
 
     def with_budget(self, tokens: int) -> Batching:
         """Return these settings with another number of tokens."""

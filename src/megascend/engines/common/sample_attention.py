@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megascend.errors import ConfigError
 from megascend.reference.attention_sinks import attention_with_sinks
 from megascend.training.kernels import npu, varlen
 from megascend.training.kernels.prefix_attention import PrefixLayout
@@ -36,10 +35,7 @@ def prefix_attention(
 
     def compute(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if query.device.type == "npu":
-            if sinks is not None:
-                raise ConfigError(
-                    "attention with sinks has no kernel for shared prefixes on NPUs; set share_prefixes: off"
-                )
+            assert sinks is None, "engines refuse sinks on NPUs"
             lengths = prefixes.queries, prefixes.keys
             return npu.causal_attention(query, keys, values, *lengths, scaling=scaling, window=window)
         if sinks is None and varlen.available(query.device, query.dtype) and varlen.fits(query, values, 0.0):

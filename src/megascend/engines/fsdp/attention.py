@@ -327,12 +327,13 @@ def _sample_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention within complete samples: [batch, heads, tokens, head dim]; ``sinks``: [heads], see ``s_aux``."""
+    npu_device = query.device.type == "npu"
+    if npu_device and sinks is not None:
+        raise ConfigError("engine fsdp: attention with sinks (s_aux) has no kernel on NPUs; use engine single")
     if lengths.prefixes is not None:
         assert dropout == 0, "prefixes are not shared with dropout"
         return prefix_attention(query, key, value, lengths.prefixes, scaling, window, sinks)
-    if query.device.type == "npu":
-        if sinks is not None:
-            raise ConfigError("engine fsdp: attention with sinks (s_aux) has no kernel on NPUs; use engine single")
+    if npu_device:
         return npu.causal_attention(query, key, value, lengths.packed, scaling=scaling, dropout=dropout, window=window)
     if lengths.packed is None or lengths.starts is None or lengths.longest is None:
         return causal(query, key, value, scaling, dropout, window, sinks)

@@ -54,7 +54,6 @@ from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
 from megascend.engines.megatron.quantised_base import QuantisedBase
 from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
-from megascend.engines.megatron.shared_prefixes import SharedPrefixes
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models.selfcheck.check import log_warnings, require_agreement
 from megascend.models.selfcheck.verdict import Verdict
@@ -150,8 +149,10 @@ class MegatronEngine(Engine):
                 self.decoders, self.device, required=required, quantised=self._quantised or ()
             )
         grouped_experts.release_routing(self.decoders)
-        self.share_prefixes_unless(self._unshared_reason())
-        self._prefixes = SharedPrefixes(self.decoders, self.config) if self.shares_prefixes else None
+        self._prefixes: shared_prefixes.SharedPrefixes | None = None
+        self.share_prefixes_unless(shared_prefixes.unshared_reason(self))
+        if self.shares_prefixes:
+            self._prefixes = shared_prefixes.SharedPrefixes(self.decoders, self.config)
         # A separate stream only under DDP, whose AccumulateGrad nodes belong to the stream that they were created on.
         capture = None if graphs is None else CudaCapture(own_stream=spec.adapters is None)
         if spec.adapters is not None:
@@ -285,15 +286,6 @@ class MegatronEngine(Engine):
             return Verdict("off")
         has_window = self.config.window_size is not None
         return require_agreement(self.model_dir, full, self.max_length, has_window, self.groups, checker)
-
-    def _unshared_reason(self) -> str | None:
-        reasons = {
-            "samples are not packed": not self.layout.packing,
-            "batching.cuda_graphs": self.batching.cuda_graphs is not None,
-            "mtp: train": self.mtp_loss_weight > 0,
-        }
-        own = next((reason for reason, holds in reasons.items() if holds), None)
-        return own or shared_prefixes.unshared_reason(self.decoders, self.config, self.topology)
 
     def use_cuda_graphs(self, settings: CudaGraphs, capture: Capture) -> None:
         """Run micro batches as CUDA graphs from now on, where they can be captured."""

@@ -1,9 +1,9 @@
 """Attention of Megatron's layers over common prefixes that a micro batch computes once.
 
 Such a micro batch runs as one sequence of rows [n, 1], with rotary angles of each row's own position. Only a layer's core
-attention knows of samples (:func:`megascend.engines.common.sample_attention.prefix_attention`). The layout
-travels as the layers' ``packed_seq_params``, since a recomputed layer may run when another micro batch has been entered. For
-latent attention the rows are a packed sequence [n], for which mcore-bridge selects the angles by position itself.
+attention knows of samples (:func:`megascend.engines.common.sample_attention.prefix_attention`). The layout travels as the layers'
+``packed_seq_params``, since a recomputed layer may run when another micro batch has been entered. For latent attention the rows
+are a packed sequence [n], for which mcore-bridge selects the angles by position itself.
 """
 
 from __future__ import annotations
@@ -20,23 +20,30 @@ from megascend.changes import patch
 from megascend.engines.common.sample_attention import prefix_attention
 from megascend.engines.megatron.cached_attention import attention_settings
 from megascend.engines.rules import ROPE_OF_LENGTH
-from megascend.runtime.topology.topology import Topology
 from megascend.training.batch.micro_batch import MicroBatch
 from megascend.training.kernels.prefix_attention import PrefixLayout
 
 REASON = "prefixes that samples have in common are computed once"
 
 
-def unshared_reason(chunks: Sequence[Any], config: Any, topology: Topology) -> str | None:
-    """Return the reason why this model's samples share no prefixes, or None."""
-    rope = config.rope_scaling or {}
+def unshared_reason(engine: Any) -> str | None:
+    """Return the reason why the samples of a Megatron engine share no prefixes, or None. Local: stages have different layers."""
+    config, batching = engine.config, engine.batching
+    rope: dict[str, Any] = config.rope_scaling or {}
     cores = [
         getattr(getattr(layer, "self_attention", None), "core_attention", None)
-        for chunk in chunks
+        for chunk in engine.decoders
         for layer in chunk.decoder.layers
     ]
     reasons = {
-        f"parallel.context={topology.context}": topology.context > 1,
+        "samples are not packed": not batching.packing,
+        "batching.cuda_graphs": batching.cuda_graphs is not None,
+        "mtp: train": engine.mtp_loss_weight > 0,
+        # Rotary embedding of rows in training was compared on CPUs and the simulated NPU only.
+        "engine megatron on CUDA, where it was not compared yet; a number shares": (
+            engine.device.type == "cuda" and batching.share_prefixes == "auto"
+        ),
+        f"parallel.context={engine.topology.context}": engine.topology.context > 1,
         "latent attention with apply_rope_fusion": config.multi_latent_attention and config.apply_rope_fusion,
         "dropout of the model": max(config.hidden_dropout, config.attention_dropout) > 0,
         f"position embedding {config.position_embedding_type}": config.position_embedding_type
@@ -56,7 +63,7 @@ class SharedPrefixes:
     """
 
     def __init__(self, chunks: Sequence[Any], config: Any) -> None:
-        self._batch: MicroBatch | None = None
+        self._positions: Tensor | None = None  # of the rows of the micro batch that runs, if it shares prefixes
         self._format = "thd" if config.multi_latent_attention else "sbhd"
         for chunk in chunks:
             rotary = getattr(chunk, "rotary_pos_emb", None)
@@ -69,17 +76,17 @@ class SharedPrefixes:
 
     def enter(self, batch: MicroBatch) -> PackedSeqParams | None:
         """Set the micro batch that a chunk computes next, and return the parameters to call it with."""
-        self._batch = batch
         if not isinstance(batch.packed, PrefixLayout):
+            self._positions = None
             return batch.packed
+        self._positions = batch.position_ids[0]
         return PrefixParams(self._format, batch.packed)
 
     def _angles(self, forward: Callable[..., Tensor], length: int, *args: Any, **kwargs: Any) -> Tensor:
         """Compute rotary angles [tokens, 1, 1, head dim]; with shared prefixes those of each row's position."""
-        if self._batch is None or self._batch.shared is None:
-            return forward(length, *args, **kwargs)
-        # The length is that of the longest sequence; see PrefixParams.
-        return forward(length, *args, **kwargs)[self._batch.position_ids[0]]
+        # With shared prefixes the length is that of the longest sequence; see PrefixParams.
+        angles = forward(length, *args, **kwargs)
+        return angles if self._positions is None else angles[self._positions]
 
 
 class PrefixParams(PackedSeqParams):
