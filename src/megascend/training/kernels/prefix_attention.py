@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from megascend.training.kernels.host_copy import to_device
 
@@ -122,6 +123,6 @@ def _saved_as_rows(layout: PrefixLayout, dim: int, pairs: Sequence[tuple[Tensor,
         return states.index_select(dim, layout.rows).as_strided(*view)
 
     # Recomputation has hooks of its own, which keep nothing; it would not see what these keep.
-    recomputed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    recomputed = _top_saved_tensors_default_hooks(False) is not None
     with contextlib.nullcontext() if recomputed else torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
