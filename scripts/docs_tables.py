@@ -389,33 +389,19 @@ def recipes() -> str:
     """Format the run files of recipes/ with their predicted figures."""
     rows = []
     for name, row in planning_figures("recipes").items():
-        adapter = "" if row["lora"] is None else f", LoRA {row['lora']}"
+        predicted = [f"{row['seconds']:.3g} s a step", f"{row['tokens_per_second']:,.0f} tokens/s a card"]
+        predicted += [] if row["mfu"] is None else [f"MFU {row['mfu']:.0%}"]
         rows.append(
             [
-                f"`recipes/{name}.yaml`",
-                f"{row['hub']}: {row['task']}{adapter}",
+                f"`{name}`",
                 f"{row['cards']:,} x {row['title']}",
                 f"{row['batch']:,} x {row['length']:,}",
-                row["layout"],
-                f"{row['seconds']:.3g}",
-                f"{row['tokens_per_second']:,.0f}",
-                "" if row["mfu"] is None else f"{row['mfu']:.0%}",
-                f"{row['memory_bytes'] / 2**30:.0f}",
+                f"`{row['layout']}`",
+                ", ".join([*predicted, f"{row['memory_bytes'] / 2**30:.0f} GiB a card"]),
                 row["measured"],
             ]
         )
-    header = (
-        "run file",
-        "model and task",
-        "cards",
-        "samples x tokens",
-        "layout",
-        "s/step",
-        "tokens/s a card",
-        "MFU",
-        "GiB a card",
-        "measured",
-    )
+    header = ("recipes/NAME.yaml", "cards", "samples x tokens", "layout", "predicted", "measured")
     return table(header, rows)
 
 

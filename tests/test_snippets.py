@@ -148,10 +148,6 @@ def check_graphs(namespace: dict[str, Any]) -> None:
     assert namespace["batching"].cuda_graphs.max_tokens == 8192
 
 
-def check_trained(namespace: dict[str, Any]) -> None:
-    assert namespace["step"].grad_norm > 0
-
-
 def check_tracker_logs(namespace: dict[str, Any]) -> None:
     from megascend.apps.tracking.trackers import Trackers
 
@@ -247,7 +243,6 @@ FOLDER: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None
     ("docs/sampling.md", "sampler = megascend.Sampler"): (1, with_tenants, check_sampled),
     ("docs/npu.md", "megascend.bootstrap(parallel="): (1, nothing, check_nothing),
     ("docs/parallelism.md", "megascend.Parallel("): (1, nothing, check_nothing),
-    ("docs/quickstart.md", "megascend.bootstrap()"): (2, with_a_small_model, check_trained),
     ("docs/rl.md", "def sorted_digits"): (1, nothing, check_reward),
     ("docs/reliability.md", "pending = backend.save"): (1, with_backend, check_progress),
     ("docs/extend.md", "import torch"): (1, nothing, check_loss_is_known),
