@@ -35,6 +35,15 @@ def test_an_override_takes_the_place_of_the_files_alternative(tmp_path):
     assert validation == Validation(fraction=0.1, every=7)
 
 
+def test_off_needs_no_quotes_and_other_words_that_yaml_reads_as_booleans_do(tmp_path: Path) -> None:
+    assert load(tmp_path, "batching: {share_prefixes: off}\n").batching.share_prefixes == "off"
+    assert load(tmp_path, "", "batching.share_prefixes=off").batching.share_prefixes == "off"
+    with pytest.raises(ConfigError, match="share_prefixes: a number is expected"):
+        load(tmp_path, "batching: {share_prefixes: on}\n")
+    with pytest.raises(ConfigError, match="prompts.1: text is expected here .got False.: quote"):
+        load(tmp_path, "generation: {prompts: ['yes', no], max_tokens: 3}\n")
+
+
 def test_tasks_need_no_held_out_samples_and_have_an_interval(tmp_path: Path) -> None:
     validation = load(tmp_path, "validation: {tasks: {names: [t]}, every: 7, metric: t/acc, patience: 2}\n").validation
     assert validation is not None

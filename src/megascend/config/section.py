@@ -102,6 +102,8 @@ def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
         return f"{key or title}: a value is expected here, and there is none (empty, or null)"
     if item["type"] == "missing":
         return f"{key or title}: required, but not set"
+    if isinstance(value, bool) and item["type"] in ("string_type", "path_type"):
+        return f"{key or title}: text is expected here (got {value}): quote on, off, yes and no, which YAML reads as true and false"
     if item["type"] == "model_type":
         return f"{key or title}: a section of settings is expected here, or none at all (got {value!r:.200})"
     if item["type"] == "literal_error" and isinstance(value, str):
@@ -239,9 +241,11 @@ class Section(BaseModel, metaclass=_RaisesConfigError):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_coercion(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse values that pydantic would coerce: true to 1, an empty string to the current directory."""
+        """Refuse values that pydantic would coerce: true to 1, an empty string to the current directory. Accept off unquoted."""
         # pydantic's strict mode would also refuse strings for paths and lists for tuples, as YAML has them.
         annotation = str(cls.model_fields[info.field_name or ""].annotation)
+        if value is False and "'off'" in annotation:
+            return "off"  # YAML 1.1 reads off as false
         if isinstance(value, bool) and "bool" not in annotation and ("int" in annotation or "float" in annotation):
             raise ValueError("a number is expected here, not true or false")
         if value == "" and "Path" in annotation:
