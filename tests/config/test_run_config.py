@@ -40,7 +40,7 @@ def test_off_needs_no_quotes_and_other_words_that_yaml_reads_as_booleans_do(tmp_
     assert load(tmp_path, "", "batching.share_prefixes=off").batching.share_prefixes == "off"
     with pytest.raises(ConfigError, match="share_prefixes: a number is expected"):
         load(tmp_path, "batching: {share_prefixes: on}\n")
-    with pytest.raises(ConfigError, match="prompts.1: text is expected here .got False.: quote"):
+    with pytest.raises(ConfigError, match=r"prompts\.1: text is expected here \(got False\): quote"):
         load(tmp_path, "generation: {prompts: ['yes', no], max_tokens: 3}\n")
 
 

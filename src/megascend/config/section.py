@@ -103,7 +103,7 @@ def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
     if item["type"] == "missing":
         return f"{key or title}: required, but not set"
     if isinstance(value, bool) and item["type"] in ("string_type", "path_type"):
-        return f"{key or title}: text is expected here (got {value}): quote on, off, yes and no, which YAML reads as true and false"
+        return f"{key or title}: text is expected here (got {value}): quote on, off, yes and no, which YAML reads as booleans"
     if item["type"] == "model_type":
         return f"{key or title}: a section of settings is expected here, or none at all (got {value!r:.200})"
     if item["type"] == "literal_error" and isinstance(value, str):
