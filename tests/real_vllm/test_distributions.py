@@ -56,6 +56,17 @@ def test_likeliest_tokens_are_those_of_transformers(server: Server, checkpoint: 
     torch.testing.assert_close(expected.gather(1, torch.tensor(top.ids)), values, atol=BOUND, rtol=0)
 
 
+def test_seeded_prompts_of_more_tokens_than_a_step_takes_are_sampled(server: Server) -> None:
+    """vLLM would compute one of them in two steps, which its generators for the CPU do not support."""
+    prompts = [[first, *TOKENS[:30] * 4] for first in range(64)]
+
+    async def sample() -> list[int]:
+        calls = [server.engine().generate(prompt, Sampling(2, seed=number)) for number, prompt in enumerate(prompts)]
+        return [len(completion.tokens) for [completion] in await asyncio.gather(*calls)]
+
+    assert asyncio.run(sample()) == [2] * len(prompts)
+
+
 def test_trainer_has_the_policy_that_vllm_sampled_from(server: Server, checkpoint: Path) -> None:
     sampling = Sampling(24, temperature=0.8, top_k=30, top_p=0.8, seed=5)
     completions = asyncio.run(server.engine().generate(TOKENS[:12], sampling, n=4))

@@ -524,7 +524,7 @@ def test_lost_sender_ends_verify(control):
 def test_supported_versions(version):
     release = contract.supported(version)
     assert contract.stages(release) == (release >= (0, 26))
-    options = arguments(["--model", "m"], release)
+    options = arguments(["--model", "m"], release, "cuda")
     assert ("--weight-transfer-config" in options) == (release >= (0, 26))
 
 
@@ -535,13 +535,13 @@ def test_other_versions_are_refused(version):
 
 
 def test_server_options():
-    options = arguments(["--model", "m", "--port=1"], (0, 32))
+    options = arguments(["--model", "m", "--port=1"], (0, 32), "cuda")
     assert options[options.index("--host") + 1] == "127.0.0.1"
     assert options[options.index("--middleware") + 1] == "weightwire.vllm.guard.Guard"
-    assert "127.0.0.1" not in arguments(["--host", "10.0.0.1"], (0, 32))
+    assert "127.0.0.1" not in arguments(["--host", "10.0.0.1"], (0, 32), "cuda")
     for option in ("--worker-extension-cls", "--weight_transfer_config={}", "--api-server-count"):
         with pytest.raises(SystemExit):
-            arguments([option, "x"], (0, 32))
+            arguments([option, "x"], (0, 32), "cuda")
 
 
 def test_tied_head_is_optional_and_untied_head_is_required(tmp_path):

@@ -19,14 +19,17 @@ GUARD = "weightwire.vllm.guard.Guard"
 WORKER = "weightwire.vllm.worker.WorkerExtension"
 MAX_LOGPROBS = 256
 """Most tokens of a position for which a request may ask, a teacher's for example; vLLM's own default is 20."""
+PROMPTS_IN_PARTS = {"--enable-chunked-prefill", "--no-enable-chunked-prefill", "--max-num-batched-tokens"}
+"""Options that decide whether a prompt may be computed in several steps."""
 SERVER = "vllm.entrypoints.openai.api_server"
 
 
-def arguments(user_arguments: Sequence[str], version: tuple[int, int]) -> list[str]:
+def arguments(user_arguments: Sequence[str], version: tuple[int, int], device: str) -> list[str]:
     """Return vLLM's command line: the user's arguments and those that connect weightwire.
 
     Args:
         version: version of vLLM.
+        device: type of device that it runs on.
     """
     # vLLM accepts both --a-b and --a_b, and --a=b.
     options = {option.split("=", 1)[0].replace("_", "-") for option in user_arguments}
@@ -45,6 +48,10 @@ def arguments(user_arguments: Sequence[str], version: tuple[int, int]) -> list[s
         added += ["--logprobs-mode", "processed_logprobs"]  # of the distribution from which tokens are sampled
     if "--max-logprobs" not in options:
         added += ["--max-logprobs", str(MAX_LOGPROBS)]
+    if device == "cpu" and not options & PROMPTS_IN_PARTS:
+        # vLLM sets back the generator of a prompt with a seed that a step computes in part, which ends the engine: torch's
+        # generators for the CPU have no offset.
+        added.append("--no-enable-chunked-prefill")
     return [*user_arguments, *added]
 
 
@@ -52,7 +59,7 @@ def main() -> None:
     """Start the server in this process."""
     load_key()  # fail before the model is loaded
     contract.prepare(os.environ)
-    sys.argv = [SERVER, *arguments(sys.argv[1:], contract.vllm_version())]
+    sys.argv = [SERVER, *arguments(sys.argv[1:], contract.vllm_version(), contract.device_type())]
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 
 
