@@ -59,11 +59,11 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def _labelled(match: re.Match[str]) -> str:
-    """Name the column in each cell but a row's first, for narrow screens, where a row is a block."""
+    """Name the column in each cell but a row's first, for narrow screens, where a row is a block; unescape pipes in code."""
     names = [escape(re.sub(r"<[^>]*>", "", name), quote=True) for name in re.findall(r"<th[^>]*>(.*?)</th>", match[0])]
 
     def row(found: re.Match[str]) -> str:
         labels = iter(["", *names[1:]])
         return re.sub(r"<td", lambda _: f'<td data-label="{next(labels, "")}"', found[0])
 
-    return re.sub(r"<tr>.*?</tr>", row, match[0], flags=re.DOTALL)
+    return re.sub(r"<tr>.*?</tr>", row, match[0].replace(r"\|", "|"), flags=re.DOTALL)

@@ -396,7 +396,7 @@ def recipes() -> str:
                 f"`{name}`",
                 f"{row['cards']:,} x {row['title']}",
                 f"{row['batch']:,} x {row['length']:,}",
-                f"`{row['layout']}`",
+                row["layout"].replace("*", r"\*"),
                 ", ".join([*predicted, f"{row['memory_bytes'] / 2**30:.0f} GiB a card"]),
                 row["measured"],
             ]
