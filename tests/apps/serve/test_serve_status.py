@@ -22,6 +22,8 @@ def status(system: Served, name: str | None = None):
 
 
 def test_terminal_shows_failures_at_once_and_progress_at_intervals(system, capsys) -> None:
+    Activity(system.service).report(last=True)
+    assert capsys.readouterr().err == ""  # nobody has come yet
     activity, model = Activity(system.service), system.alice.model(rank=8)
     system.tick(1)
     system.alice.fetch(system.alice.forward_backward(model, 1, 10, weights=[1.0, 2.0]))  # two for one token

@@ -32,7 +32,8 @@ class Activity:
         progress = (
             f"sessions {len(tenancy.sessions)}, models {len(tenancy.models)}, steps {steps:,}, waiting {waiting:,}"
         )
-        if progress != self._progress and (last or now - self._written >= EVERY_S):
+        begun = self._progress or tenancy.sessions
+        if begun and progress != self._progress and (last or now - self._written >= EVERY_S):
             self._progress, self._written = progress, now
             _write(progress)
 
