@@ -5,7 +5,7 @@ Written from the layouts' definitions, not with the code under test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,51 +166,6 @@ def vllm(model: Model, size: int, *, experts: str) -> list[list[Region]]:
             else:
                 needs[rank].extend(divided(index, spec, kind, size, rank, model))
     return needs
-
-
-def in_fp8_blocks(
-    table: Sequence[TensorSpec], members: Sequence[list[list[Region]]], block: int = 128
-) -> tuple[tuple[TensorSpec, ...], list[list[list[Region]]]]:
-    """Return a model's tensors in fp8 blocks, and the slices of members in them.
-
-    All projections are in fp8, as in published checkpoints. A slice that cuts a block comes with all scales of its weight: vLLM
-    spreads them over smaller blocks first.
-
-    Args:
-        members: slices by member, of trainers and of engines.
-    """
-    stored: list[TensorSpec] = []
-    numbers: list[tuple[int, int | None]] = []
-    for spec in table:
-        if "_proj" not in spec.name:
-            numbers.append((len(stored), None))
-            stored.append(spec)
-            continue
-        numbers.append((len(stored), len(stored) + 1))
-        grid = tuple(-(-size // block) for size in spec.shape)
-        stored += (
-            TensorSpec(spec.name, "float8_e4m3fn", spec.shape),
-            TensorSpec(f"{spec.name}_scale_inv", "float32", grid),
-        )
-
-    def converted(piece: Region) -> Iterator[Region]:
-        values, scales = numbers[piece.tensor]
-        yield Region(values, *piece.box)
-        if scales is None:
-            return
-        stops = [start + size for start, size in zip(*piece.box, strict=True)]
-        shape, grid = table[piece.tensor].shape, stored[scales].shape
-        ends = zip(piece.offsets, stops, shape, strict=True)
-        if any(start % block or (stop % block and stop != length) for start, stop, length in ends):
-            yield complete_slice(scales, stored[scales])
-        else:
-            offsets = tuple(start // block for start in piece.offsets)
-            tops = [min(-(-stop // block), size) for stop, size in zip(stops, grid, strict=True)]
-            yield Region(scales, offsets, tuple(top - start for top, start in zip(tops, offsets, strict=True)))
-
-    return tuple(stored), [
-        [[new for piece in pieces for new in converted(piece)] for pieces in side] for side in members
-    ]
 
 
 def specs(model: Model) -> tuple[TensorSpec, ...]:

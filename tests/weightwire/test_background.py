@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import logging
-import threading
 from pathlib import Path
 
 import pytest
 
 from weightwire.background import BackgroundThread, Guard
-from weightwire.engine_calls import LoopThread
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 POOLS = {
@@ -67,16 +65,3 @@ def test_guarded_round_is_logged_once_and_goes_on(caplog: pytest.LogCaptureFixtu
         raise KeyError
     assert rounds == 3
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-
-
-def test_event_loop_outlives_a_coroutine_that_exits() -> None:
-    async def exits() -> None:
-        raise SystemExit(1)
-
-    async def answers() -> str:
-        return threading.current_thread().name
-
-    with LoopThread("loop") as thread:
-        with pytest.raises(SystemExit):
-            thread.run(exits())
-        assert thread.run(answers()) == "loop"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, combinations, pairwise, product
@@ -12,24 +11,11 @@ from itertools import chain, combinations, pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import (
-    DEEPSEEK_V3,
-    QWEN3_235B,
-    Model,
-    bytes_of,
-    complete_slice,
-    divided,
-    in_fp8_blocks,
-    megatron,
-    specs,
-    vllm,
-)
+from layouts import DEEPSEEK_V3, QWEN3_235B, bytes_of, complete_slice, megatron, specs, vllm
 
 from weightwire.errors import ManifestError, PlanError
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
 from weightwire.plan import Chunk, Operation, Region, Share, TransferPlan, check_share, complete, disjoint, plan
-
-GBIT_400 = 400e9 / 8
 
 
 def elements(pieces: Sequence[Region]) -> Counter[tuple[int, ...]]:
@@ -163,100 +149,24 @@ def test_direct_traffic_is_near_the_least_possible(case):
     assert max(result.traffic[0]) <= 1.2 * least_load(tensors, holdings, needs) + largest
 
 
-def test_fused_heads_gates_and_padding_of_both_sides():
-    """Replicated KV heads, a padded vocabulary and both divisions of a matrix, from TP2 with DP2 to TP8."""
-    model = Model(1, 16, 100, 4, 8, 1, 32, heads=8, kv_heads=2, head_dim=2)
+@pytest.mark.parametrize(
+    ("model", "experts", "seconds"), [(DEEPSEEK_V3, "tp", 3.5), (QWEN3_235B, "ep", 1.2)], ids=["DeepSeek-V3", "Qwen3"]
+)
+def test_64_ranks_to_8_engines_of_published_models(model, experts, seconds):
+    """Share out the slices evenly; docs/weightsync.md has the seconds at 400 Gb/s."""
     table = specs(model)
-    holdings = megatron(model, tensor=2, pipeline=1, expert=2, data=2)()
-    needs = vllm(model, 8, experts="tp")
-    result = plan(table, holdings, needs, chunk_bytes=4096)
-    received = run(result, table, holdings)
-    keys = next(index for index, spec in enumerate(table) if spec.name.endswith("k_proj.weight"))
-    embedding = 0
-    for worker, counts in enumerate(received):
-        assert counts == Counter(set(elements(needs[worker])))
-        rows = {element[1] for element in counts if element[0] == keys}
-        assert rows == {worker // 4 * 2, worker // 4 * 2 + 1}, "eight workers share two heads"
-        rows = {element[1] for element in counts if element[0] == embedding}
-        assert rows == set(range(min(64 * worker, 100), min(64 * worker + 64, 100)))
-    assert result.imbalance <= 1.2
-
-
-def test_experts_in_blocks_arrive_once_with_their_scales():
-    """EP2 and TP2 to two workers by width, which cuts blocks of 4 in experts 12 wide, and by worker."""
-    model = Model(2, 16, 100, 4, 12, 1, 32, heads=8, kv_heads=2, head_dim=4)
-    for experts in ("tp", "ep"):
-        sides = [megatron(model, tensor=2, pipeline=1, expert=2, data=2)(), vllm(model, 2, experts=experts)]
-        table, (holdings, needs) = in_fp8_blocks(specs(model), sides, block=4)
-        received = run(plan(table, holdings, needs, chunk_bytes=512), table, holdings)
-        for worker, counts in enumerate(received):
-            assert counts == Counter(set(elements(needs[worker])))
-            gate, scales = (
-                sum(element[0] == index for element in counts)
-                for index, spec in enumerate(table)
-                if spec.name.startswith(f"model.layers.1.mlp.experts.{2 * worker}.gate_proj")
-            )
-            # Half of the rows and all scales, or all of both.
-            assert (gate, scales) == (6 * 16 if experts == "tp" else 12 * 16, 3 * 4)
-
-
-def report(name: str, result: TransferPlan, seconds: float) -> str:
-    first_out = result.traffic[0][: result.senders]
-    text = (
-        f"{name}: {result.nbytes / 1e12:.2f} TB to {result.receivers} workers in {len(result.chunks)} chunks, planned in "
-        f"{seconds:.1f} s; the busiest of {result.senders} ranks sends {max(first_out) / 1e9:.1f} GB, {result.imbalance:.3f} of "
-        f"the mean; {result.seconds(GBIT_400):.2f} s at 400 Gb/s for every rank"
-    )
-    print(text)
-    return text
-
-
-@pytest.mark.nightly_cases("Qwen3-235B-A22B-tp")  # covered: DeepSeek-V3-tp
-@pytest.mark.parametrize("experts", ["tp", "ep"])
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3-235B-A22B"])
-def test_64_ranks_to_8_engines_of_published_models(name, experts):
-    model = {"DeepSeek-V3": DEEPSEEK_V3, "Qwen3-235B-A22B": QWEN3_235B}[name]
-    table = specs(model)
-    holdings = megatron(model, tensor=4, pipeline=4, expert=8, data=4)()
     engine = vllm(model, 8, experts=experts)
     needs = [engine[worker % 8] for worker in range(64)]
-    start = time.perf_counter()
+    holdings = megatron(model, tensor=4, pipeline=4, expert=8, data=4)()
     result = plan(table, holdings, needs, chunk_bytes=256 * 2**20)
-    seconds = time.perf_counter() - start
-    assert result.imbalance <= 1.2, report(name, result, seconds)
-    report(f"{name}, experts by {experts}", result, seconds)
-    assert seconds < 30
-    # Bytes of every worker, against a sum over its needs; pieces of one of them in full.
+    assert result.imbalance <= 1.2
+    assert result.seconds(400e9 / 8) == pytest.approx(seconds, rel=0.05)
     per_worker = [bytes_of(need, table) for need in engine]
     first_out, first_in, forwarded, relayed = result.traffic
     assert [a + b for a, b in zip(first_in[64:], relayed[64:], strict=True)] == per_worker * 8
     assert sum(first_out) + sum(forwarded) == 8 * sum(per_worker)
-    shares = result.shares()
     for worker in (0, 37, 63):
-        check_share(shares[64 + worker], needs[worker], table, f"worker {worker}")
-    holdings = [{(piece.tensor, *piece.box) for piece in pieces} for pieces in holdings]
-    for rank in (0, 21, 63):
-        for chunk in shares[rank].chunks[:20]:
-            for piece in chunk.pieces:
-                assert any((piece.tensor, *box) in holdings[rank] for box in candidates(piece, table, model)), (
-                    f"rank {rank} does not hold {table[piece.tensor].name}"
-                )
-
-
-def candidates(piece: Region, table: Sequence[TensorSpec], model: Model):
-    """Yield the slices of the trainer that contain a piece."""
-    spec = table[piece.tensor]
-    yield complete_slice(piece.tensor, spec).box
-    for rank in range(4):
-        for kind in ("column", "row", "vocabulary", "kv"):
-            if kind != "row" or len(spec.shape) == 2:
-                for holdings in divided(piece.tensor, spec, kind, 4, rank, model):
-                    inside = all(
-                        o <= p and p + q <= o + s
-                        for o, s, p, q in zip(holdings.offsets, holdings.sizes, piece.offsets, piece.sizes, strict=True)
-                    )
-                    if inside:
-                        yield holdings.box
+        check_share(result.shares()[64 + worker], needs[worker], table, f"worker {worker}")
 
 
 def two_ranks_and_eight_engines(rows: int):

@@ -15,7 +15,6 @@ from engine_process import ended_by, engines
 from in_process import TIMEOUT_S, Trainer, manifest_of, same, tensors
 
 from megascend.testing import run_distributed
-from weightwire.errors import WireError
 from weightwire.offer import Offer
 from weightwire.sender import Sender
 
@@ -98,29 +97,6 @@ def until_free(engine):
         assert time.monotonic() < until, state
         time.sleep(0.05)
     return state["update"]["problem"]
-
-
-def test_killed_engine_is_named_and_its_successor_receives(tmp_path):
-    def killing(engine):
-        for number, item in enumerate(NEW.items()):
-            if number == 4:
-                engine.kill()
-            yield item
-
-    with engines(tmp_path, "first", version=1) as (engine,):
-
-        def on_rank():
-            trainer = Remote([engine])
-            with pytest.raises(WireError) as caught, trainer.connect(trainer.begin(manifest_of(NEW, 2, 300))) as sender:
-                sender.send(killing(engine))
-            return str(caught.value)
-
-        (message,) = run_distributed(on_rank, 1, init=False, timeout_s=60)
-        assert "receiver 1 (first" in message
-        assert "is gone" in message
-    with engines(tmp_path, "second") as (engine,):
-        run_distributed(lambda: Remote([engine]).push_and_commit(2, NEW), 1, init=False, timeout_s=60)
-        assert same(engine.weights()[0][0], NEW)
 
 
 STANDALONE_UPDATE = """

@@ -10,7 +10,7 @@ import pytest
 
 from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs
 from weightwire.engine_calls import LoopThread, call_all
-from weightwire.errors import ManifestError, UnsupportedCallError, WireError
+from weightwire.errors import UnsupportedCallError, WireError
 from weightwire.fp8 import BlockFormat
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
@@ -20,9 +20,10 @@ from weightwire.transports.choice import Location
 
 OFFER = Offer("u", "t", "127.0.0.1", 1, 1, 2, "gloo", 60.0, 60.0, Manifest(1, (TensorSpec("w", "float32", (2,)),)))
 SEAL = Seal("u", 1, "0" * 64, ("0",))
-SAMPLING = Sampling(8, 0.5, (3, 4), 11)
+SAMPLING = Sampling(8, 0.5, (3, 4), 11, top_p=0.5, top_k=4)
+COMPLETION = Completion((5, 6), (-0.5, -0.25), "stop", 1, 2, allowed=((5, 7), (6,)))
 CALLS_MADE: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "generate": (([1, 2], SAMPLING, 2, "a"), [Completion((5, 6), (-0.5, -0.25), "stop", 1, 2)]),
+    "generate": (([1, 2], SAMPLING, 2, "a"), [COMPLETION]),
     "logprobs": (([1, 2], None), [-0.5]),
     "top_logprobs": (([1, 2], 2, "a"), TopLogprobs((-0.5,), ((4, 2),), ((-0.25, -0.5),))),
     "receivers": ((), 3),
@@ -78,16 +79,6 @@ def test_call_and_result_survive_json(name: str) -> None:
     assert recording.called == [(name, arguments)]
 
 
-def test_allowed_tokens_survive_json() -> None:
-    class Truncating(Recording):
-        async def generate(self, prompt: Any, sampling: Sampling, n: int, adapter: Any) -> list[Completion]:
-            assert sampling == Sampling(8, top_p=0.5, top_k=4)
-            return [Completion((5, 6), (-0.5, 0.0), "stop", 1, 2, allowed=((5, 7), (6,)))]
-
-    (completion,) = asyncio.run(OverJson(Truncating()).generate([1], Sampling(8, top_p=0.5, top_k=4)))
-    assert completion.allowed == ((5, 7), (6,))
-
-
 def test_every_method_of_the_contract_is_a_remote_call() -> None:
     methods = {name for name, member in vars(InferenceEngine).items() if callable(member) and not name.startswith("_")}
     # revive is for the process that has started the engine.
@@ -108,6 +99,8 @@ def test_remote_deadlines_exceed_those_of_the_call() -> None:
         ("commit", {}, "commit: update is missing"),
         ("commit", {"update": 3}, "commit: update is 3; a text was expected"),
         ("commit", {"update": "u", "now": True}, "commit: unknown fields now"),
+        ("begin_update", {"offer": {"update": "u"}}, "offer"),
+        ("verify", {"seal": [], "timeout_s": 1.0}, "seal"),
         ("pause", {"lease_s": float("nan")}, "pause: lease_s is nan, not a number from 0"),
         ("pause", {"lease_s": True}, "pause: lease_s is True, not a number"),
         ("generate", {"prompt": [1]}, "generate: max_tokens is missing"),
@@ -134,13 +127,6 @@ def test_remote_deadlines_exceed_those_of_the_call() -> None:
 def test_a_malformed_call_is_refused_before_it_is_made(call: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(WireError, match=message):
         read_call(call, arguments)
-
-
-def test_malformed_offer_and_seal_raise_manifest_error() -> None:
-    with pytest.raises(ManifestError, match="offer"):
-        read_call("begin_update", {"offer": {"update": "u"}})
-    with pytest.raises(ManifestError, match="seal"):
-        read_call("verify", {"seal": [], "timeout_s": 1.0})
 
 
 class UpdatesOnly(InferenceEngine):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import Any
@@ -26,14 +25,13 @@ from weightwire.errors import (
 )
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
-from weightwire.plan import Region, complete
+from weightwire.plan import Region
 from weightwire.receiver import Receiver
 from weightwire.sender import Sender
-from weightwire.sharded import HEAD_BYTES, ShardSender
+from weightwire.sharded import ShardSender
 from weightwire.slices import index_of
 from weightwire.transports import Setup
 from weightwire.transports.pairs import make_pairs
-from weightwire.transports.shared_memory import MARK_BYTES, SharedSlots
 from weightwire.vllm.in_place import Copy, Recording
 
 OLD, NEW = model(1), model(2)
@@ -100,32 +98,6 @@ def test_workers_get_their_slices_bit_for_bit(ranks, count, size, transport, rel
     assert sum(sender.traffic.delivered for sender in trainer.senders) == need_bytes
 
 
-@pytest.mark.parametrize("relay", [False, True])
-def test_shared_memory_of_two_members_holds_two_of_their_largest_messages(relay, monkeypatch):
-    receivers, needs, engines = workers(2)
-    trainer = ShardedTrainer(receivers, needs, ranks=3, transport="shared_memory", relay=relay, keep=True)
-    sizes, create = [], SharedSlots.create
-
-    def recorded(slot_bytes):
-        slots = create(slot_bytes)
-        sizes.append(os.fstat(slots._descriptor).st_size - MARK_BYTES)
-        return slots
-
-    monkeypatch.setattr(SharedSlots, "create", recorded)
-    for version, base, weights in ((1, None, OLD), (2, 1, NEW)):
-        sizes.clear()
-        commit(receivers, engines, trainer.push(version, weights, base))
-        trainer.succeeded(version)
-        assert trainer.plan is not None
-        largest: dict[tuple[int, int], int] = {}
-        for hop in trainer.plan.hops:
-            size = max(HEAD_BYTES, trainer.plan.chunks[hop.chunk].nbytes)
-            largest[hop.sender, hop.receiver] = max(size, largest.get((hop.sender, hop.receiver), 0))
-        assert sorted(sizes) == sorted(2 * size for size in largest.values())
-        assert sum(sizes) < 2 * trainer.bucket_bytes * len(largest)
-        assert all(holds(engine, need, weights) for engine, need in zip(engines, needs, strict=True))
-
-
 @pytest.mark.parametrize("name", ["gloo", "shared_memory"])
 def test_receivers_start_messages_of_several_senders_without_waiting(name):
     manifest = Manifest(1, (TensorSpec("a", "uint8", (1000,)),))
@@ -139,13 +111,6 @@ def test_receivers_start_messages_of_several_senders_without_waiting(name):
 
     _, _, third, fourth = run_members(on_member, 4)
     assert (third, fourth) == ([[0], [1], [2], [3], [14]], [[10], [11], [12], [13], [4]])
-
-
-def test_a_worker_without_a_description_needs_everything():
-    receiver, engine = Receiver("worker"), Engine()
-    seal = ShardedTrainer([receiver]).push(1, NEW)
-    commit([receiver], [engine], seal)
-    assert holds(engine, list(complete(SPECS)), NEW)
 
 
 @pytest.fixture
@@ -246,35 +211,12 @@ def test_wrong_versions_plans_and_needs_are_refused(served):
     old_and_works_again(served)
 
 
-def test_a_known_plan_is_not_sent_again(served):
-    trainer, receivers, needs, engines = served
-    commit(receivers, engines, trainer.push(2, NEW, shares=None))
-    for engine, need in zip(engines, needs, strict=True):
-        assert holds(engine, need, NEW)
-
-
 def test_a_seal_without_the_worker_is_refused(served):
     trainer, receivers, _, _ = served
     seal = trainer.send(2, NEW)
     for receiver, by_member in zip(receivers, ({}, {2: ("0",)}), strict=True):
         with pytest.raises(ManifestError, match="the seal is of 0 buckets"):
             receiver.verify(Seal(seal.update, 2, seal.manifest, (), by_member), TIMEOUT_S)
-    old_and_works_again(served)
-
-
-def test_a_failed_commit_restores_the_old_weights_on_both_workers(served):
-    trainer, receivers, _, engines = served
-    seal = trainer.push(2, NEW)
-    receivers[0].commit(seal.update, engines[0].load, engines[0].restore)
-
-    def half(tensors):
-        engines[1].backup = dict(engines[1].weights)
-        engines[1].weights.update([next(iter(tensors))])
-        raise ValueError("the second tensor")
-
-    with pytest.raises(UpdateError, match="the second tensor"):
-        receivers[1].commit(seal.update, half, engines[1].restore)
-    receivers[0].revert(seal.update, "worker 1 failed")
     old_and_works_again(served)
 
 
@@ -375,18 +317,6 @@ def test_a_damaged_difference_is_detected_by_the_digest_of_the_whole():
     assert all(holds(engine, need, OLD) for engine, need in zip(engines, needs, strict=True))
     commit(receivers, engines, trainer.push(2, new))
     assert all(holds(engine, need, new) for engine, need in zip(engines, needs, strict=True))
-
-
-def test_a_reverted_commit_leaves_no_base():
-    receivers, needs, engines = workers(1, 1)
-    trainer = ShardedTrainer(receivers, needs, keep=True)
-    commit(receivers, engines, trainer.push(1, OLD))
-    seal = trainer.push(2, NEW, base=None)
-    receivers[0].commit(seal.update, engines[0].load, engines[0].restore)
-    receivers[0].revert(seal.update, "another worker failed")
-    assert holds(engines[0], needs[0], OLD)
-    with pytest.raises(BaseError, match="nothing is kept"):
-        receivers[0].open(trainer.offers(Manifest(3, SPECS, 256), NEW, base=2)[0])
 
 
 # --- commits in place ---
@@ -600,18 +530,6 @@ def test_changes_after_complete_weights_from_rank_0_are_refused(exchanging):
             with pytest.raises(BaseError, match="nothing is kept"):
                 engine.receiver.open(offer)
     commit_all(trainer, engines, 3, OLD)
-
-
-def test_version_after_a_rollback_is_the_one_before(exchanging):
-    trainer, engines = exchanging
-    seal = trainer.push(5, NEW)
-    for engine in engines:
-        engine.commit(seal.update)
-        engine.receiver.revert(seal.update, "another engine failed")
-        assert (engine.receiver.version(), engine.holds(OLD)) == (1, True)
-    commit_all(trainer, engines, 2, NEW)
-    with pytest.raises(VersionError):
-        trainer.push(2, OLD)
 
 
 def test_update_of_another_name_is_not_dropped_by_a_late_call(exchanging):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_members import run_members
 
-from weightwire.errors import DigestError, ManifestError, PeerLostError, TransportError, VersionError, WireError
+from weightwire.errors import DigestError, ManifestError, PeerLostError, VersionError, WireError
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.stream import Header, Part, StreamReceiver, StreamSender
 from weightwire.transports import Setup, make_transport
@@ -134,22 +134,6 @@ def test_inconsistent_streams_raise_manifest_error(fault: str) -> None:
     kind, handed_out = run_members(on_member, 2)[1]
     assert kind is ManifestError
     assert handed_out == (1 if fault == "twice" else 0)
-
-
-def test_sender_refuses_unsupported_dtypes() -> None:
-    def on_member(group: Any) -> list[Any]:
-        medium, end = member(group)
-        if group.rank:
-            return refused(group, medium, end)
-        with pytest.raises(ManifestError, match="complex64"):
-            end.add("phase", torch.zeros(3, dtype=torch.complex64))
-        group.fail("nothing to send")
-        medium.close()
-        return []
-
-    kind, handed_out = run_members(on_member, 2)[1]
-    assert issubclass(kind, TransportError)
-    assert handed_out == 0
 
 
 PART = Part(TensorSpec("a", "float32", (4,)), 4, 12)

@@ -125,60 +125,46 @@ def test_exchange_writes_new_weights_and_undo_the_old_ones() -> None:
         update.staging.copy_(copy_of_update)
 
 
-def test_exchange_by_a_kernel_that_stops_anywhere_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = MemoryKernel()
-    monkeypatch.setattr(exchange_module, "swap_kernel", lambda device: kernel)
-    monkeypatch.setattr(exchange_module, "SWAP_BYTES", 4096)
+class StoppingCopies:
+    """``torch._foreach_copy_`` that stops in one of its calls."""
+
+    def __init__(self) -> None:
+        self.copy, self.calls, self.failing_call = torch._foreach_copy_, 0, 0
+
+    def __call__(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        self.calls += 1
+        if self.calls == self.failing_call:
+            self.copy(targets[:1], sources[:1])  # a part of it
+            raise RuntimeError("the device")
+        self.copy(targets, sources)
+
+
+@pytest.mark.parametrize("way", ["kernel", "copies"])
+def test_exchange_that_stops_anywhere_can_be_undone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopping = MemoryKernel() if way == "kernel" else StoppingCopies()
+    if way == "kernel":
+        monkeypatch.setattr(exchange_module, "swap_kernel", lambda device: stopping)
+        monkeypatch.setattr(exchange_module, "SWAP_BYTES", 4096)
+    else:
+        monkeypatch.setattr(torch, "_foreach_copy_", stopping)
     update = Update()
     rows = list(layer(update))
     before, received = [parameter.clone() for parameter, _, _ in rows], update.staging.clone()
     exchange = Exchange([copy for _, copy, _ in rows])
     exchange.run(update.staging)
+    total = stopping.calls
     exchange.undo()
-    total, update.staging = kernel.calls // 2, received.clone()
     assert total > 10
     for number in range(1, total + 1):
-        kernel.calls, kernel.failing_call = 0, number
+        update.staging = received.clone()
+        stopping.calls, stopping.failing_call = 0, number
         with pytest.raises(RuntimeError, match="the device"):
             exchange.run(update.staging)
-        kernel.failing_call = 0
+        stopping.failing_call = 0
         exchange.undo()
         for (parameter, _, _), old in zip(rows, before, strict=True):
             assert torch.equal(parameter, old), number
-        update.staging.copy_(received)
-
-
-def test_exchange_that_stops_anywhere_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = Update()
-    rows = list(layer(update))
-    before, copy_of_update = [parameter.clone() for parameter, _, _ in rows], update.staging.clone()
-    exchange = Exchange([copy for _, copy, _ in rows])
-    copy, calls, failing_call = torch._foreach_copy_, 0, 0
-
-    def failing(targets: list[Tensor], sources: list[Tensor]) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == failing_call:
-            copy(targets[:1], sources[:1])  # a part of it
-            raise RuntimeError("the device")
-        copy(targets, sources)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", failing)
-    exchange.run(update.staging)
-    total = calls
-    exchange.undo()
-    assert total > 20
-    for number in range(1, total + 1):
-        update.staging.copy_(copy_of_update)
-        calls, failing_call = 0, number
-        with pytest.raises(RuntimeError, match="the device"):
-            exchange.run(update.staging)
-        failing_call = 0
-        exchange.undo()
-        for (parameter, _, _), old in zip(rows, before, strict=True):
-            assert torch.equal(parameter, old), number
-    update.staging.copy_(copy_of_update)
-    exchange.run(update.staging)
+    exchange.run(received)
     assert all(torch.equal(copied.target, expected) for _, copied, expected in rows)
 
 
