@@ -6,12 +6,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 import simnpu
 from megascend.errors import PlatformError, VersionError
 from megascend.runtime.bootstrap import ascend
-from megascend.runtime.bootstrap.versions import CANN, STACKS, cann_for
+from megascend.runtime.bootstrap.versions import STACKS
 
 CFG = """# version: 1.0
 runtime_running_version=[7.7.T20.0.B210:{0}]
@@ -83,16 +82,6 @@ def test_folder_without_a_toolkit_is_refused(content, tmp_path, monkeypatch):
         (tmp_path / "version.cfg").write_text(content)
     with pytest.raises(PlatformError, match=r"has no CANN \("):
         ascend.check_cann(STACKS[0])
-
-
-def test_table_covers_every_torch_npu_of_the_version_table():
-    minors = {Version(wheel).release[:2] for _, _, wheels in CANN for wheel in wheels}
-    for stack in STACKS:
-        bounds = [Version(specifier.version).release[:2] for specifier in stack.requirement("torch-npu")]
-        low, high = min(bounds), max(bounds)
-        assert {(2, minor) for minor in range(low[1], high[1])} <= minors
-    assert cann_for(Version("2.9.0.post4")) == ("9.0.0", "8.1.RC1")
-    assert cann_for(Version("2.5.1")) is None
 
 
 def test_simulated_toolkit_states_that_it_is_none():

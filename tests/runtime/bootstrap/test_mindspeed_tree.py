@@ -101,12 +101,6 @@ def test_trees_are_identified_by_files_and_refused_for_other_stacks(name: str, p
     assert not [module for module in sys.modules if module.partition(".")[0] in ("mindspeed", "megatron_adaptor")]
 
 
-def test_a_package_for_two_stacks_states_a_version_for_each(path: Path) -> None:
-    write(path, {"mindspeed/__init__.py": "if a:\n    __version__ = '0.16.0'\nelse:\n    __version__ = '0.15.3'\n"})
-    assert look("0.16").startswith("0.16.0 (")
-    assert look("0.15").startswith("0.15.3 (")
-
-
 def test_an_unreadable_tree_is_refused(path: Path) -> None:
     write(path, {"mindspeed/__init__.py": "this is no Python\n"})
     with pytest.raises(VersionError, match="cannot be parsed as Python"):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
 
-from megascend import changes
 from megascend.config import Parallel
-from megascend.config.registry import PROVIDERS, ProviderEntry
+from megascend.config.registry import PROVIDERS
 from megascend.errors import ConfigError, PlatformError
 from megascend.runtime.bootstrap import providers
-from megascend.runtime.bootstrap.patches import CLIPPING
 from megascend.runtime.bootstrap.providers import (
     PatchProvider,
     ProviderSetup,
@@ -45,13 +41,6 @@ def _own_registry() -> Iterator[None]:
 
 def setup(platform: str) -> ProviderSetup:
     return ProviderSetup(load(platform), STACKS[0], Parallel())
-
-
-@pytest.mark.parametrize(
-    ("platform", "default"), [("cpu", "reference"), ("cuda", "transformer_engine"), ("npu", "mindspeed")]
-)
-def test_every_platform_has_a_default(platform: str, default: str) -> None:
-    assert create(None, setup(platform)).name == names(platform)[0] == default
 
 
 def test_provider_is_chosen_by_name_or_import_path() -> None:
@@ -94,12 +83,6 @@ def test_options_of_a_provider_without_any_are_refused() -> None:
         NotedProvider(setup("cpu")).for_model(None, {"fast": True})
 
 
-def test_patching_packages_are_registered() -> None:
-    register("noted", NotedProvider, packages=("noted_patches",))
-    assert providers.packages() == ["mindspeed", "megatron_adaptor", "noted_patches"]
-    assert PROVIDERS["noted"] == ProviderEntry(NotedProvider, (), ("noted_patches",))
-
-
 # --- CUDA's ---
 
 
@@ -132,35 +115,6 @@ def test_cuda_sets_max_connections_unless_the_user_has(monkeypatch) -> None:
     assert provider.setup.platform.has_transformer_engine_kernels
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     assert provider.before_megatron() == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
-
-
-APPLIER, NORM, SCALE = "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"
-
-
-@pytest.mark.parametrize(
-    ("applier", "functions", "replaced"),
-    [
-        ("local", (APPLIER, NORM, SCALE), True),
-        ("local", (APPLIER, NORM), False),
-        ("Apex", (APPLIER, NORM, SCALE), False),
-    ],
-    ids=["loops over tensors", "an engine without the functions", "Apex"],
-)
-def test_loops_of_gradient_clipping_are_replaced_by_transformer_engine(monkeypatch, applier, functions, replaced):
-    monkeypatch.setattr(changes, "_ledger", {})
-    utils, clipping = ModuleType("utils"), ModuleType("clip_grads")
-    vars(utils).update(local_multi_tensor_applier="local")
-    before = {APPLIER: applier, "l2_norm_impl": "a norm", "multi_tensor_scale_impl": "a product"}
-    vars(clipping).update(before, multi_tensor_scale_tensor_impl=None)
-    engine = ModuleType("optimizers")
-    vars(engine).update({name: f"TE's {name}" for name in functions})
-    monkeypatch.setitem(sys.modules, "megatron.core.utils", utils)
-    monkeypatch.setitem(sys.modules, CLIPPING, clipping)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", engine)
-    TransformerEngine(setup("cuda")).when_imported()[CLIPPING]()
-    expected = dict(zip(before, (f"TE's {APPLIER}", f"TE's {NORM}", f"TE's {SCALE}"), strict=True))
-    assert {name: getattr(clipping, name) for name in before} == (expected if replaced else before)
-    assert clipping.multi_tensor_scale_tensor_impl is None
 
 
 # --- a provider from outside the package, in a separate process ---

@@ -70,18 +70,6 @@ print('refused')
     assert run(program).endswith("refused\n")
 
 
-def test_bootstrap_does_not_touch_argv():
-    program = """
-import sys
-before = list(sys.argv)
-import megascend
-megascend.bootstrap('cpu', engine='megatron').load_megatron()
-assert sys.argv == before == ['-c', '--tensor-model-parallel-size', '8', '--nonsense'], sys.argv
-print('untouched')
-"""
-    assert run(program, "--tensor-model-parallel-size", "8", "--nonsense").endswith("untouched\n")
-
-
 def test_the_environment_changes_only_as_reported():
     program = """
 import os

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import json
 import os
@@ -146,16 +145,6 @@ def test_healthy_peers_are_not_blamed() -> None:
     diagnosis = diagnose(0, REDUCING, {1: FINE, 2: FINE})
     assert (diagnosis.kind, diagnosis.culprits, diagnosis.reasons) == (PeerVerdict.FINE, (), ())
     assert diagnose(0, REDUCING, {}).kind is PeerVerdict.FINE
-
-
-def test_positions_include_lines_if_no_rank_is_blamed() -> None:
-    fetching = PeerStatus(replace(REDUCING, frame="fetch (data.py:7)", seconds=9.0))
-    positions = diagnose(0, REDUCING, {1: fetching}).positions
-    phase = "in grad reduce of step 3 for"
-    assert (
-        positions == f"Ranks: 0 {phase} 8 s, at all_reduce (distributed_c10d.py:1); 1 {phase} 9 s, at fetch (data.py:7)"
-    )
-    assert "data.py" not in diagnose(0, REDUCING, {1: fetching, 2: PeerStatus(REDUCING, 4.0)}).positions
 
 
 def test_suspects_are_blamed_unless_a_rank_is_gone() -> None:
@@ -319,12 +308,6 @@ class Frozen(Exception):
         raise AttributeError(f"{name} is read-only")
 
 
-ExceptionGroup: Any = getattr(builtins, "ExceptionGroup", None)
-
-
-GLOO = "[gloo/pair.cc:1] Connection closed by peer"
-
-
 ERRORS = [DataError, KeyError, RuntimeError, Frozen, KeyboardInterrupt, SystemExit, StopIteration]
 
 
@@ -394,23 +377,6 @@ def test_error_from_another_thread_is_published_for_the_thread_it_is_raised_in(m
     assert failure().outer == "save"
 
 
-@pytest.mark.skipif(ExceptionGroup is None, reason="exception groups came with Python 3.11")
-def test_exception_group_is_published_with_its_members(monitored) -> None:
-    monitor, published, failure = monitored
-    with pytest.raises(ExceptionGroup), monitor.phase("step"):  # noqa: PT012
-        try:
-            with monitor.phase("forward"):
-                raise DataError("a")
-        except DataError as error:
-            raise ExceptionGroup("two", [error, KeyError("b")]) from None
-    assert [phase for phase, _ in published] == ["forward", "step"]
-    assert failure().error == "ExceptionGroup: two (2 sub-exceptions): DataError: a; KeyError: 'b'"
-    closed = RuntimeError(GLOO)
-    with pytest.raises(ProcessGroupError), monitor.phase("step"):
-        raise ExceptionGroup("all of the library", [closed, ExceptionGroup("inner", [closed])])
-    assert library_of(ExceptionGroup("mixed", [closed, KeyError("b")])) is None
-
-
 def test_communication_error_without_a_lost_rank_raises_process_group_error(tmp_path) -> None:
     (monitor, other), _ = two_monitors(tmp_path)
     try:
@@ -437,17 +403,6 @@ def test_lost_store_raises_peer_lost_error() -> None:
             raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
     assert time.monotonic() - start < 300  # half of the timeout
     monitor.close()
-
-
-def test_single_process_starts_no_thread(runtime: Runtime) -> None:
-    def work() -> bool:
-        groups = initialize(plan(Parallel(), 1), runtime.platform, 10)
-        with pytest.raises(RuntimeError, match="gloo"), groups.monitor.phase("forward"):
-            raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
-        with groups.monitor.phase("forward"):
-            return groups.monitor._heartbeat is None
-
-    assert run_distributed(work, 1, init=False) == [True]
 
 
 def test_forked_child_of_a_rank_is_not_monitored(runtime: Runtime) -> None:

@@ -77,17 +77,6 @@ def test_summary_leads_to_the_diagnosis_of_the_records(seed: int, faults: float)
         assert diagnose(0, LOCAL, decoded, suspects) == diagnose(0, LOCAL, statuses, suspects)
 
 
-def test_summary_of_a_world_in_few_places_is_small() -> None:
-    size = 16384
-    failures = [
-        PhaseFailure("forward of step 1", "forward", f"PeerLostError: rank {rank}", True) for rank in range(size)
-    ]
-    records = [replace(LOCAL, heartbeat=rank, failure=failures[rank] if rank % 2 else None) for rank in range(size)]
-    statuses: dict[int, PeerStatus | None] = {rank: PeerStatus(record) for rank, record in enumerate(records)}
-    statuses[7000] = PeerStatus(LOCAL, 60.0)
-    assert len(encode(statuses)) < 4096 < sum(len(record.encode()) for record in records) / 1000
-
-
 class CountingStore:
     """A store that counts the keys that are read."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from megascend.apps.cli.checks import run_python
 from megascend.apps.rl.rollout.engines.guarded import GuardedProcess
 from megascend.apps.rl.rollout.engines.vllm_process import engine_environment
 from megascend.runtime.distributed.launch import Launch, child_environment, plain_environment
-from megascend.runtime.platforms import cpu_products
 from npu_acceptance import processes
 
 pytestmark = pytest.mark.waiting
@@ -96,18 +94,6 @@ def test_child_process_sees_no_variable_of_the_launcher(
     assert variables["USER_VARIABLE"] == "1"
 
 
-def test_trial_of_products_sees_no_variable_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed = {}
-
-    def run(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
-        passed.update(env)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(cpu_products.subprocess, "run", run)
-    assert cpu_products._trial({**RANK, "PATH": "/bin"}) == ""
-    assert passed == {"PATH": "/bin"}
-
-
 def test_child_environment_has_world_size_one() -> None:
     assert Launch.from_environment(child_environment({**RANK, "PATH": os.defpath})) == Launch()
 
@@ -117,16 +103,3 @@ def test_engines_do_not_inherit_thread_and_allocator_settings() -> None:
     trainer = dict.fromkeys((*settings, "PYTORCH_CUDA_ALLOC_CONF"), "1") | {"SLURM_JOB_ID": "7", "USER_VARIABLE": "1"}
     # A job's own variables stay: a child may ask for its allocation.
     assert engine_environment("/other/python", trainer) == {"SLURM_JOB_ID": "7", "USER_VARIABLE": "1"}
-
-
-@pytest.mark.nightly
-def test_torchrun_sets_no_further_variables(tmp_path: Path) -> None:
-    """Drop every variable that the installed torchrun adds to a rank, except those that users set."""
-    program = tmp_path / "rank.py"
-    program.write_text(REPORT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(program)]
-    parent = child_environment()
-    completed = subprocess.run(command, env=parent, capture_output=True, text=True, timeout=120, check=True)
-    rank = json.loads(completed.stdout.strip().splitlines()[-1])
-    assert "RANK" in rank.keys() - parent.keys()
-    assert child_environment(rank).keys() - parent.keys() <= {"OMP_NUM_THREADS"}

@@ -23,7 +23,7 @@ from megascend.errors import (
     TopologyError,
 )
 from megascend.runtime.bootstrap.runtime import Runtime
-from megascend.runtime.distributed import channels, process_groups
+from megascend.runtime.distributed import process_groups
 from megascend.runtime.distributed.engine_groups import PlainGroups
 from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.distributed.objects import all_reduce_numbers, gather_objects
@@ -35,7 +35,7 @@ from megascend.runtime.distributed.process_groups import (
     gloo_sockets,
     initialize,
 )
-from megascend.runtime.topology.topology import GROUP_AXES, plan
+from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed
 from support.forked_programs import environment
 
@@ -44,30 +44,6 @@ pytestmark = pytest.mark.waiting
 
 def open_groups(runtime: Runtime, world: int, timeout_s: float = 30, **parallel: Any) -> process_groups.ProcessGroups:
     return initialize(plan(Parallel(**parallel), world), runtime.platform, timeout_s)
-
-
-@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"context": 2, "expert": 4}])
-def test_every_group_reduces_over_the_ranks_of_the_topology(runtime: Runtime, parallel: dict[str, Any]) -> None:
-    topology = plan(Parallel(**parallel), 4)
-
-    def sums() -> dict[str, float]:
-        groups = initialize(topology, runtime.platform, 30)
-        totals = {}
-        assert "megatron" not in sys.modules or not sys.modules["megatron.core.parallel_state"].is_initialized()
-        for name in GROUP_AXES:
-            value = torch.tensor(2.0**groups.rank)
-            dist.all_reduce(value, group=groups.device_group(name))
-            totals[name] = value.item()
-            if name in OBJECT_GROUPS:
-                assert all_reduce_numbers([2.0**groups.rank], name, groups) == [totals[name]]
-                assert groups.channel(name).group is not groups.device_group(name)
-        groups.destroy()
-        assert not dist.is_initialized()
-        return totals
-
-    for rank, totals in enumerate(run_distributed(sums, 4, init=False)):
-        for name, total in totals.items():
-            assert total == sum(2.0**member for member in topology.group_of(rank, *GROUP_AXES[name])), name
 
 
 def test_one_process_needs_no_variables_and_can_initialize_again(
@@ -85,21 +61,6 @@ def test_one_process_needs_no_variables_and_can_initialize_again(
         groups.destroy()
         with pytest.raises(ProcessGroupError, match="no channel for objects 'dp': these process groups were destroyed"):
             groups.channel("dp")
-
-
-def test_one_process_creates_no_communicator_eagerly(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bind no device for one process: torch connects bound groups, and all groups after them, eagerly."""
-
-    class Bound(type(runtime.platform)):  # type: ignore[misc]
-        bind_device = True
-
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGASCEND_STORE"):
-        monkeypatch.delenv(name, raising=False)
-    groups = initialize(plan(Parallel(), 1), Bound(), 30)
-    try:
-        assert getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None) is None
-    finally:
-        groups.destroy()
 
 
 def test_ranks_can_initialize_again_with_another_layout(runtime: Runtime) -> None:
@@ -139,27 +100,6 @@ def open_sockets() -> int:
     return sum(os.path.lexists(link) and os.readlink(link).startswith("socket:") for link in links)
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"expert": 4}])
-def test_counted_sockets_cover_those_that_groups_open(runtime: Runtime, parallel: dict[str, Any]) -> None:
-    topology = plan(Parallel(**parallel), 4)
-
-    def sockets() -> tuple[int, int]:
-        inherited = open_sockets()  # a rank is a fork
-        groups = initialize(topology, runtime.platform, 30)
-        for number in range(WORLD_GROUPS):
-            groups.new_gloo(f"group {number}")
-        bound = gloo_sockets(topology, groups.rank, device_groups=True)
-        dist.barrier()
-        opened = open_sockets() - inherited
-        dist.barrier()  # a peer that ends would close its side
-        groups.destroy()
-        return bound, opened
-
-    for bound, opened in run_distributed(sockets, 4, init=False):
-        # The store has at most four: a server's and its clients', or a client's.
-        assert opened - 8 <= bound <= opened
-
-
 def test_large_world_connects_ranks_when_they_communicate(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_groups, "LAZY_CONNECTIONS_ABOVE", 3)
 
@@ -197,34 +137,6 @@ except ProcessGroupError as error:
 else:
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
-
-
-def test_relayed_frames_connect_few_ranks(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_groups, "LAZY_CONNECTIONS_ABOVE", 3)
-
-    def sockets(relayed_above: int) -> list[int]:
-        channels.RELAYED_ABOVE = relayed_above  # a rank is a fork
-        groups = open_groups(runtime, 8)
-        dist.barrier()
-        before = open_sockets()
-        dist.barrier()  # of the default group, connected by now: others would connect while this rank counts
-        assert all_reduce_numbers([2.0**groups.rank], "world", groups) == [255.0]
-        counts = [open_sockets() - before]
-        bound = process_groups.object_group_sockets(groups.rank, range(8)) - 1  # without the one that listens
-        for size in (3, 3000):  # in the frame, and in a second round
-            objects = [bytes([rank]) * size for rank in range(8)]
-            assert gather_objects(objects[groups.rank], "world", groups) == objects
-        counts += [open_sockets() - before, bound]
-        dist.barrier()  # a peer that ends would close its side
-        groups.destroy()
-        return counts
-
-    # Start-up has a barrier, which connects a rank to those 1, 2 and 4 before and after it: five of the seven others.
-    for relayed, gathered, bound in run_distributed(sockets, 8, 3, init=False):
-        assert (relayed, gathered) == (0, 0)
-        assert bound >= 5
-    for direct, gathered, _ in run_distributed(sockets, 8, 100, init=False):
-        assert (direct, gathered) == (2, 2)
 
 
 def with_limits(folder: Path, soft: int, hard: int) -> list[str]:

@@ -1,6 +1,5 @@
 """Files that are hashed and flushed while they are written, compared with xxhash, torch and zipfile."""
 
-import os
 import random
 import zipfile
 from pathlib import Path
@@ -31,21 +30,6 @@ def test_content_size_and_digest_cover_all_writes(tmp_path, monkeypatch, piece):
             assert file.tell() == file.size == sum(map(len, parts[:number]))
             assert file.digest == xxhash.xxh3_128_hexdigest(b"".join(parts[:number]))
     assert (tmp_path / "file").read_bytes() == b"".join(parts)
-
-
-def test_write_back_covers_every_byte_once_in_order(tmp_path, monkeypatch):
-    ranges = []
-
-    def begin(descriptor, offset, count):
-        assert os.fstat(descriptor).st_size == offset + count
-        ranges.append((offset, count))
-
-    monkeypatch.setattr(hashing, "PIECE", 100)
-    monkeypatch.setattr(hashing, "begin_writing_back", begin)
-    with HashingWriter(tmp_path / "file") as file:
-        for size in (30, 30, 30, 30, 5, 250, 1):
-            file.write(bytes(size))
-    assert ranges == [(0, 120), (120, 105), (225, 100)]  # the remaining 51 bytes are written by the final sync
 
 
 def test_full_disk_raises_os_error():

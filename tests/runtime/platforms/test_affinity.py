@@ -71,14 +71,6 @@ def test_existing_cpu_affinity_is_respected():
     assert "of one NUMA node" in str(choose_node(TWO_SOCKETS, frozenset({40, 41}), 0, 2, None))
 
 
-def test_binding_is_skipped_without_numa_nodes(tmp_path):
-    assert "shows no NUMA nodes" in str(choose_node(nodes_with_cpus(tmp_path), frozenset({0}), 0, 1, None))
-    assert "local rank 4 is out of range for 4" in str(choose_node(TWO_SOCKETS, frozenset(range(64)), 4, 4, None))
-    before = os.sched_getaffinity(0)
-    assert "nothing is bound" in bind_to_node(0, 1, None, tmp_path)
-    assert os.sched_getaffinity(0) == before
-
-
 def test_all_threads_of_real_processes_move(tmp_path):
     """Treat two CPUs of this machine as nodes, then use the machine's own tree."""
     cpus = sorted(os.sched_getaffinity(0))[:2]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megascend.config import Parallel
-from megascend.errors import ProcessGroupError
-from megascend.runtime.topology.topology import axes_of, plan, rank_lists
+from megascend.runtime.topology.topology import plan, rank_lists
 
 
 def test_every_set_of_ranks_is_listed_once_under_its_first_name() -> None:
@@ -20,8 +17,3 @@ def test_every_set_of_ranks_is_listed_once_under_its_first_name() -> None:
     }
     assert list(rank_lists(topology, ("dp", "dp_cp", "world"))) == [(0, 2), (1, 3), (0, 1, 2, 3)]
     assert rank_lists(plan(Parallel(), 1)) == {}
-
-
-def test_a_name_that_does_not_exist() -> None:
-    with pytest.raises(ProcessGroupError, match="unknown process group 'ddp'; known: world, tp"):
-        axes_of("ddp")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,13 +20,9 @@ from megascend.runtime.topology.model_shape import ModelShape
 from megascend.runtime.topology.topology import (
     ATTENTION_AXES,
     EXPERT_AXES,
-    GROUP_AXES,
     Topology,
     format_pipeline_layout,
-    participants,
     plan,
-    rank_lists,
-    route,
 )
 from megascend.testing import tiny_config
 
@@ -122,22 +115,6 @@ def test_a_layout_written_out_by_hand() -> None:
     assert topology.coordinates(13) == type(topology.coordinates(13))(
         rank=13, tensor=1, context=0, data=1, pipeline=1, expert_tensor=1, expert=0, expert_data=2
     )
-
-
-def test_experts_share_the_ranks_differently() -> None:
-    topology = plan(Parallel(tensor=2, expert=4, expert_tensor=1), 8, MOE)
-    assert (topology.data, topology.expert_tensor, topology.expert, topology.expert_data) == (4, 1, 4, 2)
-    assert topology.group_of(0, "expert") == [0, 1, 2, 3]
-    assert topology.group_of(0, "expert_data") == [0, 4]
-    assert topology.sequence_parallel
-    assert topology.notes == ("sequence parallelism is on: a model with experts needs it at parallel.tensor=2",)
-
-
-def test_one_process() -> None:
-    topology = plan(Parallel(), 1, MOE)
-    assert topology.groups("data", "context") == [[0]]
-    assert topology.notes == ()
-    assert topology.describe().startswith("1 rank = tensor 1 x context 1 x data 1 x pipeline 1\nexperts:")
 
 
 def test_sequence_parallelism_without_tensor_parallelism_is_noted() -> None:
@@ -253,38 +230,5 @@ def test_questions_that_make_no_sense(call: Callable[[Topology], object], messag
         call(plan(Parallel(), 2))
 
 
-def function_calls(function: Callable[[], object]) -> int:
-    """Count the calls of Python and built-in functions: a measure of work that does not depend on the machine."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
 def large(world_size: int) -> Topology:
     return plan(Parallel(tensor=8, pipeline=16, expert=64, expert_tensor=1), world_size)
-
-
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda topology: [topology.group_of(rank, *axes) for rank in (0, 1000) for axes in GROUP_AXES.values()],
-        lambda topology: [route(topology, 1000, {0}, expert=expert) for expert in (False, True)],
-        lambda topology: rank_lists(topology),
-        lambda topology: participants(topology, {0}),
-    ],
-    ids=["group of a rank", "routes of a rank", "groups to create", "participants"],
-)
-def test_work_of_a_rank_does_not_outgrow_the_world(work: Callable[[Topology], object]) -> None:
-    small, large_world = (function_calls(partial(work, large(world_size))) for world_size in (1024, 16384))
-    # Groups that every rank creates are as many as ranks; a group of one rank has no more members than the world.
-    assert large_world <= 20 * small
-    assert large_world < 200_000
