@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from peft import LoraConfig
 from pydantic import BaseModel
 from transformers import TrainingArguments
 
-from megascend.apps.data.files import Format
 from megascend.apps.rl.set_up import check_objective
-from megascend.config import Adam, RunConfig, load_config
+from megascend.config import RunConfig, load_config
 from megascend.config.registry import (
-    DATA_FORMATS,
-    ENGINES,
-    INFERENCE_ENGINES,
-    PROVIDERS,
-    TRACKERS,
-    inference_engine,
     losses_of_responses,
 )
-from megascend.config.registry import load as load_entry
 from megascend.config.rl import Objective, RlConfig, load_rl_config
 from megascend.config.section import Also, section_of
 from megascend.config.serve import load_serve_config
 from megascend.errors import ConfigError
-from megascend.models.checkpoint_files.hidden_matrices import MATRIX_OPTIMIZERS
-from megascend.training.batch import losses, policy_losses
+from megascend.training.batch import losses
 
 RUN_FILE = "model: m\noutput: o\ndata: {path: d.jsonl}\n"
 RL_FILE = "model: m\noutput: o\nrollout: {prompts: p.jsonl, reward: 'operator:eq'}\n"
@@ -101,13 +90,6 @@ def test_short_name_alternative_replaces_the_files(tmp_path: Path) -> None:
     validation = load(tmp_path, "validation: {path: v}\n", "fraction=0.1").validation
     assert validation is not None
     assert (validation.path, validation.fraction) == (None, 0.1)
-
-
-def test_rl_and_serve_resolve_short_names(tmp_path: Path) -> None:
-    config = load_rl(tmp_path, "", "group_size=4", "loss=gspo", "tensor=2")
-    assert (config.rollout.group_size, config.objective.loss, config.parallel.tensor) == (4, "gspo", 2)
-    (tmp_path / "serve.yaml").write_text("model: m\n", encoding="utf-8")
-    assert load_serve_config(tmp_path / "serve.yaml", {}, ["body_bytes=7"]).limits.body_bytes == 7
 
 
 # --- names of other programs ---
@@ -219,46 +201,6 @@ def test_unknown_engine_of_the_service_is_refused_when_the_file_is_read(tmp_path
 
 
 # --- registries ---
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_engine_is_the_backend_that_its_row_names(name: str) -> None:
-    assert load_entry(ENGINES[name].backend).engine_name == name
-
-
-@pytest.mark.parametrize("ending", DATA_FORMATS)
-def test_format_of_data_is_read_where_its_row_says(ending: str) -> None:
-    assert isinstance(load_entry(DATA_FORMATS[ending]), Format)
-
-
-@pytest.mark.parametrize("name", INFERENCE_ENGINES)
-def test_inference_engine_is_made_where_its_row_says(name: str) -> None:
-    assert inference_engine(name) is INFERENCE_ENGINES[name]
-    assert callable(load_entry(INFERENCE_ENGINES[name].make))
-
-
-@pytest.mark.parametrize("path", [row.factory for row in PROVIDERS.values()] + [row.open for row in TRACKERS.values()])
-def test_providers_and_trackers_are_where_their_rows_say(path: str) -> None:
-    assert isinstance(load_entry(path), type)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in get_args(Adam.model_fields["kind"].annotation) if kind != "adamw"])
-def test_kind_of_optimizer_has_an_implementation_and_a_section(kind: str) -> None:
-    assert isinstance(load_entry(MATRIX_OPTIMIZERS[kind].implementation), type)
-    assert kind in Adam.model_fields
-
-
-def test_every_function_of_a_loss_has_a_row() -> None:
-    functions = {
-        name
-        for module in (losses, policy_losses)
-        for name, function in vars(module).items()
-        if inspect.isfunction(function)
-        and not name.startswith("_")
-        and [*inspect.signature(function).parameters][1:2] == ["inputs"]
-    }
-    # That of whole distributions has no name: a teacher's model belongs to it.
-    assert functions - {"vocabulary_divergence"} == losses.BUILT_IN.keys()
 
 
 @pytest.mark.parametrize("name", losses.BUILT_IN)
