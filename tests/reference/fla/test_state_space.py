@@ -181,23 +181,6 @@ def test_packed_sequences_equal_separate_ones_to_the_bit() -> None:
         assert torch.equal(packed[:, start:end], single)
 
 
-def test_rows_may_be_packed_differently() -> None:
-    tensors, constant = inputs(9, batch=2), ("A", "D", "dt_bias")
-    rows = ((4, 5), (9,))
-    output = mamba_chunk_scan_combined(
-        **tensors,
-        chunk_size=128,
-        dt_softplus=True,
-        seq_idx=torch.stack([numbers(row)[0] for row in rows]),
-    )
-    for row, lengths in enumerate(rows):
-        parts = zip(*(x[row : row + 1].split(lengths, 1) for n, x in tensors.items() if n not in constant), strict=True)
-        names = [name for name in tensors if name not in constant]
-        shared = {name: tensors[name] for name in constant}
-        expected = [recurrence(**dict(zip(names, part, strict=True)), **shared)[0] for part in parts]
-        torch.testing.assert_close(output[row : row + 1], torch.cat(expected, dim=1), rtol=0, atol=1e-12)
-
-
 def test_infinite_neighbour_changes_nothing() -> None:
     tensors = {name: tensor.detach().clone() for name, tensor in layer_inputs(12).items()}
     options = {"chunk_size": 128, "headdim": WIDTH, "ngroups": GROUPS, "seq_idx": numbers((7, 5))}

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascend.errors import ImportOrderError
 from megascend.runtime.bootstrap.reference import cuda_redirect
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is real here")
@@ -109,9 +108,3 @@ def install_and_uninstall() -> None:
     after = [getattr(torch, name) for name in names] + [torch.Tensor.to, torch.cuda.Stream, torch.Tensor.type]
     assert all(a is b for a, b in zip(before, after, strict=True))
     assert "to" not in vars(torch.Tensor)
-
-
-def test_moe_patch_needs_megatron_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(cuda_redirect.sys.modules, cuda_redirect.MOE_MODULES[0], raising=False)
-    with pytest.raises(ImportOrderError, match="moe_utils"):
-        cuda_redirect.patch_moe_device_checks()

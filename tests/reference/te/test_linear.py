@@ -153,16 +153,6 @@ def test_tensor_parallel_marks() -> None:
     assert expert.weight.tensor_model_parallel is True
 
 
-def test_extra_state_is_an_empty_uint8_tensor() -> None:
-    layer = Linear(4, 4)
-    state = layer.state_dict()
-    assert state["_extra_state"].dtype == torch.uint8
-    assert state["_extra_state"].numel() == 0
-    layer.load_state_dict(state)
-    with pytest.raises(PlatformError, match="fp8 state"):
-        layer.set_extra_state(torch.ones(3, dtype=torch.uint8))
-
-
 @pytest.mark.parametrize(
     ("setting", "value", "named"),
     [
