@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 from megascend import Parallel, Recompute, Sample
-from megascend.errors import DistributedTestError, MissingDependencyError
+from megascend.errors import DistributedTestError
 from megascend.models.base import LinearAttention
 from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.models.registry import architecture_named
@@ -114,12 +114,6 @@ def test_layouts_that_cannot_divide_linear_attention_are_refused(
         run_distributed(case_backend, ranks, case, checkpoint, init=False, timeout_s=120)
 
 
-def test_megatron_core_has_no_exchange_for_context_parallelism_before_0_18() -> None:
-    from megatron.core.ssm import gated_delta_net
-
-    assert hasattr(gated_delta_net, "tensor_a2a_cp2hp") == (Version("0.18") <= MEGATRON_CORE)
-
-
 CONTEXT: dict[str, Any] = {"arch": DENSE, "overrides": {"linear_num_key_heads": 4, "linear_num_value_heads": 8}}
 
 
@@ -144,18 +138,6 @@ def test_context_parallel_training_equals_transformers(case: Case, parity_folder
         train_case(case, checkpoint, tokens, steps=3), hf_reference(parity_folder, checkpoint, tokens, steps=3)
     )
     assert_within(difference, loss=1e-5, grad_norm=1e-4, logits=2e-5)
-
-
-def test_missing_kernels_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megascend.engines.megatron import build
-
-    build.check_packages(architecture_named(DENSE))
-    for missing in ("fla", "fla.modules.convolution"):
-        monkeypatch.setattr(build, "is_installed", lambda name, missing=missing: name != missing)
-        with pytest.raises(
-            MissingDependencyError, match=r"convolution, .* pip install 'megascend\[linear-attention\]'"
-        ):
-            build.check_packages(architecture_named(DENSE))
 
 
 def test_layers_are_read_from_either_spelling() -> None:

@@ -12,14 +12,13 @@ import torch
 from packaging.version import Version
 
 from megascend.config import Parallel, Recompute
-from megascend.errors import ConfigError, TopologyError, VersionError
+from megascend.errors import ConfigError, TopologyError
 from megascend.models import architecture_named
 from megascend.models.base import IndexedAttention, LatentAttention
 from megascend.models.checkpoint_files.info import shape_of
 from megascend.models.memory import activations
 from megascend.models.memory.activations import LayerKind, sparse_attention_bytes
 from megascend.runtime.topology.topology import plan
-from megascend.surroundings import is_installed
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
@@ -32,7 +31,6 @@ from megascend.testing.parity import (
 )
 from megascend.testing.tiny_models import tiny_config
 from support.model_checks import (
-    assert_sampled_without_cache,
     assert_within,
     saved_bytes,
 )
@@ -59,23 +57,6 @@ def config(arch: str, **overrides: Any) -> dict[str, Any]:
     return tiny_config(arch, **overrides)
 
 
-@pytest.mark.skipif(
-    Version(metadata.version("megatron-core")) >= Version("0.19"), reason="stack 0.19 has sparse attention"
-)
-@pytest.mark.parametrize("arch", ["deepseek_v32", "glm_moe_dsa"])
-def test_older_stack_is_refused_by_name(arch: str, parity_folder: Path) -> None:
-    checkpoint = case_checkpoint(parity_folder, arch)
-
-    def on_rank() -> str:
-        with pytest.raises(VersionError) as caught:
-            case_backend(Case("single"), checkpoint)
-        return str(caught.value)
-
-    (message,) = run_distributed(on_rank, 1, init=False, timeout_s=60)
-    assert message.startswith(f"{arch}: Megatron-Core has its layers from 0.19 on, and ")
-    assert "megascend[stack-0-19]" in message
-
-
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
@@ -96,18 +77,6 @@ def test_unreleased_family_is_refused_by_name(model_type: str, reason: str, tmp_
     (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     with pytest.raises(ConfigError, match=f"{model_type}: mcore-bridge builds it on a development version .*{reason}"):
         check_architecture(tmp_path)
-
-
-def test_megatron_core_lacks_the_modules_of_deepseek_v4() -> None:
-    variants = "megatron.core.transformer.experimental_attention_variant"
-    lacking = (
-        f"{variants}.csa",
-        f"{variants}.deepseek_v4_hybrid_attention",
-        "megatron.core.transformer.hyper_connection",
-    )
-    assert [name for name in lacking if is_installed(name)] == [], (
-        "Megatron-Core has DeepSeek-V4's layers: declare the family"
-    )
 
 
 @pytest.mark.parametrize(
@@ -195,12 +164,6 @@ def test_scores_in_blocks_equal_the_sum_over_heads(monkeypatch: pytest.MonkeyPat
     scores = module.index_scores(q, weights, k)
     assert scores.dtype == torch.float32
     assert float((scores - expected).abs().max()) < 1e-5
-
-
-@needs_stack
-def test_sampler_recomputes_the_sequence_and_reports_the_reason(parity_folder: Path) -> None:
-    checkpoint = case_checkpoint(parity_folder, "deepseek_v32")
-    assert_sampled_without_cache(checkpoint, "a layer whose attention is DSAttention")
 
 
 @needs_stack

@@ -8,10 +8,8 @@ import pytest
 
 from megascend.models.checkpoint_files.exported import (
     FusedPart,
-    derived_tensors,
     differences,
     fused_part,
-    prediction_tensors,
 )
 from megascend.models.checkpoint_files.files import TensorHeader
 
@@ -47,25 +45,6 @@ def exported(**changes: TensorHeader | None) -> dict[str, TensorHeader]:
 def test_differences_are_named(changes, dtype, expected):
     messages = differences(SOURCE, exported(**changes), dtype)
     assert not messages if expected is None else expected in "; ".join(messages)
-
-
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [
-        ("model.layers.3.mlp.up_proj.weight", False),
-        ("model.layers.4.eh_proj.weight", True),
-        ("model.layers.5.shared_head.head.weight", True),
-        ("model.layers.6.mlp.up_proj.weight", False),  # of another model
-        ("mtp.layers.0.mlp.up_proj.weight", True),
-        ("model.mtp.fc.weight", True),
-        ("model.layers.0.self_attn.rotary_emb.inv_freq", True),
-        ("model.embed_tokens.weight", False),
-    ],
-)
-def test_extra_tensors_belong_to_no_layer_of_the_model(name, extra):
-    sizes = {"num_hidden_layers": 4, "num_nextn_predict_layers": 2}
-    for config in (sizes, {"text_config": sizes}):
-        assert prediction_tensors(config, [name]) + derived_tensors([name]) == ([name] if extra else [])
 
 
 def test_fused_part_requires_the_fused_tensor_in_the_source():

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megascend.models.checkpoint_files import read_ahead as module
-from megascend.models.checkpoint_files.read_ahead import CHUNK, chunks, read_ahead
+from megascend.models.checkpoint_files.read_ahead import CHUNK, read_ahead
 
 
 @pytest.fixture
@@ -48,14 +48,6 @@ def test_files_are_read_into_the_page_cache(files):
     with read_ahead(files):
         _wait_until(lambda: all(all(cached(path)) for path in files))
     _wait_until(lambda: not _threads())
-
-
-def test_chunks_are_divided_among_processes(files):
-    sizes = {path: path.stat().st_size for path in files}
-    all_chunks = chunks(sizes)
-    assert [sum(length for file, _, length in all_chunks if file == path) for path in files] == list(sizes.values())
-    shares = [all_chunks[index::3] for index in range(3)]
-    assert sorted(shares[0] + shares[1] + shares[2]) == sorted(all_chunks)
 
 
 def test_files_larger_than_available_memory_are_not_read(files, monkeypatch):

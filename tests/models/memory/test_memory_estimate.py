@@ -125,12 +125,6 @@ def test_ranks_together_hold_every_parameter(model: dict[str, Any], world_size: 
     assert sum(stage.dense for stage in per_stage) == sharded / topology.tensor + replicated
 
 
-def test_the_first_stage_keeps_more_micro_batches():
-    single, eight = (estimated(QWEN3_4B, 8192, 4, micro_batches=count, parallel={"pipeline": 4}) for count in (1, 8))
-    assert eight.items["activations"] == pytest.approx(4 * single.items["activations"], rel=0.1)
-    assert eight.stage == 0
-
-
 @pytest.mark.parametrize(("tensor", "expert_tensor"), [(1, 1), (4, 1), (4, 4)])
 def test_recomputing_an_activation_frees_the_rows_of_a_rank(tensor: int, expert_tensor: int):
     parallel = {"tensor": tensor, "expert": 4 // expert_tensor, "expert_tensor": expert_tensor}
@@ -195,12 +189,6 @@ def test_gate_and_up_of_an_expert_have_one_a(names):
     factors = 6 * 128 * 16 * ((2048 + 2 * 768) + (768 + 2048))
     assert parameters.adapter.factors == factors
     assert parameters.adapter.bytes(2) == (16 + 6) * factors
-
-
-def test_there_is_no_estimate_for_engines_from_outside():
-    config = RunConfig(**USUAL, engine="mine")
-    info = info_of(QWEN3_1_7B)
-    assert estimate(config, info, QWEN3_1_7B, plan(Parallel(), 1, info.shape), Workload(1024), "fused") is None
 
 
 @pytest.mark.parametrize("swapped", [True, False])

@@ -6,7 +6,6 @@ import json
 import logging
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -173,32 +172,6 @@ class TestBackend:
         with backend_of(model, self_check=False) as backend:
             assert backend.self_check.summary() == "self-check: off"
 
-    def test_backend_exposes_its_verdict(self, parity_folder, caplog) -> None:
-        model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
-        with backend_of(model) as backend:
-            verdict = backend.self_check
-        assert "self-check" not in caplog.text
-        assert "prove" not in caplog.text
-        assert verdict.status == "agrees"
-        assert verdict.largest is not None
-        assert verdict.largest < process.BOUND / 2
-        assert verdict.lengths == [3, 8, 13, 40, 48]
-
-    def test_check_ahead_fills_the_cache_of_the_backend(self, parity_folder, folder, monkeypatch):
-        calls = counted(monkeypatch, [AGREES])
-        monkeypatch.setattr(process, "start_worker", lambda *_: None)
-        model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
-        run = RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}})
-        for rank, config in ((1, run), (0, run.model_copy(update={"self_check": False})), (0, run)):
-            check_ahead = SelfCheckPrefetch(plan_of(config), rank)
-            check_ahead.begin()
-            if check_ahead.thread is not None:
-                check_ahead.thread.join(60)
-        assert calls == [1]
-        with backend_of(model, batching=run.batching) as backend:
-            assert backend.self_check.cached
-        assert calls == [1]
-
     def test_early_worker_checks_and_next_run_starts_none(self, parity_folder, folder):
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         run = plan_of(RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}}))
@@ -222,18 +195,6 @@ class TestBackend:
         with pytest.raises(CheckpointError, match="vocabulary is missing"):
             train(RunConfig.model_validate(run))
         assert len(started) == 1
-        assert workers() == []
-
-    def test_unneeded_worker_is_ended(self, parity_folder, folder):
-        """Use Mistral's configuration, which has a sliding window by default."""
-        model = shutil.copytree(write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "model")
-        config = RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}})
-        plan = plan_of(config)
-        (model / "config.json").write_text(json.dumps({"model_type": "mistral", "max_position_embeddings": 512}))
-        check_ahead = SelfCheckPrefetch(plan, 0)
-        assert len(workers()) == 1
-        check_ahead.begin()
-        assert check_ahead.thread is None
         assert workers() == []
 
     def test_no_early_worker_for_unreadable_model_or_missing_package(self, parity_folder, folder, monkeypatch):

@@ -6,7 +6,6 @@ All models of a test are built in one process, as in the check's worker.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import pytest
 from megascend.apps.train import self_check_worker
 from megascend.models.selfcheck import process
 from megascend.models.selfcheck.process import BOUND, Trial, TrialResult
-from megascend.models.selfcheck.slicing import LENGTHS
-from megascend.models.selfcheck.trial_inputs import MIN_MARGIN
 from megascend.testing import run_distributed, tiny_config
 from megascend.testing.self_checks import slice_of
 
@@ -131,75 +128,6 @@ def test_stack_with_another_limit_differs(arch: str, tmp_path: Path) -> None:
 
 
 # --- random shapes ---
-
-
-def random_shape(number: int) -> dict[str, Any]:
-    """Draw a configuration of a proven architecture, with all settings in which such models differ."""
-    draw = random.Random(number)
-    arch = PROVEN[number % len(PROVEN)]
-    groups = draw.choice([1, 2, 3, 4])
-    heads = groups * draw.choice([1, 2, 4])
-    head_dim = draw.choice([8, 16, 24, 32, 64])
-    explicit_head_dim = arch in ("qwen3", "qwen3_moe") and draw.random() < 0.5
-    settings: dict[str, Any] = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "head_dim": head_dim,
-        "hidden_size": draw.choice([32, 48, 96, 160]) if explicit_head_dim else heads * head_dim,
-        "num_hidden_layers": draw.randint(1, 5),
-        "intermediate_size": draw.choice([40, 96, 264]),
-        "vocab_size": draw.choice([97, 128, 331]),
-        "tie_word_embeddings": draw.random() < 0.5,
-        "rms_norm_eps": draw.choice([1e-6, 1e-5]),
-        "hidden_act": draw.choice(["silu", "silu", "gelu", "gelu_pytorch_tanh", "relu"]),
-        "rope_theta": draw.choice([1e4, 5e5, 1e6]),
-        "max_position_embeddings": 4096,
-    }
-    if arch == "qwen2":
-        del settings["head_dim"]
-    scaling: dict[str, Any] | None = draw.choice(
-        [
-            None,
-            {"rope_type": "linear", "factor": 4.0},
-            {"rope_type": "dynamic", "factor": 2.0},
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 512,
-            },
-        ]
-    )
-    if scaling is not None:
-        settings["rope_scaling"] = scaling
-    if arch == "qwen3_moe":
-        settings |= {
-            "num_experts": draw.choice([4, 8, 16, 60]),
-            "num_experts_per_tok": draw.choice([2, 3, 4]),
-            "moe_intermediate_size": draw.choice([16, 48]),
-            "norm_topk_prob": draw.random() < 0.5,
-        }
-    return tiny_config(arch, **settings)
-
-
-@pytest.mark.usefixtures("megatron_imported")
-@pytest.mark.nightly  # covered: unbuildable models do not agree and honoured settings do
-def test_random_shapes_of_proven_architectures_agree() -> None:
-    """Check the full models and their slices."""
-    numbers = range(50)
-    configs = [random_shape(number) for number in numbers]
-    trials = [Trial(config, LENGTHS, seed=number) for number, config in zip(numbers, configs, strict=True)]
-    trials += [Trial(part.config, part.lengths) for part in map(slice_of, configs)]
-    report = process.run(trials, deadline_s=1200)
-    assert_agree([f"{kind} {n}" for kind in ("whole", "slice") for n in numbers], report.findings)
-    margins = [result.margin for result in report.findings if result.margin is not None]
-    largest = max(result.largest for result in report.findings)
-    print(
-        f"{len(trials)} models in {report.seconds:.0f} s: largest difference {largest:.1e}, least margin {min(margins):.1e}"
-    )
-    assert min(margins) >= MIN_MARGIN
 
 
 def assert_agree(names: Sequence[str], findings: Sequence[TrialResult]) -> None:

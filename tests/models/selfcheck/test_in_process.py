@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 from collections.abc import Sequence
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,31 +268,6 @@ def test_unexpected_error_becomes_platform_error_on_every_rank(runtime: Runtime)
             assert name == "PlatformError"
             assert "the self-check failed (ZeroDivisionError: " in text
             assert "set self_check: off to skip it" in text
-
-
-class OneProcess:
-    """Stub of process groups with the attributes that the check uses."""
-
-    rank = 0
-    monitor = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
-
-    def ranks(self, name: str) -> list[int]:
-        return [0]
-
-
-def test_omitted_layers_log_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kinds = ["full_attention"] * 9 + ["sliding_attention"]
-    settings = QWEN | {"num_hidden_layers": 10, "layer_types": kinds, "sliding_window": 16, "use_sliding_window": True}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    groups: Any = OneProcess()
-    verdict = check.require_agreement_in_process(
-        tmp_path, config_of(dict(settings)), 64, groups, Padded(), enabled=True
-    )
-    assert verdict.status == "agrees"
-    (text,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert text == (
-        "self-check: only 8 layers of this qwen3 model were compared: layers from 8 on are of other kinds than those before"
-    )
 
 
 @pytest.mark.parametrize(

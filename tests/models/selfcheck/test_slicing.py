@@ -40,12 +40,6 @@ def test_sizes_shrink_and_settings_stay() -> None:
     assert not part.not_shown
 
 
-def test_models_that_differ_only_in_sizes_share_a_slice() -> None:
-    other = LLAMA_8B | {"num_hidden_layers": 80, "vocab_size": 32000, "intermediate_size": 28672, "use_cache": False}
-    assert sliced(other) == sliced(LLAMA_8B)
-    assert sliced(LLAMA_8B | {"tie_word_embeddings": True}) != sliced(LLAMA_8B)
-
-
 @pytest.mark.parametrize(
     ("heads", "groups", "expected"), [(32, 32, (4, 4)), (71, 1, (4, 1)), (40, 8, (4, 2)), (2, 1, (2, 1))]
 )
@@ -108,13 +102,6 @@ def test_samples_exceed_the_window_only_if_it_is_active() -> None:
     assert sliced(config, window=True).config["sliding_window"] == 16
     assert sliced(config).config["sliding_window"] == 4096
     assert max(sliced(tiny_config("qwen3", sliding_window=32), longest=32).lengths) <= 32
-
-
-def test_experts_and_their_groups_stay() -> None:
-    config = tiny_config("qwen3_moe", num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, n_group=8)
-    cut = sliced(config).config
-    assert (cut["num_experts"], cut["num_experts_per_tok"], cut["n_group"]) == (128, 8, 8)
-    assert cut["moe_intermediate_size"] == 32
 
 
 def test_slice_of_a_model_with_a_vision_tower_has_a_small_one() -> None:
