@@ -172,17 +172,6 @@ def test_different_resume_fails_by_name(accept) -> None:
     assert failures(report, "resume") == []
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_wrong_operator_fails_parity_too(accept) -> None:
-    completed, report = accept("--quick", "--only", "parity", "--cards", "1", sabotage="norm")
-    assert completed.returncode == 1
-    assert set(failures(report, "parity")) == {"single, loss", "single, gradient norm", "single, logits"}
-    assert "parity: left out, needs 2 cards, and 1 takes part: TP2 + SP, MoE EP2" in completed.stdout
-    completed, report = accept("--quick", "--only", "parity,speed", "--cards", "1")
-    assert completed.returncode == 0, completed.stdout
-
-
 def test_section_over_its_deadline_fails_and_options_are_checked(accept, tmp_path: Path) -> None:
     completed, report = accept("--quick", "--only", "speed", "--cards", "1", "--deadline", "1")
     assert completed.returncode == 1

@@ -95,15 +95,6 @@ def test_failure_shows_the_failed_rank_and_exits_with_1(smoke, tmp_path: Path) -
     assert "step 3/3" in cp_log
 
 
-def test_warning_on_the_simulated_device_is_a_failure(smoke, tmp_path: Path) -> None:
-    warning = "somewhere.py:1: UserWarning: torch.mm of float64 is not listed"
-    (tmp_path / "log").write_text(f"{warning}\n{LOG}")
-    completed = smoke("--simulated", "--stand-in", "tp_npu")
-    assert completed.returncode == 1
-    assert cells(completed.stdout, "tp_npu")[-1] == "FAILED (a warning)"
-    assert completed.stdout.splitlines()[-1] == warning
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -14,14 +14,12 @@ from megascend import Sample
 from megascend.config import Batching, Parallel, Recompute
 from megascend.errors import ConfigError
 from megascend.runtime.bootstrap import current_runtime
-from megascend.runtime.bootstrap.versions import installed_versions, require_supported
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, hf_reference, token_lists
 from simnpu import call_log
 
 pytestmark = pytest.mark.usefixtures("npu")
 
-IS_0_16 = require_supported(installed_versions()).name == "0.16"
 PADDED = Batching(packing=False, micro_batch_tokens=10_000)
 
 
@@ -169,62 +167,6 @@ def test_gradient_norm_counts_every_shard(parity_folder, monkeypatch) -> None:
     assert unmarked < expected - 0.1
 
 
-RANK = 4
-
-
-def adapt(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
-    """Apply LoRA to the row parallel layers, with layout-independent weights; return output and gradients."""
-    from megatron.core import parallel_state
-    from peft import LoraConfig, LoraModel
-
-    patch = import_module("mcore_bridge.tuners").LoraParallelLinear
-    backend = build(checkpoint, parallel)
-    (chunk,) = backend.engine.bare_chunks
-    backend.engine.config.grad_scale_func = None  # peft copies the configuration; an optimizer cannot be copied
-    targets = ["linear_proj", "linear_fc2"]
-    LoraModel(chunk, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets), "default")
-    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    adapted = {name: module for name, module in chunk.named_modules() if isinstance(module, patch)}
-    generator = torch.Generator().manual_seed(0)
-    for module in adapted.values():
-        down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
-        with torch.no_grad():
-            down.copy_(torch.randn(RANK, down.shape[1] * size, generator=generator).chunk(size, dim=1)[rank])
-            up.copy_(torch.randn(*up.shape, generator=generator))
-    chunk.to("npu")
-    ids = torch.arange(16, device="npu")[None] * 7
-    output = chunk(input_ids=ids, position_ids=torch.arange(16, device="npu")[None], attention_mask=None)
-    (output.square().sum() / size).backward()  # the ranks have equal hidden states, and their gradients are summed
-    return {
-        "names": sorted(adapted),
-        "bases": sorted({type(adapter_layer.base_layer).__module__ for adapter_layer in adapted.values()}),
-        "sharded": {module.lora_A["default"].weight.shape[1] for module in adapted.values()},
-        "gradients": {name: module.lora_B["default"].weight.grad.cpu() for name, module in adapted.items()},
-        "output": output.detach().cpu(),
-    }
-
-
-@pytest.mark.xfail(
-    not IS_0_16,
-    strict=True,
-    reason="mcore-bridge 1.4.3 has no LoRA for Megatron's own linears, which branch 0.15 uses too",
-)
-def test_lora_on_row_parallel_layers_is_equal_under_tensor_parallelism(parity_folder) -> None:
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-    (single,) = run_distributed(adapt, 1, checkpoint, Parallel(), init=False)
-    assert len(single["names"]) == 8
-    for sharded in run_distributed(adapt, 2, checkpoint, Parallel(tensor=2), init=False):
-        torch.testing.assert_close(sharded["output"], single["output"], rtol=1e-4, atol=1e-4)
-        assert sharded["names"] == single["names"]
-        assert sharded["bases"] == ["megatron.core.tensor_parallel.layers"]
-        assert sharded["sharded"] == {size // 2 for size in single["sharded"]}
-        for name, gradient in single["gradients"].items():
-            assert gradient.abs().max() > 0
-            torch.testing.assert_close(
-                sharded["gradients"][name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item()
-            )
-
-
 # --- dropout ---
 
 
@@ -284,20 +226,3 @@ def test_sequences_are_padded_to_twice_the_context_parallel_size(parity_folder) 
         for total, logits, ids in zip(sums, expected, token_lists(lengths=ODD), strict=True):
             scores = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])
             assert total == pytest.approx(scores.sum().item(), abs=1e-3)
-
-
-def hugging_face_after_ours(checkpoint: Path) -> float:
-    from transformers import AutoModelForCausalLM
-
-    backend = build(checkpoint)
-    tokens = token_lists()[:2]
-    logits = backend.forward(causal_samples(tokens), logits=True).logits
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        expected = [model(torch.tensor([ids[:-1]])).logits[0] for ids in tokens]
-    return max(float((a.cpu() - b.cpu()).abs().max()) for a, b in zip(logits, expected, strict=True))
-
-
-def test_hugging_face_model_can_be_built_after_ours(parity_folder) -> None:
-    (difference,) = run_distributed(hugging_face_after_ours, 1, case_checkpoint(parity_folder, "qwen3"), init=False)
-    assert difference <= 1e-5
