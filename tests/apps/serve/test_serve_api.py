@@ -8,11 +8,12 @@ import time
 from typing import Any
 
 import pytest
-from recording_backend import KEYS, Caller, Served, served, train_body, wait_until
+from recording_backend import KEYS, Caller, Served, served, train_body
 
 from megascend.apps.serve.api import application
 from megascend.apps.serve.checkpoints import run_directory
 from megascend.apps.serve.service import MAX_AHEAD
+from support.waiting import wait_until
 
 OPEN = {"/healthz", "/readyz", "/api/v1/healthz", "/metrics", "/"}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recording_backend import Served, served, wait_until
+from recording_backend import Served, served
 
 from megascend.apps.sampling.request import SampledSequence, SampleResult
 from megascend.apps.serve import operations
@@ -26,6 +26,7 @@ from megascend.apps.serve.store.database import StoredRow
 from megascend.apps.serve.store.recovery import NAME
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
+from support.waiting import wait_until
 
 
 @pytest.fixture

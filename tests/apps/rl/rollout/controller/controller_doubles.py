@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -309,11 +308,3 @@ def read_response(connection: socket.socket) -> tuple[int, Any]:
         return 0, None
     is_json = b"application/json" in head.lower()
     return int(head.split(b" ")[1]), json.loads(body) if is_json else body.decode()
-
-
-def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait until a condition holds; the time is a deadline, not a measurement."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"the condition did not hold within {seconds} s"
-        time.sleep(0.01)

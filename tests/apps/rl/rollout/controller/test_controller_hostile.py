@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from controller_doubles import Served, read_response, until
+from controller_doubles import Served, read_response
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from megascend.apps.rl.rollout.controller.routes import ROUTES
 from megascend.apps.rl.rollout.controller.server import HttpLimits
 from megascend.apps.rl.rollout.http_client import Answer
 from megascend.errors import MessageError
+from support.waiting import wait_until
 from weightwire import asgi
 from weightwire.auth import Verifier
 
@@ -33,7 +34,7 @@ def served() -> Iterator[Served]:
     ):
         patch.setattr(asgi, "DISCARD_S", 0.05)
         yield served
-        until(served.idle)
+        wait_until(served.idle)
 
 
 @pytest.fixture(autouse=True)

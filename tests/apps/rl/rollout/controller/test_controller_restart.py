@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from controller_doubles import KEY, BlockingClient, ManualClock, a_seal, an_offer, until
+from controller_doubles import KEY, BlockingClient, ManualClock, a_seal, an_offer
 
 from megascend.apps.rl.rollout.controller.address import Address, read_address, unbracketed
 from megascend.errors import ControllerRestartedError, EngineError, EngineLostError, RolloutTaskError
+from support.waiting import wait_until
 from weightwire.engine_calls import LoopThread
 from weightwire.keys import ENVIRONMENT, Key
 
@@ -75,7 +76,7 @@ class Job:
         command = [sys.executable, str(program), str(self.publish), str(self.engine.port)]
         former = read_address(self.publish).instance if self.publish.exists() else ""
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        until(lambda: self.publish.exists() and read_address(self.publish).instance != former, 120)
+        wait_until(lambda: self.publish.exists() and read_address(self.publish).instance != former)
 
     def kill(self, number: signal.Signals) -> tuple[int, str]:
         """Send a signal and wait for the end; return the exit status and stderr."""
@@ -112,7 +113,7 @@ def test_killed_controller_restarts_and_accepts_claims(tmp_path: Path) -> None:
             job.engine.holds.add("verify")
             claim.begin_update(an_offer("a", 1))
             update = client.submit(claim.target.verify(a_seal("a"), timeout_s=60))
-            until(lambda: job.engine.calls == ["pause 30", "begin a", "verify a"])
+            wait_until(lambda: job.engine.calls == ["pause 30", "begin a", "verify a"])
             assert job.kill(signal.SIGKILL)[0] == -signal.SIGKILL
             assert job.publish.exists()  # it had no time to remove it
             job.engine.holds.clear()

@@ -17,7 +17,6 @@ from controller_doubles import (
     a_seal,
     an_offer,
     read_response,
-    until,
 )
 
 from megascend.apps.rl.rollout import connections
@@ -33,6 +32,7 @@ from megascend.errors import (
     EngineLostError,
     RolloutTaskError,
 )
+from support.waiting import wait_until
 from weightwire import asgi
 from weightwire.auth import sign
 from weightwire.engine import Completion, Sampling
@@ -79,7 +79,7 @@ def test_a_claim_is_renewed_while_its_block_runs_and_lost_when_it_lapses() -> No
     clock = ManualClock()
     with Served(clock=clock) as served, served.client() as client, client.claim("trainer", lease_s=0.3) as claim:
         renewals = served.thread.run(_count_renewals(served))
-        until(lambda: len(renewals) >= 3)
+        wait_until(lambda: len(renewals) >= 3)
         claim.pause(lease_s=100)
         served.thread.run(clock.advance(101))
         assert not served.engines[0].paused
@@ -213,13 +213,13 @@ def test_sizes_are_bounded() -> None:
         assert status(chunked + parts) == (413, "the body has more than 2000 bytes")
         with served.connect() as half:  # holds room for 1800 bytes
             half.sendall(served.head("/v1/status", 1800, signed(b"y" * 1800)))
-            until(lambda: served.server._buffered == 1800)
+            wait_until(lambda: served.server._buffered == 1800)
             padded = served.call("/v1/status", padding="x" * 1300)
             assert status(served.request("/v1/status", padded)) == (
                 503,
                 "too many large requests at once; retry later",
             )
-        until(served.idle)
+        wait_until(served.idle)
 
 
 def test_idle_connections_do_not_block_other_callers() -> None:
@@ -235,12 +235,12 @@ def test_idle_connections_do_not_block_other_callers() -> None:
             if number % 5 == 0:
                 assert client.status()["rollouts"]["in_flight"] == 0
         assert client.status()["rollouts"]["in_flight"] == 0
-        until(lambda: len(served.connections) <= 8)
+        wait_until(lambda: len(served.connections) <= 8)
         for connection in slow[:20]:
             assert read_response(connection)[1] is None  # cut off
         for connection in slow:
             connection.close()
-        until(served.idle)
+        wait_until(served.idle)
 
 
 def test_callers_that_stop_halfway_or_do_not_read_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_callers_that_stop_halfway_or_do_not_read_are_cut_off(monkeypatch: pytes
             assert client.status()["rollouts"]["kept"] == 1
             assert read_response(no_head)[0] == 0
             assert "the body did not arrive within 1.5 s" in read_response(no_body)[1]["error"]["message"]
-            until(served.idle)
+            wait_until(served.idle)
         assert dict(client.results(["large"]))["large"]["text"] == "x" * 12_000_000  # type: ignore[index]
 
 
@@ -270,7 +270,7 @@ def test_too_many_concurrent_requests_raise_controller_busy_error() -> None:
         waiting = [served.connect(), served.connect()]
         for connection, call in zip(waiting, body, strict=True):
             connection.sendall(served.request("/v1/rollouts/wait", call))
-        until(lambda: served.server._requests == 2)
+        wait_until(lambda: served.server._requests == 2)
         with pytest.raises(ControllerBusyError, match="2 requests are being answered"):
             client.status()
         served.thread.run(_complete(served, "a"))
@@ -332,7 +332,7 @@ def test_unreachable_and_closing_controllers_raise_errors() -> None:
             return await asyncio.to_thread(next, results)
 
         pending = waiting.submit(first())
-        until(lambda: served.server._requests == 1)
+        wait_until(lambda: served.server._requests == 1)
         served.thread.run(served.server.close("the run is over"))
         name, error = pending.result(30)
         assert (name, type(error)) == ("a", RolloutTaskError)
