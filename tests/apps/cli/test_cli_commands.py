@@ -6,8 +6,7 @@ from pathlib import Path
 
 import typer
 
-import docs_tables
-from megascend.apps.cli.main import COMMANDS, app
+from megascend.apps.cli.main import app
 
 GOLDEN = Path(__file__).with_name("commands.txt")
 
@@ -26,7 +25,3 @@ def declared() -> str:
 
 def test_commands_and_options_are_those_of_the_list() -> None:
     assert declared() == GOLDEN.read_text(encoding="utf-8")
-
-
-def test_every_command_has_a_guide() -> None:
-    assert docs_tables.GUIDES.keys() == COMMANDS.keys()

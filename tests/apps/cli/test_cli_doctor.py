@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.text import Text
 
 import simnpu
 from megascend.apps.cli import checks
@@ -20,7 +19,7 @@ from megascend.apps.cli.checks import (
     explain_import_failure,
     run_python,
 )
-from megascend.apps.cli.doctor import check_lines, checks_json, verdict
+from megascend.apps.cli.doctor import verdict
 from megascend.runtime.bootstrap.versions import STACKS, installed_versions, nearest_stack
 from support.ascend_packages import ON_ADAPTOR, package_folders
 
@@ -162,29 +161,6 @@ def test_crashed_helper_is_reported() -> None:
     assert "pip install" in hint
     with pytest.raises(HelperError, match="exit code -9"):
         run_python(["-c", "import os; os.kill(os.getpid(), 9)"], timeout=30)
-
-
-def test_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "node", lambda: "node7")
-    results = [Check("disk", "ok", "9 GiB"), Check("torch", "fail", "none", "install it", {"wanted": ">=2.6"})]
-    assert [Text.from_ansi(line).plain for line in check_lines(results)] == [
-        "node7 (Linux): no GPU or NPU; no complete stack (torch none)",
-        "",
-        "ok    disk   9 GiB",
-        "FAIL  torch  none",
-        "             -> install it",
-        "",
-        "1 failed: torch",
-    ]
-    report = json.loads(checks_json(results))
-    assert report["ok"] is False
-    assert report["checks"][1] == {
-        "name": "torch",
-        "status": "fail",
-        "found": "none",
-        "hint": "install it",
-        "wanted": ">=2.6",
-    }
 
 
 CPU = Check("platform", "ok", "cpu", values={"chosen": "cpu"})

@@ -52,10 +52,3 @@ def test_report_of_a_run_needs_no_torch(tmp_path: Path) -> None:
     text, heavy = run(arguments + "from megascend.apps.cli.main import main; main()", check=False)
     assert json.loads(text)["ok"] is False
     assert heavy == []
-
-
-def test_package_is_executable() -> None:
-    completed = subprocess.run(
-        [sys.executable, "-m", "megascend", "--version"], capture_output=True, text=True, check=True
-    )
-    assert completed.stdout.startswith("megascend ")

@@ -126,15 +126,6 @@ def test_ctrl_c_under_torchrun_and_killed_rank_after_resume(folder, uninterrupte
     assert all(not checkpoint.problems for checkpoint in report.checkpoints)
 
 
-def interrupted(folder: Path, output: Path, log: Path) -> int:
-    """Stop a run on one process with Ctrl-C; return its last step."""
-    with started(train_command("--set", f"output={output}"), folder, log) as process:
-        wait_for_steps(process, output, 2, log)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(DEADLINE_S) == 75, log.read_text()[-4000:]
-    return stopped_after(output, "SIGINT")
-
-
 @pytest.mark.nightly
 def test_second_ctrl_c_ends_two_ranks_at_once(folder) -> None:
     output, log = folder / "twice-on-two-ranks", folder / "twice-on-two-ranks.log"

@@ -11,15 +11,6 @@ import yaml
 RUN_FILE = "model: m\noutput: o\ndata: {path: d.jsonl}\n"
 
 
-def test_short_name_is_reported_by_the_first_rank_only(megascend, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(RUN_FILE)
-    ranks = [
-        megascend("show-config", "run.yaml", "--set", "lr=1e-4", cwd=tmp_path, RANK=rank, WORLD_SIZE="2")
-        for rank in ("0", "1")
-    ]
-    assert [completed.stderr for completed in ranks] == ["[rank 0] --set lr=1e-4 sets optimizer.lr\n", ""]
-
-
 @pytest.mark.parametrize(("command", "required"), [("train", "data"), ("rl", "rollout"), ("serve", "model")])
 def test_defaults_are_yaml_and_schema_is_json(megascend, command: str, required: str) -> None:
     defaults = megascend("show-config", "--defaults", command)

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +57,17 @@ if os.environ["SIGNAL"] != "0":
         signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     threading.Thread(target=send, daemon=True).start()
 """
-OUTPUTS = ("kept", "full disk", "broken pipe", "closed terminal", "read-only")
 ENDLESS = 1_000_000
-IN_CI = {("SIGHUP", "closed terminal"), ("SIGUSR1", "full disk"), ("SIGXCPU", "kept")}
+SIGNALS_AND_OUTPUTS = [
+    (signal.SIGHUP, "closed terminal"),
+    *(
+        pytest.param(number, output, marks=pytest.mark.nightly)
+        for number, output in [
+            *((number, "kept") for number in STOPPING),
+            *((signal.SIGTERM, output) for output in ("full disk", "broken pipe", "read-only")),
+        ]
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -97,22 +104,7 @@ def assert_saved(run: Path, by: str) -> None:
     assert report.last_good.step == last < ENDLESS
 
 
-@pytest.mark.nightly_cases(
-    "SIGUSR1, full disk",  # covered: SIGHUP; a run with a full disk finishes
-    "SIGXCPU, kept",  # covered: SIGHUP with a closed terminal
-)
-@pytest.mark.parametrize(
-    ("number", "output"),
-    [
-        pytest.param(
-            number,
-            output,
-            marks=[] if (number.name, output) in IN_CI else [pytest.mark.nightly],
-            id=f"{number.name}, {output}",
-        )
-        for number, output in product(STOPPING, OUTPUTS)
-    ],
-)
+@pytest.mark.parametrize(("number", "output"), SIGNALS_AND_OUTPUTS)
 def test_signal_saves_and_stops_even_if_output_is_lost(
     folder: Path, tmp_path: Path, number: signal.Signals, output: str
 ) -> None:
@@ -151,8 +143,10 @@ def started(
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("shell", ["", "> /dev/full 2>&1", ">&- 2>&-"])
-@pytest.mark.parametrize("number", STOPPING, ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    ("number", "shell"),
+    [*((number, "") for number in STOPPING), (signal.SIGTERM, "> /dev/full 2>&1"), (signal.SIGTERM, ">&- 2>&-")],
+)
 def test_signal_to_the_launcher_of_two_ranks(folder: Path, tmp_path: Path, number: signal.Signals, shell: str) -> None:
     run = tmp_path / "run"
     with started(folder, run, nproc=True, shell=shell) as process:

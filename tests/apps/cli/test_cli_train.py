@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -97,35 +94,3 @@ def test_generation_equals_transformers(single: Path) -> None:
     expected = reference(ANSWER, single / "hf", "one?", "left?")
     assert [[answer["text"], answer["tokens"]] for answer in answers[STEPS]] == expected
     assert [answer["prompt"] for answer in answers[STEPS]] == ["one?", "left?"]
-
-
-@pytest.mark.nightly
-@pytest.mark.torchrun
-def test_training_under_torchrun(megascend, single: Path, folder: Path) -> None:
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    command = ["--nproc-per-node", "2", "--standalone", "-m", "megascend.apps.cli.main", "train", "run.yaml"]
-    completed = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command, "--set", "output=torchrun", "--set", "export=false"],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=180,
-        check=False,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
-    assert completed.returncode == 0, completed.stderr
-    rows = metrics(folder / "torchrun")
-    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in metrics(single)], rel=2e-4)
-    assert not (folder / "torchrun" / "hf").exists()
-
-
-@pytest.mark.nightly
-def test_repeated_non_finite_gradients_end_the_run(megascend, folder: Path) -> None:
-    arguments = sets("optimizer.lr=1e38", "max_skipped_steps=2", "output=diverged")
-    completed = megascend("train", "run.yaml", "--nproc", "2", *arguments, cwd=folder, code=2)
-    [line] = [line for line in completed.stderr.splitlines() if line.startswith("NonFiniteError")]
-    assert "3 steps in a row" in line
-    assert "max_skipped_steps: 2" in line
-    rows = metrics(folder / "diverged")
-    assert [row["skipped"] for row in rows[-3:]] == [True] * 3
-    assert not (folder / "diverged" / "hf").exists()
