@@ -122,6 +122,11 @@ def mean_entropy(model: Any, groups: list[TrajectoryGroup]) -> float:
     return sum(entropies) / len(entropies)
 
 
+def learned_tokens(groups: list[TrajectoryGroup], filtered: bool) -> int:
+    responses = [response for group in groups for response in group.trajectories]
+    return sum(part.sampled_tokens for part in responses if not (filtered and part.finish_reason == "length"))
+
+
 @pytest.fixture(scope="module")
 def exact_model(checkpoint: Path) -> Any:
     from transformers import AutoModelForCausalLM
@@ -211,12 +216,7 @@ def test_gradients_equal_plain_pytorch(
         assert_close(case, (result["loss"], result["gradients"]), expected[case], FP32_BOUND)
         if not CASES[case][1].filtered:
             assert result["entropy"] == pytest.approx(mean_entropy(exact_model, groups), abs=1e-5)
-        assert result["tokens"] == sum(
-            response.sampled_tokens
-            for group in groups
-            for response in group.trajectories
-            if not (CASES[case][1].filtered and response.finish_reason == "length")
-        )
+        assert result["tokens"] == learned_tokens(groups, CASES[case][1].filtered)
         assert 0 < result["truncated"] < result["tokens"]
 
 
@@ -226,9 +226,11 @@ def test_gradients_equal_plain_pytorch(
     ids=["DP2", "TP2", "CP2"],
 )
 def test_gradients_on_ranks_equal_plain_pytorch(
-    parallel: megascend.Parallel, checkpoint: Path, expected: dict[str, Computed]
+    parallel: megascend.Parallel, checkpoint: Path, exact_model: Any, expected: dict[str, Computed]
 ) -> None:
-    def on_rank() -> dict[str, tuple[Computed, float]]:
+    """Measure as well: the mean entropy, and the tokens that all ranks have counted."""
+
+    def on_rank() -> dict[str, tuple[Computed, float, float | None, int]]:
         batching = megascend.Batching(micro_batch_tokens=24)  # several micro batches a rank
         adam = megascend.Adam(lr=0.0, weight_decay=0.0, distributed=False)  # every rank has all reduced gradients
         results = {}
@@ -242,14 +244,19 @@ def test_gradients_on_ranks_equal_plain_pytorch(
                     lambda chosen=objective, results=learned: results.append(learn(backend, recorded(), chosen)),
                 )
                 assert learned[0].result.micro_batches > 1
-                results[case] = (learned[0].result.loss, gradients.values), gradients.norm
+                computed = learned[0].result.loss, gradients.values
+                results[case] = computed, gradients.norm, learned[0].entropy, learned[0].mismatch.tokens
         return results
 
+    exact_entropy = mean_entropy(exact_model, recorded())
     for results in run_distributed(on_rank, 2, init=False, timeout_s=200):
-        for case, (computed, norm) in results.items():
+        for case, (computed, norm, entropy, tokens) in results.items():
             assert_close(case, computed, expected[case], FP32_BOUND)
             exact = torch.cat([gradient.flatten() for gradient in expected[case][1].values()]).norm()
             assert norm == pytest.approx(float(exact), rel=FP32_BOUND), case
+            if not CASES[case][1].filtered:
+                assert entropy == pytest.approx(exact_entropy, abs=1e-5)
+            assert tokens == learned_tokens(recorded(), CASES[case][1].filtered)
 
 
 def test_a_step_of_truncated_responses_learns_nothing(checkpoint: Path) -> None:
@@ -279,27 +286,6 @@ def test_samples_have_advantages_only_on_responses() -> None:
             [expected * mark for mark in response.mask], abs=1e-6
         )
         assert not any(sample.advantages[:prompt].tolist())
-
-
-def test_ranks_share_a_batch_and_agree_on_its_metrics(checkpoint: Path) -> None:
-    groups = recorded(1)
-
-    def on_rank(parallel: megascend.Parallel) -> tuple[float, float, Any, float | None]:
-        with megascend.MegatronBackend(
-            checkpoint, parallel, precision="fp32", self_check=False, timeout_s=60
-        ) as backend:
-            learned = learn(backend, groups, Objective())
-            return learned.result.loss, backend.optimizer_step().grad_norm, learned.mismatch, learned.entropy
-
-    single = run_distributed(on_rank, 1, megascend.Parallel(), init=False)[0]
-    for ranks, parallel in ((2, megascend.Parallel()), (2, megascend.Parallel(tensor=2))):
-        for loss, norm, mismatch, entropy in run_distributed(on_rank, ranks, parallel, init=False):
-            assert loss == pytest.approx(single[0], abs=1e-5)
-            assert norm == pytest.approx(single[1], rel=1e-4)
-            assert mismatch.tokens == single[2].tokens
-            assert entropy == pytest.approx(single[3], abs=1e-5)
-            assert mismatch.max_abs == pytest.approx(single[2].max_abs, abs=1e-4)
-            assert math.isclose(mismatch.kl_k3, single[2].kl_k3, rel_tol=1e-4)
 
 
 def test_samples_carry_the_experts_of_every_input_token() -> None:

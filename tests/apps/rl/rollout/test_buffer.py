@@ -40,32 +40,6 @@ def test_without_lag_trainer_and_engines_take_turns() -> None:
     assert fill(buffer, 1, 1) == [2, 3]
 
 
-def test_a_lag_of_two_keeps_three_batches_on_their_way() -> None:
-    buffer = RolloutBuffer(batch=4, max_lag=2)
-    assert len(fill(buffer, 0, 0)) == 12
-    for number in range(4):
-        buffer.finished(group(number, 0))
-    assert buffer.take(0) is not None
-    assert buffer.room(1, 0) == 0
-    assert len(fill(buffer, 1, 1)) == 4
-
-
-def test_stale_groups_are_dropped_and_counted() -> None:
-    buffer = RolloutBuffer(batch=1, max_lag=1)
-    assert fill(buffer, 0, 0) == [0, 1]
-    for step in range(3):
-        if step:
-            fill(buffer, step, step)
-        buffer.finished(group(step + 1, step if step else 0))
-        groups = buffer.take(step)
-        assert groups is not None
-        assert groups[0].number == step + 1
-    buffer.finished(group(0, 0))  # sampled with version 0, the trainer is at 3
-    assert buffer.take(3) is None
-    assert buffer.counts.stale == 1
-    assert buffer.counts.learned == 3
-
-
 def test_in_order_waits_for_the_slowest_group() -> None:
     buffer = RolloutBuffer(batch=2, max_lag=1, in_order=True)
     fill(buffer, 0, 0)

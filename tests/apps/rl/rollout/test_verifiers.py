@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +22,6 @@ from megascend.apps.rl.rollout import verifiers
 from megascend.apps.rl.rollout.environments import EnvironmentEpisodes, EpisodeLimits, PromptRenderer
 from megascend.apps.rl.rollout.group import Trajectory
 from megascend.errors import ConfigError, DataError
-from megascend.testing import run_distributed
 from support.rl_runs import in_a_fork, rows, run, settings
 from weightwire.engine import Completion, RoutedExperts, Sampling
 
@@ -124,21 +122,6 @@ def test_game_of_several_turns_is_trained_on_what_was_sampled(template: str | No
     answers = [len(tokenizer(reply, add_special_tokens=False)["input_ids"]) for reply in replies]
     first, second = (length + answer - 1 for length, answer in zip(lengths[:2], answers[:2], strict=True))
     assert experts == [1] * first + [2] * (second - first) + [3] * (len(experts) - second)
-
-
-@pytest.mark.slow
-def test_game_in_the_chat_program_of_verifiers() -> None:
-    tokenizer = byte_tokenizer(4096)
-    environment = verifiers.load("guess-game", {"player": PROGRAM})
-    engine = ScriptedEngine("7<|im_end|>", "2<|im_end|>", tokenizer=tokenizer)
-    [trajectory] = play(environment, engine, tokenizer, 2)
-    check_exact(trajectory, engine, ("7<|im_end|>", "2<|im_end|>"), tokenizer)
-    assert trajectory.reward == 2.5
-    # No room for a second turn: the program ends, and the game is graded as it stands.
-    engine = ScriptedEngine("7<|im_end|>", tokenizer=tokenizer)
-    [trajectory] = play(environment, engine, tokenizer, 2, max_length=60)
-    check_exact(trajectory, engine, ("7<|im_end|>",), tokenizer)
-    assert trajectory.rewards == {"right": 0.0, "brief": 0.5, "turns": 1.0}
 
 
 @pytest.mark.slow
@@ -347,7 +330,6 @@ def test_model_learns_from_a_package_without_a_prompt_file(tmp_path: Path) -> No
 
 
 HANGMAN = {"taskset": {"game": "Hangman-v0"}, "select": {"limit": 3}, "player": INLINE}
-LETTERS = "abcdefgh"
 
 
 @pytest.fixture(scope="module")
@@ -378,59 +360,3 @@ def test_hangman_of_textarena_runs_unmodified(hangman: Any) -> None:
     assert "You are playing Hangman" in tokenizer.decode(trajectory.prompt_tokens)
     board = "\n<|im_start|>user\nC00 C01 C02\n  _   _   _<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(trajectory.tokens) == board.join(replies)
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("megatron_imported")
-def test_model_learns_hangman_of_textarena(hangman: Any, tmp_path: Path) -> None:
-    """A model that has learned to guess any letter learns the one that is in the word."""
-    tokenizer = byte_tokenizer(2048)
-    contexts = []
-    for number in range(4):
-        guesses = [f"[{letter}]<|im_end|>" for letter in random.Random(number).sample(LETTERS.replace("e", ""), 5)]
-        engine = ScriptedEngine(*guesses, "[e]<|im_end|>", tokenizer=tokenizer)
-        play(hangman, engine, tokenizer)
-        contexts += engine.contexts
-    write_checkpoint(tmp_path / "model", ModelSize(hidden=64, layers=2, context=2048), 0)
-    teach_guesses(tmp_path / "model", contexts, tokenizer)
-    config = settings(
-        tmp_path,
-        "hangman",
-        steps=12,
-        optimizer={"lr": 0.0015, "weight_decay": 0.0},
-        rollout={
-            "prompts": None,
-            "reward": None,
-            "environment": {"name": "verifiers:textarena", "options": HANGMAN},
-            "prompts_per_step": 2,
-            "group_size": 8,
-            "max_tokens": 6,
-            "max_lag": 0,
-        },
-    )
-    run_distributed(lambda: run(config), 1, init=False, timeout_s=900)
-    metrics = rows(config)
-    # Engine and trainer agree on what the engine sampled, in contexts of many turns.
-    assert all(row["mismatch_max"] < 1e-4 for row in metrics)
-    reward, turns = ([row[name] for row in metrics] for name in ("reward_learned", "turns"))
-    assert sum(reward[-4:]) > sum(reward[:4])
-    assert sum(turns[-4:]) / 4 < sum(turns[:4]) / 4 - 0.5
-
-
-def teach_guesses(folder: Path, contexts: Sequence[Sequence[int]], tokenizer: Any) -> None:
-    """Train a model to answer contexts with one of the letters in brackets."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    draw, model = random.Random(0), AutoModelForCausalLM.from_pretrained(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-    for _ in range(80):
-        optimizer.zero_grad()
-        for _ in range(2):
-            reply = tokenizer(f"[{draw.choice(LETTERS)}]<|im_end|>", add_special_tokens=False)["input_ids"]
-            context = draw.choice(contexts)
-            labels = [-100] * len(context) + reply
-            model(input_ids=torch.tensor([[*context, *reply]]), labels=torch.tensor([labels])).loss.backward()
-        optimizer.step()
-    model.save_pretrained(folder)

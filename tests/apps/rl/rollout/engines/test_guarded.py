@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+
+from support.waiting import wait_until
 
 ROOT = Path(__file__).parents[5]
 DEADLINE_S = 60.0
@@ -44,9 +45,9 @@ TRAINER = """
 import os, signal, sys, time
 from megascend.apps.rl.rollout.engines.vllm_process import VllmProcess
 
-server, folder, forks = sys.argv[1:]
+server, folder = sys.argv[1:]
 process = VllmProcess(server, "model", log=folder + "/log")
-if forks == "forks" and os.fork() == 0:
+if os.fork() == 0:
     time.sleep(1000)  # the child inherits the pipe by which the watcher would notice the parent's end
 print(process.pid, flush=True)
 time.sleep(1000)
@@ -76,29 +77,16 @@ def running_processes(folder: Path) -> list[psutil.Process]:
     return processes
 
 
-def wait_for(condition, message: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, message
-        time.sleep(0.05)
-
-
 def kinds(folder: Path) -> dict[str, int]:
     path = folder / "pids"
     lines = path.read_text().splitlines() if path.exists() else []
     return {kind: int(number) for kind, number in (line.split() for line in lines)}
 
 
-# covered: trainer and server-forks
-@pytest.mark.nightly_cases("trainer-alone", "trainer-forks", "trainer and server-alone")
-@pytest.mark.parametrize("forks", ["alone", "forks"])
-@pytest.mark.parametrize("with_server", [False, True], ids=["trainer", "trainer and server"])
-def test_nothing_is_left_when_the_trainer_is_killed(
-    tmp_path: Path, server: Path, with_server: bool, forks: str
-) -> None:
+def test_nothing_is_left_when_the_trainer_is_killed(tmp_path: Path, server: Path) -> None:
     """Kill as Ray does, with an actor's direct children; a process forked by the trainer may stay."""
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(server), str(tmp_path), forks],
+        [sys.executable, "-c", TRAINER, str(server), str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
@@ -107,23 +95,21 @@ def test_nothing_is_left_when_the_trainer_is_killed(
     try:
         assert trainer.stdout is not None
         leader = int(trainer.stdout.readline())
-        wait_for(lambda: set(kinds(tmp_path)) == set(KINDS), "the stand-in did not start")
+        wait_until(lambda: set(kinds(tmp_path)) == set(KINDS), "the stand-in did not start")
         assert kinds(tmp_path)["server"] == leader
-        if with_server:
-            os.kill(leader, signal.SIGKILL)
+        os.kill(leader, signal.SIGKILL)
         os.kill(trainer.pid, signal.SIGKILL)
         trainer.wait()
         engine = {*kinds(tmp_path).values()}
         # Not psutil.pid_exists: an orphan that has ended stays a zombie until init reaps it, which took a minute here.
-        wait_for(
+        wait_until(
             lambda: not any(process.pid in engine for process in running_processes(tmp_path)),
             "processes of the engine are left",
         )
         is_trainer = lambda process: process.cmdline()[1:2] == ["-c"]  # noqa: E731
-        wait_for(lambda: all(is_trainer(process) for process in running_processes(tmp_path)), "the watcher is left")
+        wait_until(lambda: all(is_trainer(process) for process in running_processes(tmp_path)), "the watcher is left")
     finally:
-        os.killpg(trainer.pid, signal.SIGKILL) if forks == "forks" else None
-        trainer.kill()
+        os.killpg(trainer.pid, signal.SIGKILL)
         trainer.wait()
 
 
@@ -131,9 +117,9 @@ def test_close_ends_remaining_processes_and_the_watcher(tmp_path: Path, server: 
     from megascend.apps.rl.rollout.engines.vllm_process import VllmProcess
 
     with VllmProcess(server, "model", log=tmp_path / "log") as process:
-        wait_for(lambda: set(kinds(tmp_path)) == set(KINDS), "the stand-in did not start")
+        wait_until(lambda: set(kinds(tmp_path)) == set(KINDS), "the stand-in did not start")
         process.check()
-    wait_for(lambda: not running_processes(tmp_path), "processes are left")
+    wait_until(lambda: not running_processes(tmp_path), "processes are left")
 
 
 def test_guarded_program_inherits_the_state_of_a_plain_child(tmp_path: Path) -> None:
@@ -159,7 +145,7 @@ def test_exited_program_reports_its_code_and_leaves_no_watcher(tmp_path: Path, s
     server.write_text("#!/bin/sh\nexit 3\n")
     guarded = GuardedProcess([str(server)])
     assert guarded.process.wait(DEADLINE_S) == 3
-    wait_for(lambda: not running_processes(tmp_path), "the watcher is left")
+    wait_until(lambda: not running_processes(tmp_path), "the watcher is left")
     guarded.release()
     missing = GuardedProcess([str(tmp_path / "none")], output=(tmp_path / "out").open("wb"))
     assert missing.process.wait(DEADLINE_S) == 127
