@@ -31,16 +31,6 @@ def test_every_arrival_gives_the_same_order() -> None:
         assert (ran, order.following, order.early, list(order.missing())) == ([1, 2, 3, 4, 5], 6, {}, [])
 
 
-def test_missing_numbers_are_listed_and_given_up() -> None:
-    order: Order[str] = Order()
-    assert order.offer(4, "four") == order.offer(6, "six") == []
-    assert list(order.missing()) == [1, 2, 3]
-    assert order.has_arrived(4)
-    assert not order.has_arrived(5)
-    assert order.give_up() == ["four"]
-    assert list(order.missing()) == [5]
-
-
 def test_a_checkpoints_path_leads_into_its_tenants_directory(tmp_path) -> None:
     path = CheckpointPath.parse(f"tinker://{MODEL}/weights/step-10")
     assert path.directory(tmp_path, "alice") == tmp_path / "alice" / f"s-{'0' * 32}.3" / "weights" / "step-10"
@@ -158,25 +148,6 @@ def test_client_reads_protobuf_answers() -> None:
         np.array(output["logprobs"].data).reshape(output["logprobs"].shape).tolist() for output in read.loss_fn_outputs
     ] == [part.tolist() for part in parts]
     assert read.metrics == {"loss:sum": math.inf, "ratio:mean": 2.0}
-
-
-def test_protobuf_requests_of_the_client_are_read() -> None:
-    conversion = pytest.importorskip("tinker.proto.request_conv", reason="the client needs Python 3.11")
-    from tinker import types
-
-    inputs = {"target_tokens": types.TensorData.from_numpy(np.array([[1, 2], [3, 4]])), "weights": [1.0, -1.0]}
-    datum = types.Datum(model_input=types.ModelInput.from_ints([7, 8]), loss_fn_inputs=inputs)
-    inside = types.ForwardBackwardInput(data=[datum], loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.9})
-    written_request = types.ForwardBackwardRequest(forward_backward_input=inside, model_id=MODEL, seq_id=3)
-    body = conversion.forward_backward_request_to_proto(written_request).SerializeToString()
-    request = wire.train_request_of_protobuf(body, 10)
-    assert (request.model, request.number, request.loss, request.forward_only) == (MODEL, 3, "ppo", False)
-    assert request.settings == {"clip_low_threshold": pytest.approx(0.9)}
-    assert request.data[0].tokens.tolist() == [7, 8]
-    assert request.data[0].inputs["target_tokens"].tolist() == [[1, 2], [3, 4]]
-    assert request.data[0].inputs["weights"].tolist() == [1.0, -1.0]
-    with pytest.raises(RequestRefusedError, match="more than 1"):
-        wire.train_request_of_protobuf(body + b"\x1a\x00", 1)
 
 
 def test_step_settings_have_the_clients_defaults() -> None:

@@ -200,17 +200,6 @@ def test_preferences(setup, taught) -> None:
     assert steps[-1]["accuracy"] == 1.0
 
 
-def test_supervised_chat(setup) -> None:
-    data = setup.folder / "HuggingFaceH4" / "no_robots" / "train.jsonl"
-    steps = setup.run(
-        "chat_sl.train", "chat", dataset=data, batch_size=16, learning_rate=1e-2, eval_every=0, save_every=20
-    )
-    losses = [step["train_mean_nll"] for step in steps if "train_mean_nll" in step]
-    print_curve("chat_sl, loss per token", losses[::10] + losses[-1:])
-    assert losses[0] > 5
-    assert max(losses[-3:]) < 0.1 * losses[0]
-
-
 def test_distillation(setup, answering) -> None:
     """Distill the model that knows the answer into the one that guesses."""
     settings = {
