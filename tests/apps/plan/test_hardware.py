@@ -86,6 +86,7 @@ def test_measured_large_products_are_those_of_the_calibration(name: str) -> None
 
 
 def test_unknown_device_is_refused_with_the_known_ones() -> None:
+    assert load("H100").name == "h100"
     with pytest.raises(ConfigError, match=r"--device h101: no device of this name is described; known: .*h100"):
         load("h101")
 

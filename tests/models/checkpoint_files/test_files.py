@@ -52,6 +52,13 @@ def test_invalid_config_raises_checkpoint_error(folder, text, message):
         read_config(folder)
 
 
+def test_directory_of_a_run_is_refused_with_its_model(folder):
+    (folder / "hf").mkdir()
+    (folder / "config.json").rename(folder / "hf" / "config.json")
+    with pytest.raises(CheckpointError, match=rf"config\.json is missing; name {folder / 'hf'}, the run's model"):
+        read_config(folder)
+
+
 @pytest.mark.parametrize("name", ["nowhere", "config.json"])
 def test_missing_directory_raises_checkpoint_error(folder, name):
     with pytest.raises(CheckpointError, match=rf"{name} is not a directory"):

@@ -74,9 +74,8 @@ def test_names_on_the_hub_are_downloaded_and_cached(tmp_path: Path, hub: tuple[s
     assert requests == []
     message = resolved(tmp_path, endpoint, model="owner/missing")
     assert message.startswith(
-        "CheckpointError: model: owner/missing does not exist here, and as a name on the Hugging Face Hub"
+        f"CheckpointError: model: owner/missing does not exist here, and {endpoint} did not give it"
     )
-    assert endpoint in message
     assert "hf download owner/missing" in message
     # A directory here is never a name on the Hub, nor is a file that is missing from one.
     (tmp_path / "owner").mkdir()
@@ -90,5 +89,5 @@ def test_names_on_the_hub_are_downloaded_and_cached(tmp_path: Path, hub: tuple[s
 
 def test_name_without_network_and_cache_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     message = resolved(tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
-    assert "On a machine without a network: run 'hf download owner/tiny' where there is one, and copy" in message
+    assert "Without a network, run 'hf download owner/tiny' where there is one, and copy" in message
     assert str(tmp_path / "hf" / "hub") in message

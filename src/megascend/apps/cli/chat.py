@@ -35,7 +35,6 @@ def chat_command(
 ) -> None:
     """Talk with a model in the terminal, in one process: /reset begins again, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
     from megascend.apps.train.exports import inference_settings
-    from megascend.apps.train.inference import loaded_model
     from megascend.errors import ConfigError
 
     settings = inference_settings(model, adapters, base, engine, platform, dtype)
@@ -44,6 +43,8 @@ def chat_command(
             f"chat answers with one adapter, and {len(settings.adapters)} are given: {', '.join(settings.adapters)}"
         )
     sampling = options.sampling_params(max_tokens, temperature, top_p, seed)
+    from megascend.apps.train.inference import loaded_model
+
     with loaded_model(settings) as loaded:
         if not loaded.tokenizer.chat_template:
             raise ConfigError(

@@ -40,13 +40,14 @@ def generate_command(
     """
     from megascend.apps.cli.launch import on_ranks
     from megascend.apps.train.exports import inference_settings
-    from megascend.apps.train.inference import ADAPTER_KEY, generate
     from megascend.errors import ConfigError, DataError
 
     options.require_no_file("--output", output)
-    settings = inference_settings(model, adapters, base, engine, platform, dtype, tensor)
     sampling = options.sampling_params(max_tokens, temperature, top_p, seed)
     records = read_lines(prompts, text=text)
+    settings = inference_settings(model, adapters, base, engine, platform, dtype, tensor)
+    from megascend.apps.train.inference import ADAPTER_KEY, generate
+
     named = {str(record[ADAPTER_KEY]) for record in records if record.get(ADAPTER_KEY) is not None}
     unknown = sorted(named - settings.adapters.keys())
     if unknown:
@@ -59,15 +60,17 @@ def generate_command(
 
 def read_lines(source: str, *, text: bool) -> list[dict[str, Any]]:
     """Read prompts from a JSONL file or standard input (``-``); ``text``: each line is a user's turn."""
-    from megascend.apps.data.findings import Findings
-    from megascend.apps.rl.rollout.prompts import numbered_lines, parse_prompt
     from megascend.errors import DataError
 
     name = "standard input" if source == "-" else source
     try:
         content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
-        raise DataError(f"{name} cannot be read: {error.strerror or error}") from None
+        reason = error.strerror or error
+        raise DataError(f"{name} cannot be read: {reason}; name a file of prompts, or - for standard input") from None
+    from megascend.apps.data.findings import Findings
+    from megascend.apps.rl.rollout.prompts import numbered_lines, parse_prompt
+
     findings, records = Findings(), []
     for number, line in numbered_lines(content, name):
         if text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -60,10 +61,11 @@ def init_command(
         files[out] = f"# yaml-language-server: $schema={name}\n{files[out]}"
         files[out.parent / name] = json.dumps(content, indent=1) + "\n"
     if existing := [str(path) for path in files if path.exists()]:
-        raise ConfigError(f"{', '.join(existing)}: would be overwritten; choose another OUT, or name data with --data")
+        remedy = "name another OUT" if existing == [str(out)] else "name another OUT, or data with --data"
+        raise ConfigError(f"{', '.join(existing)}: would be overwritten; {remedy}")
     for path, text in files.items():
         make_directory(path.parent)
         path.write_text(text, encoding="utf-8")
     companions = ", ".join(str(path) for path in files if path != out)
     typer.echo(f"{out}: {TASKS[task].title}{f'; beside it {companions}' if companions else ''}")
-    typer.echo(f"next: megascend {command} {out} --dry-run")
+    typer.echo(f"next: megascend {command} {shlex.quote(str(out))} --dry-run")

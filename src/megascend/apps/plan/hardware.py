@@ -297,6 +297,7 @@ def load(name: str, calibration: Path | None = None) -> Hardware:
     Raises:
         ConfigError: no description has this name, or the calibration cannot be used.
     """
+    name = name.lower()
     path = FOLDER / f"{name}.json"
     if not path.is_file():
         raise ConfigError(f"--device {name}: no device of this name is described; known: {', '.join(names())}")

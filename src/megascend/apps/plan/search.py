@@ -213,7 +213,7 @@ def search(model: PlannedModel, request: PlanRequest, hardware: Hardware, best: 
     """
     longest = model.info.shape.max_position
     if longest is not None and request.length > longest:
-        raise ConfigError(f"length: {request.length} is above the model's context of {longest} tokens")
+        raise ConfigError(f"length: {request.length} is above the model's context of {longest} tokens; set --length")
     state = _Search(model, request, hardware, CostTable(model.sizes, hardware, model.windows))
     legal, announced = 0, time.monotonic()
     for topology, parallel in layouts(model, request, hardware):

@@ -35,8 +35,6 @@ def inference_settings(
     tensor: int = 1,
 ) -> InferenceSettings:
     """Find the model, its adapters and its tokenizer; adapters without a name are called by their directory's."""
-    from megascend.apps.train.inference import InferenceSettings
-
     ENGINES.require(engine, setting="--engine")
     model = snapshot(model, setting="MODEL")
     paths: dict[str, Path] = {}
@@ -66,6 +64,8 @@ def inference_settings(
     only = next(iter(paths.values())) if len(paths) == 1 else None
     tokenizer = only if only is not None and (only / "tokenizer_config.json").is_file() else None
     options = run_template_options(source if tokenizer is None else tokenizer)
+    from megascend.apps.train.inference import InferenceSettings  # imports torch: after what is refused without it
+
     return InferenceSettings(source, paths, tokenizer, options, engine, platform, precision, tensor)  # type: ignore[arg-type]
 
 

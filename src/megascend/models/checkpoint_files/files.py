@@ -53,7 +53,9 @@ def read_config(model_dir: Path) -> dict[str, Any]:
             f"model: {Path(model_dir).absolute()} is not a directory; it must hold a Hugging Face checkpoint"
         )
     if not path.is_file():
-        raise CheckpointError(f"model: {path.absolute()} is missing; a Hugging Face checkpoint has one")
+        exported = (path.parent / "hf" / path.name).is_file()
+        remedy = f"name {path.parent / 'hf'}, the run's model" if exported else "a Hugging Face checkpoint has one"
+        raise CheckpointError(f"model: {path.absolute()} is missing; {remedy}")
     config = _json_object(path)
     if not config.get("model_type"):
         raise CheckpointError(f"{path} names no model_type")

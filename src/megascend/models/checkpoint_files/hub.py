@@ -106,10 +106,9 @@ def snapshot(
         option = f" --revision {revision}" if revision else ""
         dataset = " --repo-type dataset" if kind == "dataset" else ""
         message = (
-            f"{setting}: {path} does not exist here, and as a name on the Hugging Face Hub ({constants.ENDPOINT}) it cannot be "
-            f"downloaded: {type(error).__name__}: {reason:.300}. On a machine without a network: run 'hf download {repository}"
-            f"{dataset}{option}' where there is one, and copy the Hub's cache ({constants.HF_HUB_CACHE}) or the files, whose "
-            f"directory {setting} can be; a private repository needs HF_TOKEN"
+            f"{setting}: {path} does not exist here, and {constants.ENDPOINT} did not give it ({type(error).__name__}: "
+            f"{reason:.80}). Without a network, run 'hf download {repository}{dataset}{option}' where there is one, and copy "
+            f"{constants.HF_HUB_CACHE}"
         )
         raise error_class(message) from error
 

@@ -67,10 +67,10 @@ OPTIONS = {
     "new-model: something there": command("new-model model", says="model exists and is not an empty directory"),
     "export: type": command("export model new --dtype fp8", says="--dtype | 'fp8' | fp32"),
     "export: nothing there": command("export nowhere new", says="no checkpoint at nowhere"),
-    "generate: a name on the Hub": command(
-        "generate Qwen/Qwen3-8B@main nothing.jsonl",
-        says="Qwen/Qwen3-8B@main | does not exist here | Hugging Face Hub",
+    "chat: a name on the Hub": command(
+        "chat Qwen/Qwen3-8B@main", says="Qwen/Qwen3-8B@main | does not exist here | hf download"
     ),
+    "generate: a prompt for a file": command("generate model 2+2=?", says="2+2=? cannot be read | - for standard input"),
     "export: an adapter for a model": command(
         "export lora new", says="lora is a LoRA adapter | --adapter lora", arrange=adapter
     ),
