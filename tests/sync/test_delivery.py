@@ -60,29 +60,6 @@ def delivery(transport: str) -> Iterator[Delivery]:
 
 
 @pytest.mark.parametrize(
-    ("location", "expected"),
-    [(FOLDER, "gloo"), (replace(FOLDER, host="other", space="other"), "gloo"), (ON_A_GPU, "shared_memory")],
-    ids=["CPU", "CPU of another host", "GPU of this host"],
-)
-def test_the_default_transport_reaches_the_engine(location: Location, expected: str) -> None:
-    with delivery("auto") as opened:
-        push = Push([Refusing("engine", location, location)], 1, opened)
-        with pytest.raises(WeightSyncError, match=f"offered over {expected}, 268435456 bytes"):
-            push.offer(SPECS)
-    assert push.transport == expected
-
-
-def test_an_engine_that_does_not_tell_is_taken_to_be_on_the_cpu() -> None:
-    class Plain(Refusing):
-        locations = InferenceEngine.locations
-
-    with delivery("auto") as opened, pytest.raises(WeightSyncError, match="offered over gloo"):
-        Push([Plain("engine", FOLDER)], 1, opened).offer(SPECS)
-    with delivery("shared_memory") as opened, pytest.raises(WeightSyncError, match="offered over shared_memory"):
-        Push([Plain("engine", FOLDER)], 1, opened).offer(SPECS)
-
-
-@pytest.mark.parametrize(
     ("transport", "location", "message"),
     [
         ("gloo", ON_A_GPU, "'gloo' moves memory of cpu, and engine keeps weights on cuda; .* what fits: shared_memory"),

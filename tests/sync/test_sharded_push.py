@@ -29,7 +29,7 @@ from megascend.testing.parity import case_checkpoint, causal_samples, token_list
 from support.forked_programs import run_forked
 from support.trainers import make_trainer
 from weightwire import sharded
-from weightwire.errors import OwnerError, PlanError
+from weightwire.errors import PlanError
 from weightwire.manifest import TensorSpec
 from weightwire.transports.choice import Location, choose_pairs
 
@@ -115,7 +115,7 @@ def test_engines_that_describe_nothing_get_whole_tensors_from_rank_0(parity_fold
         assert all(torch.equal(worker[name], tensor) for name, tensor in source.items())
 
 
-def test_a_plan_is_made_where_ranks_or_workers_share_the_transfer(parity_folder, tmp_path, caplog):
+def test_a_plan_is_made_where_ranks_or_workers_share_the_transfer(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     with (
         engines(tmp_path, "one worker", needs=vllm_like) as small,
@@ -124,26 +124,17 @@ def test_a_plan_is_made_where_ranks_or_workers_share_the_transfer(parity_folder,
 
         def on_rank():
             backend = make_trainer(checkpoint)
-            with caplog.at_level("INFO", "megascend.sync"):
-                with megascend.WeightSync(backend, small) as sync:
-                    first = sync.push(1), sync.push(2)
-                    sync.engines = [*small, *large]
-                    shared = sync.push(3)
-                with megascend.WeightSync(backend, small, sharded=True) as sync:
-                    explicit = sync.push(4)
+            with megascend.WeightSync(backend, small) as sync:
+                first = sync.push(1), sync.push(2)
+                sync.engines = [*small, *large]
+                shared = sync.push(3)
+            with megascend.WeightSync(backend, small, sharded=True) as sync:
+                explicit = sync.push(4)
             text = "a single rank has nothing to share out to engines of one worker"
             assert [push.why_not_sharded for push in first] == [text, text]
-            return shared.sharded, explicit.sharded, [record.message for record in caplog.records]
+            return shared.sharded, explicit.sharded
 
-        ((shared, explicit, messages),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
-    assert shared
-    assert explicit
-    by_all = "weights are sent by every rank (sharded): 1 ranks, {} workers"
-    assert [message for message in messages if message.startswith("weights are sent")] == [
-        "weights are sent by rank 0: a single rank has nothing to share out to engines of one worker",
-        by_all.format(3),
-        by_all.format(1),
-    ]
+        assert run_distributed(on_rank, 1, init=False, timeout_s=120) == [(True, True)]
 
 
 def test_a_rank_that_fails_to_describe_its_slices_leaves_the_push_to_rank_0(parity_folder, tmp_path):
@@ -330,8 +321,7 @@ def at_message(rank: int, number: int, act: Any) -> Any:
     return fault
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [0, 5])
+@pytest.mark.parametrize(("rank", "number"), [(0, 5), (1, 0)])
 def test_an_engine_killed_during_the_transfer_is_named(parity_folder, tmp_path, rank, number):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     message, after = fails_and_works_again(
@@ -352,8 +342,7 @@ def test_a_rank_that_cannot_send_is_named(parity_folder, tmp_path):
     assert after == ("engine-1", "engine-2")
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("mode", ["full", "delta"])
+@pytest.mark.parametrize(("mode", "before", "after"), [("full", 2, 1), ("delta", 1, 2)])
 def test_an_engine_restarted_with_other_workers_gets_the_next_push(parity_folder, tmp_path, mode, before, after):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     with engines(tmp_path, "kept", workers=2, needs=vllm_like) as served:
@@ -389,26 +378,6 @@ def test_an_engine_restarted_with_other_workers_gets_the_next_push(parity_folder
                 assert slices_are(worker, vllm_like(specs_of(expected), len(workers), number), expected)
     assert versions == [{"model": 3}] * after
     assert [(push.sharded, push.base) for push in pushes] == [(True, None), (True, 2 if mode == "delta" else None)]
-
-
-def test_a_refused_push_is_planned_again_at_once(parity_folder, tmp_path):
-    """An engine that another trainer owns describes nothing; once it is free, the next push works."""
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-    with engines(tmp_path, "engine", workers=2, needs=vllm_like) as served:
-
-        async def refuse(tensors):
-            raise OwnerError("the engine is owned by another trainer")
-
-        def on_rank():
-            backend = make_trainer(checkpoint, Parallel(tensor=2))
-            with megascend.WeightSync(backend, served, sharded=True) as sync:
-                served[0].needs = refuse
-                with pytest.raises(WeightSyncError, match="owned by another trainer"):
-                    sync.push(1)
-                del served[0].needs
-                return sync.push(2).sharded
-
-        assert run_distributed(on_rank, 2, init=False, timeout_s=120) == [True, True]
 
 
 def test_an_engine_that_stops_while_members_connect_fails_the_push_in_time(parity_folder, tmp_path, monkeypatch):
