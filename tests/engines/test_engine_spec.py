@@ -11,10 +11,7 @@ from pydantic import BaseModel
 
 from megascend import Adapters, EngineSpec, MegatronBackend
 from megascend.backends import EngineBackend
-from megascend.config import TrainerConfig
-from megascend.config.section import Section, section_of
-from megascend.config.serve import ServeConfig
-from megascend.config.training import EngineSettings, ModelSettings
+from megascend.config.section import section_of
 
 OTHERS: dict[str, Any] = {
     "adapters": Adapters(max_count=2),
@@ -72,10 +69,3 @@ def test_constructor_passes_every_argument_to_the_spec(name: str, monkeypatch: p
         MegatronBackend(Path(), **arguments)
     (spec,) = received
     assert getattr(spec, name) is value or getattr(spec, name) == value != default
-
-
-@pytest.mark.parametrize(
-    ("kind", "base"), [(TrainerConfig, EngineSettings), (EngineSpec, EngineSettings), (ServeConfig, ModelSettings)]
-)
-def test_settings_are_declared_once(kind: type[Section], base: type[Section]) -> None:
-    assert kind.__annotations__.keys() & base.model_fields.keys() == set()

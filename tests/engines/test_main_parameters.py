@@ -142,21 +142,11 @@ def test_main_parameters_begin_with_the_numbers_of_the_files(run: Run, parity_fo
     assert differing(results(tmp_path, run, checkpoint)["mains"], load_file(checkpoint / "model.safetensors")) == []
 
 
-@pytest.mark.parametrize("run", cases(FAMILIES, ("megatron: gpt_oss", "single: gpt_oss")))
-def test_every_family_begins_with_the_numbers_that_fp32_has(run: Run, parity_folder: Path, tmp_path: Path) -> None:
-    checkpoint = case_checkpoint(parity_folder, run.arch)
-    actual, expected = (
-        results(tmp_path, run, checkpoint, by_weight=False, precision=precision)["mains"]
-        for precision in ("bf16", "fp32")
-    )
-    assert differing(actual, expected) == []
-
-
 HEADS = {engine: Run(engine, options={"head": "reward_model"}) for engine in ("megatron", "single")}
 
 
-@pytest.mark.parametrize("run", cases(HEADS, tuple(HEADS)))
-def test_new_scalar_head_begins_with_the_numbers_that_were_drawn(run: Run, parity_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", cases(FAMILIES | HEADS, ("megatron: gpt_oss", "single: gpt_oss", *HEADS)))
+def test_families_and_new_heads_begin_with_the_numbers_of_fp32(run: Run, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint = case_checkpoint(parity_folder, run.arch)
     actual, expected = (
         results(tmp_path, run, checkpoint, by_weight=False, precision=precision)["mains"]

@@ -7,15 +7,11 @@ from typing import Any
 
 import torch
 from adapter_cases import DROPPING, samples_of, steps
-from ranks import do_jobs, equal, make, on_ranks, refused  # noqa: F401 - a job
+from ranks import do_jobs, equal, make, on_ranks
 
-from megascend import Adam, AdapterQueue, Adapters, Lora
-from megascend.errors import MegascendError
+from megascend import Adapters, Lora
 from megascend.testing.parity import (
-    LR,
-    MAX_GRAD_NORM,
     STEPS,
-    WEIGHT_DECAY,
     causal_samples,
     first_of_equals,
     token_lists,
@@ -72,19 +68,6 @@ def vectors(backend: Any, *names: str) -> list[torch.Tensor]:
     """Return copies of values and moments of adapters."""
     adapters = [backend.adapters[name] for name in names]
     return [part.detach().clone() for adapter in adapters for part in (adapter.values, *adapter.moments())]
-
-
-def dropped(checkpoint: str, layouts: list[tuple[int, dict[str, Any]]]) -> list[list[tuple[float, float]]]:
-    """Make two steps of two adapters with dropout in several layouts; and without dropout in the first layout."""
-
-    def on_rank(options: dict[str, Any], update: dict[str, Any]) -> list[tuple[float, float]]:
-        with make(checkpoint, adapters=Adapters(targets=ALL), **options) as backend:
-            for name, lora in DROPPING.items():
-                backend.add_adapter(name, lora.model_copy(update=update))
-            return steps(backend, samples_of("ab"), 2)
-
-    with_dropout = [on_ranks(on_rank, world_size, options, {})[0] for world_size, options in layouts]
-    return [*with_dropout, on_ranks(on_rank, layouts[0][0], layouts[0][1], {"dropout": 0.0})[0]]
 
 
 def resumed(checkpoint: str, folder: str) -> dict[str, Any]:
@@ -147,47 +130,6 @@ def kept_apart(checkpoint: str) -> dict[str, bool]:
             "not a number": equal(a, with_nan[0]),
             "one step after the other": equal(a + b, in_turn[0] + in_turn[1]),
         }
-
-    return on_ranks(on_rank, 2)[0]
-
-
-def queued(checkpoint: str) -> dict[str, Any]:
-    """Train two tenants through a queue on two ranks, with a bad request after each step; compare with separate training."""
-
-    def on_rank() -> dict[str, Any]:
-        settings = {"a": Lora(rank=3, seed=1), "b": Lora(rank=8, seed=2, targets=("v_proj", "down_proj"))}
-        samples = {name: [sample for sample in samples_of("ab") if sample.adapter == name] for name in settings}
-        # Adam's default epsilon would turn gradients that are only rounding noise into full steps.
-        adam = Adam(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, eps=1e-5)
-        separate = []
-        for name, lora in settings.items():
-            with make(checkpoint, adapters=Adapters(), optimizer=adam) as backend:
-                backend.add_adapter(name, lora)
-                steps(backend, samples[name], 2)
-                separate += vectors(backend, name)
-        with make(checkpoint, adapters=Adapters(), optimizer=adam) as backend:
-            for name, lora in settings.items():
-                backend.add_adapter(name, lora)
-            queue = AdapterQueue(backend)
-            refused = []
-            for _ in range(2):
-                for name, tenant_samples in samples.items():
-                    queue.forward_backward(name, tenant_samples)
-                    queue.optimizer_step(name)
-                refused += [queue.forward_backward("a", []), queue.optimizer_step("a")]
-            logprobs = queue.forward("b", samples["b"])
-            queue.drain()
-            for future in refused:
-                try:
-                    future.result()
-                except MegascendError:
-                    continue
-                raise AssertionError("an empty request has run")
-            distances = [float((x - y).abs().max()) for x, y in zip(separate, vectors(backend, "a", "b"), strict=True)]
-            shard = backend.shard(samples["b"])
-            direct = backend.forward(shard).logprobs
-            answers = [logprobs.result()[[id(s) for s in samples["b"]].index(id(sample))] for sample in shard]
-            return {"apart": max(distances), "forward": equal(direct, answers)}
 
     return on_ranks(on_rank, 2)[0]
 

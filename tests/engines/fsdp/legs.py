@@ -27,9 +27,9 @@ def run_leg(
 
     Returns:
         ``losses``, ``norms``; on rank 0 weights by Hugging Face's names: ``saved`` at the save, ``loaded`` after the load,
-        ``weights`` at the end, and without an adapter ``before`` each step.
+        ``weights`` at the end.
     """
-    results: dict[str, Any] = {"losses": [], "norms": [], "before": [], "saved": {}, "loaded": {}}
+    results: dict[str, Any] = {"losses": [], "norms": [], "saved": {}, "loaded": {}}
     with make() as backend:
         if load is not None:
             results["progress"] = backend.load(load)
@@ -41,8 +41,6 @@ def run_leg(
             if save is not None and step == save[0]:
                 backend.save(save[1], progress={"at": step}, wait=True)
                 results["saved"] = weights_of(backend, adapter)
-            if adapter is None:
-                results["before"].append(weights_of(backend, adapter))
             results["losses"].append(backend.forward_backward(samples, adapter=adapter).loss)
             results["norms"].append(backend.optimizer_step().grad_norm)
         results["weights"] = weights_of(backend, adapter)

@@ -23,7 +23,6 @@ from megascend.engines.fsdp import compilation
 from megascend.models.selfcheck import in_process
 from megascend.reference import fla as reference_fla
 from megascend.testing.parity import causal_samples, token_lists
-from support.lora_parity import PeftTrajectory, train_one, write_adapter
 
 
 def trained(
@@ -162,19 +161,6 @@ def checked_beside_kernels(
     except AssertionError as error:
         return verdicts, str(error)
     return verdicts, "no kernel was called"
-
-
-def write_adapters(checkpoint: str, adapters: dict[str, megascend.Lora]) -> None:
-    """Write adapters that have no zero factor, each to its folder."""
-    with make(checkpoint, adapters=megascend.Adapters(), self_check=False) as backend:
-        for path, lora in adapters.items():
-            write_adapter(backend, Path(path), lora)
-
-
-def trained_adapter(engine: str, checkpoint: str, adapter: str, steps: int, out: str) -> PeftTrajectory:
-    """Train an adapter; see :func:`support.lora_parity.train_one`."""
-    with make(checkpoint, engine, adapters=megascend.Adapters(), self_check=False) as backend:
-        return train_one(backend, Path(adapter), steps, Path(out))
 
 
 def sampled(

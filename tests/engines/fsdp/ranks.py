@@ -66,17 +66,15 @@ class RankResults(dict[str, Any]):
 def trajectory(
     checkpoint: str, world_size: int, steps: int = STEPS, weights: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Return losses and norms of rank 0, equal on all ranks; optionally weights before each step and after all; each rank's bytes
-    read and imported modules.
+    """Return losses and norms of rank 0, equal on all ranks; optionally the trained weights; each rank's bytes read and
+    imported modules.
     """
 
     def on_rank() -> RankResults:
         backend = make(checkpoint, **options)
         samples = backend.shard(causal_samples(token_lists()))
-        results = RankResults(losses=[], norms=[], before=[], read=backend.engine.bytes_read)  # type: ignore[attr-defined]
+        results = RankResults(losses=[], norms=[], read=backend.engine.bytes_read)  # type: ignore[attr-defined]
         for _ in range(steps):
-            if weights:
-                results["before"].append(weights_of(backend, None))
             results["told"] = []
             backend.on_micro_batch = lambda index, count: results["told"].append((index, count))
             with all_reduces(backend.groups.device_group("world")) as reductions:
@@ -128,26 +126,6 @@ def one_step(
             }
 
     return on_ranks(on_rank, world_size)[0]
-
-
-def smallest_margin(checkpoint: str) -> float:
-    """Return the smallest difference of probability between the last chosen expert and the next one, over all tokens.
-
-    NaN if this version of transformers does not return a model's router logits.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
-    smallest = math.inf
-    with torch.no_grad():
-        for ids in token_lists():
-            logits = getattr(model(torch.tensor(ids)[None, :-1], output_router_logits=True), "router_logits", None)
-            if logits is None:
-                return math.nan
-            for layer in logits:
-                top = layer.float().softmax(-1).topk(model.config.num_experts_per_tok + 1).values
-                smallest = min(smallest, float((top[..., -2] - top[..., -1]).min()))
-    return smallest
 
 
 def drifting(checkpoint: str) -> dict[str, float]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from by_step import STEP_WEIGHTS, apart_by_step
 from legs import run_leg
 from test_fsdp import in_process
 
@@ -32,10 +31,6 @@ class Pair:
         fsdp: options of that engine; ``ranks`` among them.
         steps: half of them before the checkpoint.
         bounds: of losses, norms, and weights.
-        by_step: each step is held against Hugging Face's from the engine's own weights before it, and not the trajectory
-            against Hugging Face's trajectory. Routers amplify what Adam makes of a gradient that is about 0 until a near tie
-            goes the other way, at a step that depends on the processor; two right trajectories have nothing in common then.
-            Bounds are then those of one step, the last one :data:`STEP_WEIGHTS`.
     """
 
     name: str
@@ -47,7 +42,6 @@ class Pair:
     precision: Precision = "fp32"
     steps: int = 10
     bounds: tuple[float, float, float] = (1e-5, 1e-4, 1e-3)
-    by_step: bool = False
 
 
 TIED = {"tie_word_embeddings": True}
@@ -59,22 +53,22 @@ PAIRS = [
     ),
 ]
 MORE = [
-    Pair("tied MoE, TP2 EP2 and DP2", "qwen3_moe", 2, TP2_EP2, {"ranks": 2}, TIED, by_step=True),
+    Pair("tied MoE, TP2 EP2 and DP2", "qwen3_moe", 2, TP2_EP2, {"ranks": 2}, TIED, steps=4),
     Pair(
         *("MoE, EP2 and EP2 x FSDP2", "qwen3_moe", 2, Parallel(expert=2), {"ranks": 4, "parallel": Parallel(expert=2)}),
-        by_step=True,
+        steps=4,
     ),
     Pair("TP2 PP2 and HSDP 2x2", "qwen3", 4, Parallel(tensor=2, pipeline=2), {"ranks": 4, "fsdp": Fsdp(replicate=2)}),
     Pair("tied PP2 and DP3", "qwen3", 2, Parallel(pipeline=2), {"ranks": 3}, TIED),
     Pair(
         *("shared expert, TP2 EP2 and DP4", "qwen2_moe", 4, Parallel(tensor=2, expert=2), {"ranks": 4}),
-        by_step=True,
+        steps=4,
     ),
     Pair(
         *("TP2 and the single engine", "qwen3_moe", 2, Parallel(tensor=2), {"ranks": 1, "engine": "single"}),
-        by_step=True,
+        steps=4,
     ),
-    Pair("GLM-4-MoE", "glm4_moe", 2, Parallel(expert=2), {"ranks": 2}, by_step=True),
+    Pair("GLM-4-MoE", "glm4_moe", 2, Parallel(expert=2), {"ranks": 2}, steps=4),
     Pair("bf16", "qwen3", 2, Parallel(tensor=2), {"ranks": 2}, precision="bf16", bounds=(2e-2, 0.1, 5e-2)),
     Pair("fp16", "qwen3", 2, Parallel(), {"ranks": 2}, precision="fp16", bounds=(1e-2, 0.1, 5e-2)),
 ]
@@ -122,21 +116,15 @@ def exchanged(pairs: list[Pair], parity_folder: Path, folder: Path) -> None:
         complete = {name: legs[name, pair.name] for name in ("megatron", "fsdp")}
         for name in ("megatron", "fsdp", "megatron to fsdp", "fsdp to megatron"):
             leg = legs[name, pair.name]
-            bounds = pair.bounds
-            if pair.by_step:
-                parts = [leg] if name in complete else [complete[name.partition(" ")[0]], leg]
-                loss, norm, weights = apart_by_step(*join_legs(pair.steps, parts), paths[pair.name], folder)
-                bounds = (*pair.bounds[:2], STEP_WEIGHTS)
-            else:
-                reference = hf_reference(parity_folder, paths[pair.name], token_lists(), steps=pair.steps)
-                since = pair.steps - len(leg["losses"])
-                loss, norm = (
-                    max(abs(a - b) for a, b in zip(actual, expected[since:], strict=True))
-                    for actual, expected in ((leg["losses"], reference.losses), (leg["norms"], reference.grad_norms))
-                )
-                weights = furthest(leg["weights"], complete["fsdp" if name == "megatron" else "megatron"]["weights"])
+            reference = hf_reference(parity_folder, paths[pair.name], token_lists(), steps=pair.steps)
+            since = pair.steps - len(leg["losses"])
+            loss, norm = (
+                max(abs(a - b) for a, b in zip(actual, expected[since:], strict=True))
+                for actual, expected in ((leg["losses"], reference.losses), (leg["norms"], reference.grad_norms))
+            )
+            weights = furthest(leg["weights"], complete["fsdp" if name == "megatron" else "megatron"]["weights"])
             print(f"{pair.name}, {name}: loss {loss:.1e}, norm {norm:.1e}, weights {weights:.1e}")
-            if not all(value <= bound for value, bound in zip((loss, norm, weights), bounds, strict=True)):
+            if not all(value <= bound for value, bound in zip((loss, norm, weights), pair.bounds, strict=True)):
                 problems.append((pair.name, name, loss, norm, weights))
             assert leg["steps"] == pair.steps
         for name, source in (("megatron to fsdp", "megatron"), ("fsdp to megatron", "fsdp")):
@@ -153,15 +141,6 @@ def furthest(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) ->
     return max(
         float((first[name].float() - second[name].float()).norm() / second[name].float().norm()) for name in first
     )
-
-
-def join_legs(
-    steps: int, parts: list[dict[str, Any]]
-) -> tuple[list[float], list[float], list[dict[str, torch.Tensor]]]:
-    """Return losses and norms of a run, and weights before each step and after the last, from its consecutive legs."""
-    count = steps - len(parts[-1]["losses"])
-    losses, norms, before = (parts[0][key][:count] + parts[-1][key] for key in ("losses", "norms", "before"))
-    return losses, norms, [*before, parts[-1]["weights"]]
 
 
 def test_a_run_goes_from_engine_to_engine(parity_folder, tmp_path):

@@ -12,12 +12,6 @@ from megascend import Fsdp, Parallel, Recompute
 from megascend.testing.parity import Case, TrainingCurve, bounds, case_checkpoint, differences, hf_reference
 from support import prefix_runs
 from support.model_checks import assert_within
-from support.prefix_checks import (
-    assert_fields_stay_their_own,
-    assert_others_keep_every_bit,
-    assert_tenants_share_alone,
-    assert_texts_share_beside_images,
-)
 
 RECOMPUTED = {"recompute": Recompute(granularity="full")}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -57,14 +51,3 @@ def test_trajectories_equal_hugging_faces(parity_folder: Path, tmp_path: Path) -
 @pytest.mark.nightly
 def test_more_trajectories_equal_hugging_faces(parity_folder: Path, tmp_path: Path) -> None:
     compare(MORE, parity_folder, tmp_path)
-
-
-def test_calls_equal_those_without_sharing(parity_folder: Path, tmp_path: Path) -> None:
-    def run(function: str, *arguments: Any) -> Any:
-        return run_jobs(Path(prefix_runs.__file__), tmp_path, (function, arguments, {}))[0]
-
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-    assert_fields_stay_their_own(run, "fsdp", checkpoint)
-    assert_others_keep_every_bit(run, "fsdp", checkpoint)
-    assert_tenants_share_alone(run, "fsdp", checkpoint)
-    assert_texts_share_beside_images(run, "fsdp", case_checkpoint(parity_folder, "qwen3_vl"))

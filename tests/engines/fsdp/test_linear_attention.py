@@ -10,7 +10,7 @@ import torch
 from jobs import run_jobs
 from safetensors.torch import load_file
 
-from megascend import Batching, Lora, Recompute
+from megascend import Batching, Recompute
 from megascend.testing.parity import (
     Case,
     TrainingCurve,
@@ -20,7 +20,6 @@ from megascend.testing.parity import (
     hf_reference,
     token_lists,
 )
-from support.lora_parity import adapter_differences, peft_reference
 from support.stacks import FIRST_STACK
 
 pytestmark = pytest.mark.skipif(not FIRST_STACK, reason="older versions of transformers have other modules")
@@ -94,50 +93,22 @@ def test_samples_of_a_micro_batch_do_not_see_each_other(arch: str, parity_folder
     assert "log-probabilities 2" in merged_samples["0: other tokens"]  # the comparison shows it where it happens
 
 
-@pytest.mark.parametrize(
-    ("engine", "packing", "packages"),
-    [
-        ("fsdp", True, ["fla", "causal_conv1d"]),
-        ("single", False, ["fla", "causal_conv1d"]),
-    ],
-)
-def test_self_check_runs_on_the_cpu_beside_kernels_of_other_devices(
-    engine: str, packing: bool, packages: list[str], parity_folder: Path, tmp_path: Path
+def test_kernels_of_other_devices_are_not_called_by_the_self_check_and_in_fp32(
+    parity_folder: Path, tmp_path: Path
 ) -> None:
-    checkpoint = str(checkpoint_of("qwen3_5_moe_text", parity_folder))
-    options = {"batching": Batching(packing=packing, micro_batch_tokens=256), "precision": "bf16"}
-    job = ("checked_beside_kernels", (engine, checkpoint, str(tmp_path), packages), options)
-    ((verdicts, error),) = run_jobs(RUNS, tmp_path, job)
+    """Kernels do not run on the CPU, where the self-check does, and multiply in TF32."""
+    checkpoint, batching = str(checkpoint_of("qwen3_5_moe_text", parity_folder)), Batching(micro_batch_tokens=256)
+    jobs = [
+        ("checked_beside_kernels", ("fsdp", checkpoint, str(tmp_path), packages), options | {"batching": batching})
+        for packages, options in (
+            (["fla"], {"precision": "fp32"}),
+            (["fla", "causal_conv1d"], {"precision": "bf16"}),
+        )
+    ]
+    (_, in_fp32), (verdicts, in_bf16) = run_jobs(RUNS, tmp_path, *jobs)
+    assert in_fp32 == "no kernel was called"
+    assert in_bf16 == "a kernel was called on the CPU"
     assert [(verdict.status, verdict.not_shown) for verdict in verdicts] == [("agrees", "")]
-    assert error == "a kernel was called on the CPU"
-
-
-def test_fp32_is_not_computed_by_kernels_that_multiply_in_tf32(parity_folder: Path, tmp_path: Path) -> None:
-    checkpoint = str(checkpoint_of("qwen3_5_moe_text", parity_folder))
-    options = {"batching": Batching(micro_batch_tokens=256), "precision": "fp32"}
-    job = ("checked_beside_kernels", ("fsdp", checkpoint, str(tmp_path), ["fla"]), options)
-    ((_, error),) = run_jobs(RUNS, tmp_path, job)
-    assert error == "no kernel was called"
-
-
-@pytest.mark.parametrize("arch", ["qwen3_next", pytest.param("qwen3_5_text", marks=pytest.mark.nightly)])
-def test_adapter_of_engine_single_equals_peft(arch: str, parity_folder: Path, tmp_path: Path) -> None:
-    checkpoint, start = checkpoint_of(arch, parity_folder), tmp_path / "start"
-    _, trained = run_jobs(
-        RUNS,
-        tmp_path,
-        ("write_adapters", (str(checkpoint), {str(start): Lora(rank=8, alpha=12.0, seed=7)}), {}),
-        ("trained_adapter", ("single", str(checkpoint), str(start), STEPS, str(tmp_path / "out")), {}),
-    )
-    assert any("linear_attn.in_proj" in name for name in trained.factors)
-    difference = adapter_differences(
-        trained, peft_reference(parity_folder, checkpoint, start, token_lists(), steps=STEPS)
-    )
-    assert difference.loss <= 1e-5, difference
-    assert difference.grad_norm <= 1e-4, difference
-    assert difference.factors <= 1e-3, difference
-    assert difference.logits is not None
-    assert difference.logits <= 3e-5, difference
 
 
 def test_packing_without_kernels_is_refused_with_their_packages(parity_folder: Path, tmp_path: Path) -> None:

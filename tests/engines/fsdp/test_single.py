@@ -53,31 +53,3 @@ def test_a_run_resumes_to_the_bit(parity_folder: Path, tmp_path: Path) -> None:
     for results in in_process(tmp_path, *jobs):
         assert results["same"] == (True,) * 4
         assert results["count"] > 20
-
-
-def test_exports_match_transformers(parity_folder: Path, tmp_path: Path) -> None:
-    jobs = [
-        ("exported", (str(case_checkpoint(parity_folder, arch)), str(tmp_path / arch), 1), SINGLE)
-        for arch in ("qwen3", "qwen3_moe")
-    ]
-    for different, furthest in in_process(tmp_path, *jobs):
-        assert different == []
-        assert furthest <= 2e-5
-
-
-def test_failures_change_nothing(parity_folder: Path, tmp_path: Path) -> None:
-    """Cover a step that is skipped, steps without gradients, on two ranks too, and a second process."""
-    checkpoint = str(case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2))
-    skipped, single, sharded, refused = in_process(
-        tmp_path,
-        ("not_finite", (checkpoint, 1), SINGLE),
-        ("without_gradients", (checkpoint, 1), SINGLE),
-        ("without_gradients", (checkpoint, 2), {}),
-        ("refused", (checkpoint, 2), SINGLE),
-    )
-    [(step, unchanged, _)] = skipped
-    assert (step.skipped, step.skipped_in_a_row, unchanged) == (True, 1, True)
-    for messages, unchanged in (*single, *sharded):
-        assert messages == 2 * ["optimizer_step: the model has no gradients; call forward_backward first"]
-        assert unchanged
-    assert all("2 were started (WORLD_SIZE)" in message for message in refused)

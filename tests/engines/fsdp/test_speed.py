@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megascend import Fsdp, Parallel, Recompute
-from megascend.engines.fsdp import attention, recomputation, transformers_api
+from megascend import Fsdp, Recompute
+from megascend.engines.fsdp import attention, recomputation
 from megascend.testing.parity import TrainingCurve, case_checkpoint, differences, hf_reference, token_lists
 from megascend.training.kernels import varlen
 from support.forked_programs import run_forked
@@ -103,34 +103,6 @@ def test_selective_recomputation_keeps_attention_and_every_second_product():
     assert counts == {"none": (8, 0), "selective": (8 + 2, 0), "full": (8 + 4, 1)}
 
 
-def test_experts_match_transformers():
-    """Compare outputs and all gradients with transformers' loop over experts in fp64; one expert gets no token."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    config = Qwen3MoeConfig(hidden_size=16, moe_intermediate_size=8, num_experts=5, num_experts_per_tok=2)
-    config._experts_implementation_internal = "eager"
-    torch.manual_seed(7)
-    block: Any = Qwen3MoeSparseMoeBlock(config)
-    for parameter in block.parameters():
-        torch.nn.init.normal_(parameter)
-    hidden = torch.randn(11, 16)
-    index = torch.stack([torch.randperm(4)[:2] for _ in hidden])
-    weights = torch.rand(11, 2)
-
-    def run(dtype, function):
-        experts = block.experts.to(dtype)
-        inputs = [values.to(dtype, copy=True).requires_grad_() for values in (hidden, weights)]
-        experts.zero_grad()
-        out = function(experts, inputs[0], index, inputs[1])
-        out.backward(torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out))
-        return [out.detach(), *[x.grad.clone() for x in (*inputs, experts.gate_up_proj, experts.down_proj)]]
-
-    references = run(torch.float64, lambda experts, *inputs: experts(*inputs))
-    for expected, actual in zip(references, run(torch.float32, transformers_api.experts_products()), strict=True):
-        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
-
-
 def hold_against_hugging_face(folder: Path, tmp_path: Path, backend: str, layouts: list[Any], steps: int) -> None:
     jobs = []
     for arch, world_size, options in layouts:
@@ -159,13 +131,3 @@ def test_compiled_layers_compute_the_same(parity_folder, tmp_path):
     """Compile packed micro batches of different lengths once, in the first step, as full graphs, without code generation."""
     recomputed = {"fsdp": COMPILED, "recompute": Recompute(granularity="selective")}
     hold_against_hugging_face(parity_folder, tmp_path, "aot_eager", [("qwen3", 1, recomputed)], 3)
-
-
-@pytest.mark.nightly
-def test_compiled_layers_compute_the_same_in_other_layouts(parity_folder, tmp_path):
-    full, selective = (Recompute(granularity=granularity) for granularity in ("full", "selective"))
-    layouts = [
-        ("qwen3", 2, {"fsdp": Fsdp(compile=True, reshard_after_forward=False), "recompute": full}),
-        ("qwen3_moe", 2, {"fsdp": COMPILED, "recompute": selective, "parallel": Parallel(expert=2)}),
-    ]
-    hold_against_hugging_face(parity_folder, tmp_path, "inductor", layouts, 10)

@@ -50,34 +50,39 @@ def test_trailing_padding_needs_no_kernel_mask():
     assert kernel_mask(mask) is None
 
 
-def test_padding_on_the_left_is_refused():
-    mask = triangle().expand(2, 1, S, S).clone()
-    mask[0, :, :, :3] = True
-    with pytest.raises(DataError, match="pad on the right with weight 0"):
-        kernel_mask(mask)
+def blocked(mask, *index):
+    mask = mask.clone()
+    mask[index] = True
+    return mask
 
 
-def test_samples_separated_by_the_mask_are_refused():
-    mask = triangle().clone()
-    mask[4:, :4] = True
-    with pytest.raises(DataError, match="not the causal triangle"):
-        kernel_mask(mask)
+REFUSED = {
+    "padding on the left": (
+        blocked(triangle().expand(2, 1, S, S), 0, slice(None), slice(None), slice(3)),
+        "causal",
+        "pad on the right with weight 0",
+    ),
+    "separate samples": (blocked(triangle(), slice(4, None), slice(4)), "causal", "not the causal triangle"),
+    "the future": (torch.zeros(S, S, dtype=torch.bool), "causal", "not the causal triangle"),
+    "a mask of keys": (
+        torch.zeros(2, 1, 1, S, dtype=torch.bool),
+        "causal",
+        r"\[2, 1, 1, 8\].*\[8, 8\], \[1, 1, 8, 8\], \[2, 1, 8, 8\], \[2, 4, 8, 8\]",
+    ),
+    "floats": (
+        torch.zeros(S, S).masked_fill(triangle(), -torch.inf),
+        "causal",
+        r"torch\.float32: the NPU kernel takes bool or uint8",
+    ),
+    "a row without keys": (blocked(torch.zeros(S, S, dtype=torch.bool), 3), "general", "allows no key at all"),
+}
 
 
-def test_a_mask_that_lets_the_future_in_is_refused():
-    with pytest.raises(DataError, match="not the causal triangle"):
-        kernel_mask(torch.zeros(S, S, dtype=torch.bool))
-
-
-def test_key_padding_mask_is_refused_with_the_supported_shapes():
-    with pytest.raises(DataError, match=r"\[2, 1, 1, 8\].*\[8, 8\], \[1, 1, 8, 8\], \[2, 1, 8, 8\], \[2, 4, 8, 8\]"):
-        kernel_mask(torch.zeros(2, 1, 1, S, dtype=torch.bool))
-
-
-def test_float_masks_are_refused():
-    additive = torch.zeros(S, S).masked_fill(triangle(), float("-inf"))
-    with pytest.raises(DataError, match=r"torch\.float32: the NPU kernel takes bool or uint8"):
-        kernel_mask(additive)
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_masks_are_refused(name):
+    mask, mask_type, message = REFUSED[name]
+    with pytest.raises(DataError, match=message):
+        kernel_mask(mask, mask_type)
 
 
 def test_a_context_parallel_rank_holds_rows_of_the_triangle():
@@ -101,13 +106,6 @@ def test_a_general_mask_passes_in_the_kernels_shapes_only():
         kernel_mask(mask[:, :, :1], "general")
     with pytest.raises(DataError, match="pass the mask"):
         kernel_mask(None, "general")
-
-
-def test_a_row_without_any_key_is_refused():
-    mask = torch.zeros(S, S, dtype=torch.bool)
-    mask[3] = True
-    with pytest.raises(DataError, match="allows no key at all"):
-        kernel_mask(mask, "general")
 
 
 @pytest.mark.parametrize("settings", [{}, {"attention_mask_type": "causal"}], ids=["another provider", "MindSpeed"])

@@ -52,10 +52,8 @@ LAYOUTS = {
     "single": Layout(),
     "TP2 x PP2": Layout(4, Parallel(tensor=2, pipeline=2)),
     "tied, TP2": Layout(2, Parallel(tensor=2), overrides=TIED),
-    "PP2 x VPP2": Layout(2, Parallel(pipeline=2, virtual_pipeline=2)),
     "DP2, overlap": Layout(2, adam=OVERLAP),
     "MoE EP2": Layout(2, Parallel(expert=2), arch="qwen3_moe"),
-    "MoE TP2 (ETP2)": Layout(2, Parallel(tensor=2), arch="qwen3_moe"),
 }
 
 
@@ -102,8 +100,6 @@ def relative_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]
     return largest_difference(actual, expected) / max(float(entry.abs().max()) for entry in expected)
 
 
-# covered: TP2 x PP2, MoE EP2; test_named_weights.py has the same layouts
-@pytest.mark.nightly_cases("PP2 x VPP2", "MoE TP2 (ETP2)")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_exported_models_give_the_same_logits_in_transformers(parity_folder, tmp_path, name):
     layout = LAYOUTS[name]
@@ -142,15 +138,6 @@ def with_companions(parity_folder, tmp_path) -> Path:
     return checkpoint
 
 
-def test_tokenizer_and_companions_are_exported(with_companions, tmp_path):
-    train_and_export(with_companions, tmp_path / "out", LAYOUTS["single"], steps=0)
-    for name in COMPANIONS:
-        assert (tmp_path / "out" / name).read_text() == (with_companions / name).read_text()
-    exported, source = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", with_companions))
-    assert exported == source
-    assert not list(tmp_path.glob(".*"))  # nothing temporary is left
-
-
 def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path):
     target = tmp_path / "out"
     shutil.copytree(with_companions, target)
@@ -162,13 +149,6 @@ def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path):
         _, expected = transformers_alone(target)
         assert largest_difference(actual, expected) <= 1e-5
     assert not list(tmp_path.glob(".*"))
-
-
-def test_export_may_overwrite_the_source_checkpoint(with_companions, tmp_path):
-    actual = train_and_export(with_companions, with_companions, LAYOUTS["TP2 x PP2"])
-    _, expected = transformers_alone(with_companions)
-    assert largest_difference(actual, expected) <= 1e-5
-    assert all((with_companions / name).is_file() for name in COMPANIONS)
 
 
 def export_one_after_another(checkpoint: Path, folder: Path, layouts: list[Parallel]) -> list[tuple[int, int]]:

@@ -64,27 +64,6 @@ def test_a_life_of_adapters_of_experts_is_the_same(parity_folder):
     assert all("logprobs" in reason for reason in report.eager), "what the stand-in cannot capture"
 
 
-def test_a_life_of_a_tied_model_is_the_same_on_two_ranks(parity_folder):
-    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, tie_word_embeddings=True)
-
-    def lives():
-        results = {}
-        for name, settings in {"plain": None, "graphs": CudaGraphs(max_tokens=512, max_count=64)}.items():
-            backend = make_backend(checkpoint, settings, micro_batch_tokens=384, adapters=False)
-            results[name] = life_of_a_model(backend), backend.cuda_graphs
-            backend.close()
-        return results
-
-    for results in run_distributed(lives, 2, init=False, timeout_s=300):
-        (expected, _), (figures, report) = results["plain"], results["graphs"]
-        errors = differences(figures, expected)
-        print(report, max(errors.items(), key=lambda entry: entry[1]))
-        assert max(errors.values()) <= BOUND, {key: value for key, value in errors.items() if value > BOUND}
-        assert report.replayed > report.captured > 4
-        assert report.stack_bytes == 0
-        assert all("logprobs" in reason for reason in report.eager), "what the stand-in cannot capture"
-
-
 def test_a_model_is_replayed_operation_by_operation(parity_folder):
     """Check that a replay depends on static memory only, not on any number of the call in which it was captured."""
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
@@ -158,27 +137,6 @@ def test_a_capture_that_fails_leaves_no_gradient_behind(parity_folder):
     assert max(differences(actual, expected).values()) <= BOUND
     assert report.captured == 0
     assert len(report.eager) == 3, "two losses, and forward"
-
-
-def test_upstream_keeps_no_rotary_table_that_captured_work_reads(parity_folder):
-    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
-
-    def tables():
-        from megascend.engines.megatron.graphed_steps import without_rotary_cache
-
-        backend = make_backend(checkpoint)
-        model = backend.engine.bare_chunks[0]
-        before, repeated = model.rotary_pos_emb(9), model.rotary_pos_emb(9)
-        with without_rotary_cache(model):
-            inside = model.rotary_pos_emb(9)
-        after = model.rotary_pos_emb(9)
-        backend.close()
-        return before is repeated, inside is before, after is inside
-
-    cached, from_before, from_inside = run_distributed(tables, 1, init=False)[0]
-    assert cached, "upstream no longer keeps them: without_rotary_cache can go"
-    assert not from_before
-    assert not from_inside
 
 
 def test_uncaptured_steps_run_eagerly_and_are_reported_once(parity_folder, caplog):

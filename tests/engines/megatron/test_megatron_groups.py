@@ -74,18 +74,6 @@ def test_a_second_set_is_refused_and_leaves_the_first_as_it_is(
         assert not parallel_state.is_initialized()
 
 
-def test_groups_of_one_rank_are_few(megatron_imported: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty communicators of a single rank each took seconds to leave on a GPU: the default group, one for each timeout that
-    Megatron asks for, and Gloo's."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGASCEND_STORE"):
-        monkeypatch.delenv(name, raising=False)
-    groups = open_groups(megatron_imported, 1)
-    try:
-        assert len(dist.distributed_c10d._world.pg_map) <= 5
-    finally:
-        groups.destroy()
-
-
 def test_axes_of_size_one_share_a_single_rank_group(megatron_imported: Runtime) -> None:
     def single_rank_groups() -> tuple[int, list[bool], float]:
         groups = open_groups(megatron_imported, 2)
@@ -146,13 +134,3 @@ def test_only_groups_of_the_same_rank_and_kind_are_shared() -> None:
         *(shared(None, 30, "nccl") for _ in range(2)),
     ]
     assert len({id(group) for group in (first, *distinct)}) == len(groups) == 9
-
-
-@pytest.mark.usefixtures("megatron_imported")
-def test_new_group_is_restored_afterwards() -> None:
-    from megascend.engines.megatron.groups import shared_single_rank_groups
-
-    before = dist.new_group
-    with shared_single_rank_groups():
-        assert dist.new_group is not before
-    assert dist.new_group is before

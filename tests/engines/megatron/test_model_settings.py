@@ -23,20 +23,14 @@ def selective(*modules: str) -> Recompute:
 
 CASES = [
     Case("decoder_sparse_step: 2", arch="qwen3_moe", overrides=EVERY_OTHER),
-    Case("decoder_sparse_step: 2, PP2", 2, Parallel(pipeline=2), arch="qwen3_moe", overrides=EVERY_OTHER),
     Case("mlp_only_layers, TP2 + SP", 2, Parallel(tensor=2), arch="qwen2_moe", overrides=ONE_DENSE),
     Case("one expert by its probability", arch="qwen3_moe", overrides=ONE_EXPERT),
     Case("attention_bias on q, k and v", arch="glm4_moe", overrides={"attention_bias": True}),
     Case("recompute moe", arch="qwen3_moe", recompute=selective("moe")),
     Case("recompute moe_act, layernorm", arch="qwen3_moe", recompute=selective("moe_act", "layernorm")),
-    Case("recompute shared_experts", arch="qwen2_moe", recompute=selective("shared_experts")),
 ]
 
 
-@pytest.mark.nightly_cases(
-    "decoder_sparse_step: 2, PP2",  # covered: on one process; mlp_only_layers, TP2 + SP
-    "recompute shared_experts",  # covered: recompute moe
-)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_honoured_as_in_hugging_face(parity_folder, case):
     """Compare logits, and losses and gradient norms of two steps."""
@@ -51,9 +45,7 @@ def test_honoured_as_in_hugging_face(parity_folder, case):
     assert difference.logits <= 2e-5
 
 
-@pytest.mark.parametrize(
-    "error", [AssertionError("nheads must be divisible by ngroups"), ValueError("x"), KeyError("y")]
-)
+@pytest.mark.parametrize("error", [AssertionError("nheads must be divisible by ngroups"), KeyError("y")])
 def test_error_of_megatron_about_a_model_becomes_a_refusal(parity_folder, monkeypatch, error: Exception) -> None:
     """Sizes that no declaration refuses end in an assertion or a KeyError of Megatron-Core or mcore-bridge."""
     from megascend.engines.megatron import build

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megascend import Adam, Adapters, Batching, Lora, Parallel
-from megascend.errors import CheckpointError, ConfigError
+from megascend.errors import CheckpointError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from megascend.testing.reference import run_reference
@@ -278,57 +278,6 @@ def test_the_only_reader_may_stop_whenever_it_likes(parity_folder):
     assert other == ([], [])
     assert len(names) == 11 + len(set(names))
     assert all(grad_modes)
-
-
-def test_unexpected_tensors_raise_for_the_reader(parity_folder):
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-
-    def on_rank():
-        from megascend.engines.megatron.named_weights import named_weights
-
-        backend = make_backend(checkpoint)
-        headers = dict(backend.engine.info.tensors)
-        headers["model.layers.4.new.weight"] = headers.pop("model.norm.weight")
-        engine = backend.engine
-        weights = named_weights(engine.bare_chunks, engine.config.bridge, backend.groups, headers)
-        with pytest.raises(CheckpointError, match=r"lacks model.layers.4.new.weight; it would have model.norm.weight"):
-            copied(weights)
-
-    run_distributed(on_rank, 1, init=False)
-
-
-def test_backend_named_weights_of_model_merged_adapter_and_adapter(parity_folder, tmp_path):
-    """Use two ranks with other receivers: only the main one, or both."""
-    checkpoint = case_checkpoint(parity_folder, "qwen3")
-
-    def on_rank():
-        backend = trained_adapter(checkpoint, Parallel(tensor=2))
-        backend.save_adapter("a", tmp_path / "alone")
-        backend.export_hf(tmp_path / "merged", adapter="a")
-        for wrong in ({"adapter": "b"}, {"adapter_only": True}):
-            with pytest.raises(ConfigError):
-                backend.named_weights(**wrong)
-        return (
-            {name: tensor.clone() for name, tensor in backend.named_weights()},
-            {name: tensor.clone() for name, tensor in backend.named_weights("a", receivers="main")},
-            dict(backend.named_weights("a", adapter_only=True, receivers={1})),
-            [(name, tensor.shape, tensor.device.type) for name, tensor in backend.named_weights("a", device="meta")],
-        )
-
-    (base, merged, no_factors, headers), (also_base, no_merged, factors, also_headers) = run_distributed(
-        on_rank, 2, init=False, timeout_s=120
-    )
-    assert no_factors == no_merged == {}
-    assert headers == also_headers == [(name, tensor.shape, "meta") for name, tensor in base.items()]
-    for actual, file in (
-        (base, checkpoint / "model.safetensors"),
-        (also_base, checkpoint / "model.safetensors"),
-        (merged, tmp_path / "merged" / "model.safetensors"),
-        (factors, tmp_path / "alone" / "adapter_model.safetensors"),
-    ):
-        expected = load_file(file)
-        assert set(actual) == set(expected)
-        assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 def test_weights_are_described_again_after_a_parameter_has_moved(parity_folder: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 import megascend
-from megascend.apps.cli.random_checkpoint import byte_tokenizer
-from megascend.apps.train.train import train
-from megascend.config import Data, Parallel, RunConfig
+from megascend.config import Parallel
 from megascend.errors import CheckpointError, ConfigError
 from megascend.models import Architecture, registry
 from megascend.testing import run_distributed, tiny_config
@@ -68,36 +64,6 @@ def test_its_adapters_are_those_of_peft(parity_folder: Path, checkpoint: Path, t
     assert difference.loss <= case.loss_bound, difference
     assert difference.grad_norm <= case.norm_bound, difference
     assert difference.factors <= 1e-3, difference
-
-
-def test_megascend_train_takes_it_by_its_plug_in(checkpoint: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(checkpoint, tmp_path / "model")
-    byte_tokenizer(64).save_pretrained(model)
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": "ab" * 8 + c}) + "\n" for c in "cdef"))
-    run = RunConfig(
-        model=model,
-        output=tmp_path / "run",
-        data=Data(path=tmp_path / "data.jsonl", global_batch_size=4),
-        steps=3,
-        plugins=("parrot",),
-        platform="cpu",
-        precision="fp32",
-        plot=False,
-        self_check=False,  # covered: models/test_outside_family.py
-        optimizer=megascend.Adam(lr=1e-2),
-    )
-
-    def on_rank() -> Any:
-        for name in [name for name in sys.modules if name.split(".")[0] == "parrot"]:
-            del sys.modules[name]
-        registry._from_outside.clear()
-        megascend.training.lora.target_maps._by_model_type.clear()
-        result = train(run)
-        return result.steps, result.export
-
-    assert run_distributed(on_rank, 1, init=False) == [(3, tmp_path / "run" / "hf")]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["loss"] < rows[0]["loss"]
 
 
 def test_without_its_package_it_is_refused_and_a_package_is_named_that_fails(

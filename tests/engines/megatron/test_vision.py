@@ -56,22 +56,6 @@ def test_features_go_to_their_tokens() -> None:
     assert added(inputs)[..., 0].T.tolist() == [[0, 0, 1], [2, 0, 0]]
 
 
-def test_upstream_exchanges_features_of_inner_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail once mcore-bridge adds them to their own tokens: the patch is not needed any more then."""
-    from mcore_bridge.model.mm_gpts import qwen3_vl
-
-    monkeypatch.setattr(qwen3_vl.parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(qwen3_vl.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
-    visual: Any = SimpleNamespace(config=SimpleNamespace(context_parallel_size=1, sequence_parallel=False))
-    hf_config = SimpleNamespace(vision_config=SimpleNamespace(), image_token_id=TOKEN, video_token_id=-1)
-    images = {"pixel_values": torch.zeros(8, 1), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
-    inputs = qwen3_vl.Qwen3VL_Vit._get_inputs_embeds(
-        visual, torch.zeros(2, 3, 1), {"input_ids": IDS, **images}, Tower(), hf_config
-    )
-    assert inputs["inputs_embeds"][..., 0].tolist() == [[0, 0, 10], [20, 0, 0]]
-    assert added(inputs)[..., 0].T.tolist() == [[0, 0, 2], [1, 0, 0]]
-
-
 @pytest.mark.parametrize("trained", [True, False])
 def test_text_alone_runs_the_tower_only_if_it_is_trained(trained: bool) -> None:
     from megascend.engines.megatron.vision import Features

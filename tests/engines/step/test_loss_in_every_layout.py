@@ -87,43 +87,6 @@ def test_a_loss_that_is_infinite_at_tokens_of_weight_0_trains(checkpoint, parity
     equals_hugging_face(results, reference)
 
 
-@every_layout
-def test_a_ratio_that_overflows_at_tokens_of_weight_0_is_nobodys_business(checkpoint, parity_folder, layout):
-    fields = [
-        {
-            "old_logprobs": in_the_prompt(-200.0, [-5.0 - 0.1 * (position % 7) for position in range(len(ids) - 1)]),
-            "advantages": in_the_prompt(1.0, [0.5 - (position % 2) for position in range(len(ids) - 1)]),
-        }
-        for ids in TOKENS
-    ]
-    loss = "importance_sampling"
-    reference = hf_reference(parity_folder, checkpoint, TOKENS, steps=1, loss=loss, fields=fields)
-    equals_hugging_face(figures(checkpoint, layout, with_fields(fields), loss), reference)
-
-
-@pytest.mark.nightly_cases("DP2, padded")  # covered: CP2, PP2, TP2 + SP
-@every_layout
-def test_padding_adds_nothing_to_sums_over_samples(checkpoint, layout):
-    """Sum complete samples in a pair loss without weights: padding must be zero."""
-
-    def sums(logprobs, inputs):
-        totals = logprobs.new_zeros(inputs.sample_count).index_add(0, inputs.sample, logprobs)
-        totals = inputs.reduce_context(totals)
-        margins = totals[inputs.pairs[:, 0]] - totals[inputs.pairs[:, 1]]
-        return -torch.nn.functional.logsigmoid(0.1 * margins), {"margin": margins.detach()}
-
-    samples = causal_samples(TOKENS)
-    for index, sample in enumerate(samples):
-        sample.weights = torch.ones_like(sample.weights)
-        sample.pair, sample.chosen = index // 2, index % 2 == 0
-    loss = Loss("sums", sums, per="pair")
-    (value, norm, _, metrics), *_ = figures(checkpoint, "single", samples, loss)
-    for result in figures(checkpoint, layout, samples, loss):
-        assert result[0] == pytest.approx(value, rel=2e-5)
-        assert result[1] == pytest.approx(norm, rel=5e-5)
-        assert result[3]["margin"] == pytest.approx(metrics["margin"], rel=2e-5)
-
-
 def reverse_kl(logprobs, inputs):
     """Compute the loss of the example in docs/losses.md."""
     log_ratio = logprobs - inputs.extra["teacher"]
@@ -268,29 +231,6 @@ def test_and_where_it_raises_nothing_is_kept(checkpoint, layout):
 
     for leftover in run_distributed(on_rank, world_size, init=False, timeout_s=180):
         assert leftover == [0.0] * len(leftover)
-
-
-def test_in_fp16_its_gradient_is_autograds(checkpoint):
-    """Take the gradient by autograd in fp16, whose loss scale is known only in the backward pass."""
-    from megascend.backends import MegatronBackend
-
-    def on_rank():
-        backend = MegatronBackend(model=checkpoint, precision="fp16", optimizer=Adam(lr=0.0), timeout_s=60)
-        observed = []
-
-        def noted(logprobs, inputs):
-            observed.append(logprobs.requires_grad)
-            return -logprobs
-
-        results = []
-        for loss in ("cross_entropy", Loss("noted", noted, is_cross_entropy=True)):
-            result = backend.forward_backward(causal_samples(TOKENS), loss)
-            results.append((result.loss, backend.optimizer_step().grad_norm))
-        return results, observed
-
-    (((plain, with_function), flags),) = run_distributed(on_rank, 1, init=False)
-    assert with_function == pytest.approx(plain, rel=1e-6)
-    assert flags == [True] * len(flags)
 
 
 def test_a_cross_entropy_is_of_tokens_by_their_log_probabilities():
@@ -440,16 +380,6 @@ def test_a_function_that_hides_another_ranks_failure_does_not_hang(checkpoint):
     run_distributed(on_rank, 2, init=False, timeout_s=180)
 
 
-def test_loss_exception_is_the_cause_on_its_rank(checkpoint):
-    def on_rank():
-        backend = make_backend(checkpoint, Parallel())
-        with pytest.raises(LossFunctionError) as caught:
-            backend.forward_backward(causal_samples(TOKENS), raises_forward)
-        assert isinstance(caught.value.__cause__, KeyError)
-
-    run_distributed(on_rank, 1, init=False)
-
-
 def test_loss_with_a_trainable_parameter_raises(checkpoint):
     """Refuse it, because its gradient would not be scaled, reduced or stepped."""
 
@@ -474,19 +404,3 @@ def test_a_function_may_work_in_place(checkpoint):
 
     first, second = run_distributed(on_rank, 1, init=False)[0]
     assert second == first
-
-
-# --- arguments that differ between ranks ---
-
-
-@pytest.mark.parametrize("field", ["target_ids", "p"])
-def test_differing_field_values_within_a_replica_raise(checkpoint, field):
-    def on_rank():
-        backend = make_backend(checkpoint, Parallel(tensor=2))
-        samples = with_fields([{"advantages": [1.0] * (len(ids) - 1), "p": [1.0] * (len(ids) - 1)} for ids in TOKENS])
-        values = samples[2].extra if field == "p" else vars(samples[2])
-        values[field] = values[field] + backend.rank
-        with pytest.raises(DataError, match=rf"ranks 0 and 1 .*\(their {field} differ\)"):
-            backend.forward_backward(samples)
-
-    run_distributed(on_rank, 2, init=False)

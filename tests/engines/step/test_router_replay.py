@@ -113,63 +113,40 @@ def test_gradients_are_those_of_transformers_with_the_same_experts(
     assert changed == pytest.approx(expected["changed"], abs=1e-9)
 
 
-@pytest.mark.nightly_cases("qwen3_moe-fsdp")  # covered: single
-@pytest.mark.parametrize("engine", ["fsdp", "single"])
+@pytest.mark.parametrize(("engine", "ranks"), [("single", 1), ("fsdp", 2)])
 @pytest.mark.parametrize("arch", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.nightly)])
 def test_engines_without_megatron_replay_too(
-    arch: str, engine: str, references: Any, parity_folder: Path, tmp_path: Path
+    arch: str, engine: str, ranks: int, references: Any, parity_folder: Path, tmp_path: Path
 ) -> None:
+    """Replay with engine single, and on expert parallel ranks, with and without recomputation."""
     expected, result = references(arch), tmp_path / "result.json"
     code = """
 import json, sys
 from pathlib import Path
 import megascend
-sys.path.insert(0, sys.argv[5])
-from test_router_replay import samples
-engine, arch, checkpoint, result = sys.argv[1:5]
-packed = engine == "fsdp"
-for granularity in ("none", "full"):
-    batching = megascend.Batching(packing=packed, micro_batch_tokens=64 if packed else 200)
-    with megascend.make_backend(engine, model=checkpoint, precision="fp32", platform="cpu", batching=batching,
-                                recompute=megascend.Recompute(granularity=granularity), self_check=False) as backend:
-        step = backend.forward_backward(samples(arch))
-        row = [step.loss, backend.optimizer_step().grad_norm, step.metrics["router_replay_changed"]]
-    with open(result, "a", encoding="utf-8") as file:
-        print(json.dumps(row), file=file)
-"""
-    arguments = (engine, arch, case_checkpoint(parity_folder, arch), result, Path(__file__).parent)
-    completed = run_forked(code, *arguments, timeout_s=240)
-    assert completed.returncode == 0, completed.stderr[-3000:]
-    rows = [json.loads(line) for line in result.read_text(encoding="utf-8").splitlines()]
-    assert len(rows) == 2
-    for loss, norm, changed in rows:
-        assert loss == pytest.approx(expected["loss"], abs=1e-5)
-        assert norm == pytest.approx(expected["grad_norm"], abs=1e-4)
-        assert changed == pytest.approx(expected["changed"], abs=1e-9)
-
-
-def test_expert_parallel_ranks_of_engine_fsdp_replay_all_experts(
-    references: Any, parity_folder: Path, tmp_path: Path
-) -> None:
-    expected, result = references("qwen3_moe"), tmp_path / "result.json"
-    code = """
-import json, sys
-from pathlib import Path
-import megascend
 from megascend.testing import run_distributed
-sys.path.insert(0, sys.argv[3])
+sys.path.insert(0, sys.argv[6])
 from test_router_replay import samples
+engine, arch, ranks, checkpoint, result = sys.argv[1:6]
+ranks, packed = int(ranks), engine == "fsdp"
+batching = megascend.Batching(packing=packed, micro_batch_tokens=64 if packed else 200)
 def on_rank():
-    with megascend.make_backend("fsdp", model=sys.argv[1], precision="fp32", platform="cpu", self_check=False,
-                                parallel=megascend.Parallel(expert=2)) as backend:
-        step = backend.forward_backward(samples("qwen3_moe")[backend.rank :: 2])
-        return step.loss, backend.optimizer_step().grad_norm, step.metrics["router_replay_changed"]
-Path(sys.argv[2]).write_text(json.dumps(run_distributed(on_rank, 2, init=False, timeout_s=120)))
+    rows = []
+    for granularity in ("none", "full"):
+        with megascend.make_backend(engine, model=checkpoint, precision="fp32", platform="cpu", batching=batching,
+                                    parallel=megascend.Parallel(expert=ranks), self_check=False,
+                                    recompute=megascend.Recompute(granularity=granularity)) as backend:
+            step = backend.forward_backward(samples(arch)[backend.rank :: ranks])
+            rows.append((step.loss, backend.optimizer_step().grad_norm, step.metrics["router_replay_changed"]))
+    return rows
+Path(result).write_text(json.dumps(sum(run_distributed(on_rank, ranks, init=False, timeout_s=120), [])))
 """
-    arguments = (case_checkpoint(parity_folder, "qwen3_moe"), result, Path(__file__).parent)
+    arguments = (engine, arch, ranks, case_checkpoint(parity_folder, arch), result, Path(__file__).parent)
     completed = run_forked(code, *arguments, timeout_s=240)
     assert completed.returncode == 0, completed.stderr[-3000:]
-    for loss, norm, changed in json.loads(result.read_text(encoding="utf-8")):
+    rows = json.loads(result.read_text(encoding="utf-8"))
+    assert len(rows) == 2 * ranks
+    for loss, norm, changed in rows:
         assert loss == pytest.approx(expected["loss"], abs=1e-5)
         assert norm == pytest.approx(expected["grad_norm"], abs=1e-4)
         assert changed == pytest.approx(expected["changed"], abs=1e-9)
