@@ -94,10 +94,6 @@ def test_ranks_of_one_replica_must_have_the_same_samples(sizes, world_size, chec
         reconcile([entry(checksum=value) for value in checksums], layout(world_size, **sizes))
 
 
-def test_replicas_may_have_different_samples():
-    assert reconcile([entry(checksum=value) for value in (1, 2, 3)], layout(3)).counts[""].weight == 30.0
-
-
 def test_report_counts_weights_and_tokens():
     samples = [
         Sample([1, 2, 3], [2, 3, 4], [0.0, 0.5, 2.0]),

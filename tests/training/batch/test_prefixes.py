@@ -125,15 +125,6 @@ def test_prefix_ends_where_replayed_experts_differ() -> None:
     assert sum(planned.common) == 1
 
 
-def test_system_prompt_of_a_thousand_samples_is_computed_once_a_unit() -> None:
-    system = list(range(50))
-    samples = [sample([*system, number, *range(19)]) for number in range(1000)]
-    planned = plan(samples, limit=1000)
-    assert planned is not None
-    # 47 samples of 20 tokens beside the prompt fill a unit.
-    assert len(members_by_unit(planned)) == -(-1000 // 47)
-
-
 def test_micro_batch_gathers_no_more_keys_than_its_budget_allows() -> None:
     # Two groups of 32 tokens and 32 responses of one: 128 tokens to compute, with 2,112 keys.
     groups = (range(32), range(100, 132))
@@ -144,17 +135,3 @@ def test_micro_batch_gathers_no_more_keys_than_its_budget_allows() -> None:
     assert sum(lengths) - sum(planned.common) == 128
     for members in plan_micro_batches(planned.costs(lengths), planned.unit, 128, packing=True):
         assert sum(lengths[index] for index in members) <= KEYS_PER_TOKEN * 128
-
-
-def test_work_of_a_plan_grows_with_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = 0
-
-    def counted(members: list[int]) -> list[tuple[int, int]]:
-        nonlocal compared
-        compared += len(members)
-        return list(pairwise(members))
-
-    monkeypatch.setattr("megascend.training.batch.prefixes.pairwise", counted)
-    samples = [sample([*range(50), number, *range(19)]) for number in range(500)]
-    assert plan(samples) is not None
-    assert compared < 10 * len(samples)

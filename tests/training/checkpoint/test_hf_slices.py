@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from megascend.errors import CheckpointError
 from megascend.training.checkpoint import hf_slices
 from megascend.training.checkpoint.hf_slices import HfSlice, HfSlices, translate
-from megascend.training.checkpoint.slices import TensorSlices, overlap
+from megascend.training.checkpoint.slices import TensorSlices
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 5, 6, 3, 2
 VOCABULARY, PADDED = 7, 8
@@ -177,24 +176,3 @@ def test_file_stores_parts_or_a_reason(tmp_path) -> None:
         path.write_text(damaged)
         with pytest.raises(CheckpointError, match="cannot be read"):
             hf_slices.read(tmp_path)
-
-
-def test_slices_of_experts_are_compared_only_with_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers, experts = 4, 32
-    leading = [(layer, expert) for layer in range(layers) for expert in range(experts)]
-    parts = [HfSlice((*offsets, 0, 0), (1, 1, 2, 3), str(offsets), (0, 0)) for offsets in leading]
-    tensor = TensorSlices((layers, experts, 2, 3), torch.float32)
-    for number, offsets in enumerate(leading):
-        tensor.add((*offsets, 0, 0), torch.full((1, 1, 2, 3), float(number)))
-    comparisons = 0
-
-    def overlap_with_count(*boxes: Any) -> Any:
-        nonlocal comparisons
-        comparisons += 1
-        return overlap(*boxes)
-
-    monkeypatch.setattr(hf_slices, "overlap", overlap_with_count)
-    weights = list(hf_slices.held_weights({"experts": tensor}, {"experts": parts}))
-    assert [name for name, _, _ in weights] == [str(offsets) for offsets in leading]
-    assert [int(values[0, 0]) for _, _, values in weights] == list(range(len(leading)))
-    assert comparisons == len(leading)

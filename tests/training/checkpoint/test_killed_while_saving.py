@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import shutil
-import signal
-import sys
 import threading
 
 import pytest
@@ -173,28 +170,3 @@ def can_exchange(folder):
     finally:
         first.rmdir()
         second.rmdir()
-
-
-# --- real kills ---
-
-
-def killed(body, when=None):
-    """Run ``body`` in a fork until it kills itself or, with ``when``, until it is killed after ``when()``."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setpgid(0, 0)
-            faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)  # shows where a hang is
-            body()
-        finally:
-            os._exit(1)
-    try:
-        if when is not None:
-            when()
-            os.kill(child, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        raise
-    assert status == -signal.SIGKILL

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -45,16 +44,6 @@ def names(folder):
 )
 def test_by_preference(steps, latest, expected):
     assert by_preference(steps, latest) == expected
-
-
-@given(st.sets(st.integers(0, 30)), st.none() | st.integers(0, 30))
-def test_every_step_is_a_candidate_exactly_once(steps, latest):
-    candidates = by_preference(sorted(steps), latest)
-    assert sorted(candidates) == sorted(steps | ({latest} - {None}))
-    if latest is not None:
-        assert candidates[0] == latest
-        later = [step for step in candidates if step > latest]
-        assert candidates[len(candidates) - len(later) :] == later  # steps after `latest` were abandoned and come last
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), st.integers(1, 4), st.integers(0, 7), st.data())
@@ -188,52 +177,6 @@ def test_steps_to_keep_stay_whatever_their_age(tmp_path):
     assert retention.steps() == [1, 3, 4]
 
 
-def test_interrupted_removal_leaves_no_broken_checkpoint(tmp_path, monkeypatch):
-    """Kill the removal at every call: all visible checkpoints are complete, and the next save finishes it."""
-
-    class KilledError(BaseException):
-        pass
-
-    calls = {"unlink": os.unlink, "rmdir": os.rmdir, "rename": os.rename, "replace": os.replace}
-
-    def attempt(folder, dies_at):
-        retention, count = Retention(folder, keep_last=1), [0]
-
-        def counted(call):
-            def at_most(*arguments, **options):
-                count[0] += 1
-                if count[0] == dies_at:
-                    raise KilledError
-                return call(*arguments, **options)
-
-            return at_most
-
-        with monkeypatch.context() as patched:
-            for name, call in calls.items():
-                patched.setattr(os, name, counted(call))
-            try:
-                retention.committed(retention.path(3))
-            except KilledError:
-                return retention, True
-        return retention, False
-
-    for dies_at in range(1, 100):
-        folder = tmp_path / str(dies_at)
-        add(Retention(folder), 1, 2, 3)
-        for step in (1, 2, 3):
-            (Retention(folder).path(step) / "data").write_text("x")
-        retention, killed = attempt(folder, dies_at)
-        for step in retention.steps():
-            assert names(retention.path(step)) == ["adapters", "data", manifest.NAME]
-        assert retention.path(3) in retention.candidates()
-        assert all((path / manifest.NAME).exists() for path in retention.candidates())
-        retention.committed(retention.path(3))
-        assert names(folder) == ["latest", "step-00000003"]
-        if not killed:
-            break
-    assert dies_at > 10
-
-
 def test_a_checkpoint_that_cannot_be_removed_does_not_end_a_run(tmp_path, monkeypatch):
     """Continue the run; the next save tries the removal again."""
     retention = Retention(tmp_path, keep_last=1)
@@ -258,24 +201,3 @@ def test_unwritable_latest_file_raises_and_removes_nothing(tmp_path):
     with pytest.raises(OSError):
         retention.committed(retention.path(2))
     assert retention.steps() == [1, 2]  # nothing is removed before `latest` names the new checkpoint
-
-
-def test_latest_file_is_replaced_atomically(tmp_path, monkeypatch):
-    """Write a temporary file, sync it, and rename it: a crash leaves the old or the new content."""
-    retention, observed = Retention(tmp_path), []
-    add(retention, 1, 2)
-    retention.committed(retention.path(1))
-    replace, fsync = os.replace, os.fsync
-
-    def synchronise(descriptor):
-        observed.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
-        fsync(descriptor)
-
-    def rename(source, target):
-        observed.append((Path(source).read_text(), Path(target).read_text()))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", synchronise)
-    monkeypatch.setattr(os, "replace", rename)
-    retention.committed(retention.path(2))
-    assert observed[:2] == [".latest.writing", ("step-00000002\n", "step-00000001\n")]

@@ -153,12 +153,6 @@ def test_memory_grows_with_the_state_and_serves_a_smaller_one():
         assert all(same(a, b) for a, b in zip(values(copied)["a"], parts, strict=True))
 
 
-def test_state_without_tensors_allocates_nothing():
-    staged = Staging(page_locked=False)
-    assert staged.copy({"random/0": 1}) == {"random/0": 1}
-    assert staged._blocks == []
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(

@@ -23,7 +23,6 @@ from megascend import (
     OutOfDeviceMemoryError,
     Parallel,
     Sample,
-    Schedule,
 )
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
@@ -259,28 +258,6 @@ def test_pass_that_one_rank_has_no_memory_for_raises_on_all(dense, name):
     assert run_distributed(on_rank, 2, init=False, timeout_s=120) == [True] * 2
 
 
-def test_a_step_finds_its_moments_and_allocates_nothing_for_good(dense):
-    def on_rank():
-        backend = make_backend(dense)
-        for name, lora in LORAS.items():
-            backend.add_adapter(name, lora)
-        assert all(adapter._moments is not None for adapter in backend.adapters.values())
-        before = {
-            name: [moment.data_ptr() for moment in adapter.moments()] for name, adapter in backend.adapters.items()
-        }
-        assert [adapter.taken for adapter in backend.adapters.values()] == [0, 0]
-        healthy(backend)
-        assert [adapter.taken for adapter in backend.adapters.values()] == [1, 1]
-        after = {
-            name: [moment.data_ptr() for moment in adapter.moments()] for name, adapter in backend.adapters.items()
-        }
-        return before == after and all(
-            moment.any() for adapter in backend.adapters.values() for moment in adapter.moments()
-        )
-
-    assert run_distributed(on_rank, 1, init=False) == [True]
-
-
 def removed_before_its_step(backend):
     backend.forward_backward(samples_of(backend), loss)
     backend.remove_adapter("a")
@@ -473,28 +450,3 @@ def test_overflow_halves_only_that_tenants_loss_scale(dense):
     assert skipped == [[], ["a"], []]
     assert scales == [{"a": 2.0**16, "b": 2.0**16}, {"a": 2.0**16, "b": 2.0**16}, {"a": 2.0**15, "b": 2.0**16}]
     assert steps_taken == {"a": 2, "b": 3}
-
-
-def test_skipped_step_counts_only_for_its_tenant(dense):
-    def on_rank():
-        backend = make_backend(dense, schedule=Schedule(kind="linear", warmup_steps=0, total_steps=10))
-        for name, lora in LORAS.items():
-            backend.add_adapter(name, lora)
-        rows = []
-        for spoil in (0.0, 1.0, 1.0, 0.0):
-            backend.forward_backward(samples_of(backend, spoil=spoil), loss)
-            outcome = backend.optimizer_step()
-            rows.append((outcome.skipped, {n: (o.lr, o.skipped_in_a_row) for n, o in outcome.adapters.items()}))
-        backend.forward_backward([s for s in samples_of(backend) if s.adapter == "b"], loss)
-        last = backend.optimizer_step()
-        counts = {n: (x.step_count, x.taken, x.skipped_in_a_row) for n, x in backend.adapters.items()}
-        return rows, last.adapters["b"].lr, counts
-
-    rows, lr_of_b, counts = run_distributed(on_rank, 1, init=False)[0]
-    assert [skipped for skipped, _ in rows] == [False, True, True, False]
-    assert [row["a"] for _, row in rows] == [
-        (pytest.approx(1e-2 * (1 - i / 10)), n) for i, n in enumerate([0, 1, 2, 0])
-    ]
-    assert [row["b"] for _, row in rows] == [(pytest.approx(1e-2 * (1 - i / 10)), 0) for i in range(4)]
-    assert lr_of_b == pytest.approx(6e-3)
-    assert counts == {"a": (4, 2, 0), "b": (5, 5, 0)}

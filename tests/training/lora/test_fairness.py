@@ -154,11 +154,5 @@ def test_optimizer_steps_that_are_due_run_together():
     assert [request.adapter for request in serve(lines, ledger)[0]] == ["b"]
 
 
-def test_request_over_the_budget_is_a_separate_unit():
-    lines = line_up([make("big", 0, tokens=BUDGET + 1), make("small", 1, tokens=1)])
-    units = [[request.adapter for request in unit] for unit in run_all(r for line in lines.values() for r in line)]
-    assert units == [["big"], ["small"]]
-
-
 def test_no_waiting_requests_give_no_unit():
     assert next_unit([], Ledger(), BUDGET) == []

@@ -41,10 +41,6 @@ CASES = [case for case in lora_matrix() if case.name in IN_SHORT]
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 
-def test_the_short_list_names_cases():
-    assert len(CASES) == len(IN_SHORT)
-
-
 @pytest.mark.core_cases("TP2 + SP, padded")
 @pytest.mark.nightly_cases(
     "TP2 + SP",  # covered: TP2 + SP, padded

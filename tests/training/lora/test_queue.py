@@ -172,14 +172,6 @@ def verbs(backend):
 # --- what runs ---
 
 
-def test_submitting_runs_nothing(queue, backend):
-    futures = [queue.forward_backward("a", [sample(1)]), queue.optimizer_step("a"), queue.forward("a", [sample(1)])]
-    assert backend.calls == []
-    assert not any(future.done() for future in futures)
-    assert queue.pending("a") == 3
-    assert queue.pending("b") == 0
-
-
 def test_tenants_share_batches_and_steps(queue, backend):
     losses, steps = {}, {}
     for index, name in enumerate("abc"):
@@ -219,14 +211,6 @@ def test_different_losses_do_not_mix_and_equal_ones_do(queue, backend):
     queue.forward_backward("c", [policy_sample(1)], resolve("ppo"))
     queue.drain()
     assert [call[1::2] for call in backend.calls] == [(("a", "c"), "ppo"), (("b",), "cross_entropy")]
-
-
-def test_the_budget_splits_batches(backend):
-    queue = AdapterQueue(backend, max_batch_tokens=5)
-    for name in "abc":
-        queue.forward_backward(name, [sample(1, 2), sample(3)])
-    queue.drain()
-    assert [call[1] for call in backend.calls] == [("a",), ("b",), ("c",)]
 
 
 def test_result_runs_no_more_than_it_needs(queue, backend):
@@ -368,14 +352,6 @@ def test_requests_up_to_the_next_step_fail_after_an_error(queue, backend, bad, e
     assert spoiled[0].error.__cause__ is failed.error
     assert fresh.result().grad_norm == 3.0  # and not 53: the first gradient went with the failed step
     assert queue.pending("a") == 0
-
-
-def test_a_bad_forward_spoils_nothing(queue, backend):
-    queue.forward_backward("a", [sample(1, weight=2.0)])
-    bad, step = queue.forward("a", BAD), queue.optimizer_step("a")
-    assert step.result().grad_norm == 2.0
-    with pytest.raises(DataError, match="vocabulary"):
-        bad.result()
 
 
 def test_a_step_without_gradients_fails_and_does_not_hold_up_the_others(queue):

@@ -113,30 +113,6 @@ def test_values_and_gradients_round_trip(names):
                         torch.testing.assert_close(gradients["b"][layer, expert][:, part.local_rows], leaf_b.grad)
 
 
-def test_untargeted_layers_have_no_values_and_no_gradients():
-    groups = target_modules()
-    registry = make_registry(groups)
-    narrow = adapter(registry, "narrow", LORAS["narrow"])
-    stacked = StackedAdapters([narrow, None], groups, torch.float32, torch.device("cpu"))
-    stacked.fill()
-    a, a_grads, b, b_grads = stacked.factors(0, 0, 0)
-    rank, k_rows = stacked.rank, ROWS["k_proj"]
-    assert not a[0, :, rank : 2 * rank].any(), "k_proj is the second part"
-    assert not b[0, :, k_rows].any()
-    grad = torch.randn(IN, OUT)
-    a_grads[0] += grad @ b[0].T
-    b_grads[0] += a[0].T @ grad
-    stacked.collect()
-    for span, grads in narrow.views(narrow.grads):
-        if span.shape_group != 0:
-            assert not grads.any()
-        elif span.factor == "a":
-            assert not grads[:, :, 1].any()
-            assert grads[0, :, [0, 2]].abs().sum() > 0
-        else:
-            assert not grads[..., k_rows].any()
-
-
 def test_another_set_of_adapters_finds_nothing_of_the_last_one():
     """Reuse the memory for adapters of lower ranks and other targets: it equals new memory bit for bit."""
     groups = target_modules()
