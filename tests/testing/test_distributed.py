@@ -60,10 +60,6 @@ def test_every_rank_has_its_environment_and_one_thread() -> None:
     assert dict(os.environ) == before
 
 
-def test_world_size_one_is_supported() -> None:
-    assert run_distributed(dist.get_world_size, 1, timeout_s=30) == [1]
-
-
 def test_exception_is_reported_with_rank_traceback_output_and_cause(tmp_path: Path) -> None:
     def fail_on_one() -> None:
         write_pid(tmp_path)

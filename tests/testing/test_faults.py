@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megascend.errors import ConfigError, PlatformError
 from megascend.runtime.diagnostics.hang_monitor import HangMonitor
-from megascend.testing import Lost, faults, run_distributed
+from megascend.testing import faults
 from megascend.testing.faults import Fault
 
 
@@ -90,57 +86,7 @@ print("megascend.testing.faults" in sys.modules)
     assert completed.stdout == "False\n"
 
 
-def wait_until_lost(note: Path, action: faults.Action) -> None:
-    """Wait until the process whose id is in ``note`` has ended or stopped, or for a hang until it has started."""
-    until = time.monotonic() + 60
-    while not (note.exists() and note.read_text()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(int(note.read_text()))
-        while action != "hang" and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
-            assert time.monotonic() < until
-            time.sleep(0.01)
-
-
-@pytest.mark.parametrize(("action", "status"), [("die", -signal.SIGKILL), ("stop", None), ("hang", None)])
-def test_lost_ranks_are_reported_as_results(action: faults.Action, status: int | None, tmp_path: Path) -> None:
-    def work() -> str:
-        rank = int(os.environ["RANK"])
-        monitor = HangMonitor(rank, 1, 10.0)
-        if rank == 1:
-            (tmp_path / "pid").write_text(str(os.getpid()))
-        else:
-            wait_until_lost(tmp_path / "pid", action)
-        with monitor.phase("work"):
-            pass
-        return f"rank {rank} is through"
-
-    with faults.inject(Fault(action, 1, "work")):
-        assert run_distributed(work, 3, init=False, expect_lost={1}, timeout_s=30) == [
-            "rank 0 is through",
-            Lost(status),
-            "rank 2 is through",
-        ]
-
-
 # --- files ---
-
-
-def test_truncate_and_flip(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(range(9)))
-    os.utime(path, ns=(5, 7))
-    assert faults.flip_byte(path) == 4
-    assert path.read_bytes() == bytes([0, 1, 2, 3, 251, 5, 6, 7, 8])
-    assert path.stat().st_mtime_ns == 7
-    faults.flip_byte(path, 4)
-    faults.truncate(path, 6)
-    assert path.read_bytes() == bytes(range(6))
-    with pytest.raises(ConfigError, match="has 6 bytes; cannot keep 6 of them and lose some"):
-        faults.truncate(path, 6)
-    with pytest.raises(ConfigError, match="has 6 bytes, none at 6"):
-        faults.flip_byte(path, 6)
 
 
 def test_full_disk_raises_enospc() -> None:
@@ -166,27 +112,3 @@ def test_read_only_directory_raises_erofs(tmp_path: Path) -> None:
     except PlatformError as error:
         pytest.skip(str(error))
     (tmp_path / "file").write_text("z")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop the privilege to mount")
-def test_full_disk_without_mount_privilege() -> None:
-    """Mount in a user namespace, or raise an error that names it if the kernel allows none."""
-    code = """
-import os
-from megascend.errors import PlatformError
-from megascend.testing import faults
-os.environ["TMPDIR"] = "/tmp"
-os.setgroups([]); os.setgid(65534); os.setuid(65534)
-try:
-    with faults.full_disk(65536) as disk:
-        (disk / "fits").write_bytes(bytes(50000))
-        try:
-            (disk / "does not").write_bytes(bytes(50000))
-        except OSError as error:
-            print(error.strerror)
-except PlatformError as error:
-    assert "cannot mount on" in str(error) and "in a user namespace" in str(error)
-    print("No space left on device")
-"""
-    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-    assert completed.stdout == "No space left on device\n", completed.stderr
