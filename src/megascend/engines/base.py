@@ -78,11 +78,11 @@ class Output(Protocol):
         """Return fp32 [n, vocabulary] on the CPU, or only ``rows`` (int64, ascending) of it."""
         ...
 
-    def logit_factors(self) -> tuple[Tensor, Tensor]:
-        """Return the last hidden states [n, h] and the output layer's rows of tokens on this rank [rows, h], without a graph.
+    def logit_factors(self) -> tuple[Tensor, Tensor, float | None]:
+        """Return the last hidden states [n, h], the output layer's rows of tokens on this rank [rows, h], and the logits' cap.
 
-        Logits are their product, without adapters of the output layer. Both may share the model's memory: copy them to keep
-        them beyond the micro batch.
+        Logits are the product, capped, without adapters of the output layer. Without a graph. Both tensors may share the
+        model's memory: copy them to keep them beyond the micro batch.
         """
         ...
 

@@ -209,7 +209,8 @@ SEGMENTS = ((2, slice(10, 70)), (0, slice(100, 150)))
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("fused", [True, False])
-def test_adapters_add_to_the_logits_of_their_segments(fused, temperature):
+@pytest.mark.parametrize("cap", [None, 4.0])
+def test_adapters_add_to_the_logits_of_their_segments(fused, temperature, cap):
     """Freeze a weight with padding rows; compare gradients with autograd through the full logits."""
     hidden, weight, targets, _ = inputs()
     generator = torch.Generator().manual_seed(4)
@@ -223,13 +224,15 @@ def test_adapters_add_to_the_logits_of_their_segments(fused, temperature):
         mask = torch.zeros(TOKENS, 1, dtype=torch.float64)
         mask[segment] = 1
         logits = logits + mask * (leaves[1] @ leaves[2][number])
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
     ((logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0] * -coefficients).sum().backward()
 
     padded = torch.cat([weight, torch.full((3, HIDDEN), 9.0)])
     grads = torch.ones_like(up)  # of an earlier micro batch
     lora_delta = LowRank(up, grads, SEGMENTS)
     inputs_with_grad = [tensor.clone().requires_grad_() for tensor in (hidden, down)]
-    shard = VocabShard(0, VOCABULARY)
+    shard = VocabShard(0, VOCABULARY, cap=cap)
     if fused:
         total, _ = linear_cross_entropy(
             inputs_with_grad[0],

@@ -71,6 +71,7 @@ class TeacherModel:
         self._weights: SwappedWeights | None = None
         self._engine: Engine | None = None
         self._projection: Tensor | None = None
+        self._cap: float | None = None
         engine = backend.engine
         if can_swap(directory, engine.model_dir, engine.info, frozen=engine.trainable.frozen):
             self._weights = SwappedWeights(backend)
@@ -104,7 +105,7 @@ class TeacherModel:
             logprobs, *_ = policy_output(batch, output).logprobs(False)
             if "states" not in names:
                 return {"logprobs": logprobs}
-            states, rows = output.logit_factors()
+            states, rows, self._cap = output.logit_factors()
             if self._projection is None:
                 # A copy: the rows may be gathered for this pass only, or be the student's in the next moment.
                 self._projection = rows.clone()
@@ -116,7 +117,7 @@ class TeacherModel:
 
     def loss(self, kind: DivergenceKind, beta: float) -> Loss:
         """Return the divergence as a loss of samples with ``teacher_states``; after the first :meth:`outputs`."""
-        return teacher_loss(TeacherDivergence(kind, self._projection, beta))
+        return teacher_loss(TeacherDivergence(kind, self._projection, beta, self._cap))
 
 
 def can_swap(directory: Path, model: Path, info: ModelInfo, *, frozen: bool) -> bool:

@@ -35,6 +35,7 @@ class PlainOutput:
         vocab_size: rows of the weight that stand for tokens; the others are padding.
         down, lora_delta: ``A x`` [n, r] of this layer's adapters, and their contribution to the logits; or both None.
         temperature: divides the logits of log-probabilities.
+        cap: of the logits, as in :class:`megascend.training.kernels.softmax.VocabShard`.
     """
 
     hidden: Tensor
@@ -44,11 +45,12 @@ class PlainOutput:
     down: Tensor | None = None
     lora_delta: LowRank | None = None
     temperature: float = 1.0
+    cap: float | None = None
 
     @property
     def shard(self) -> VocabShard:
         """The full vocabulary as the shard of the only rank."""
-        return VocabShard(0, self.vocab_size)
+        return VocabShard(0, self.vocab_size, cap=self.cap)
 
     @property
     def prediction(self) -> None:
@@ -96,8 +98,8 @@ class PlainOutput:
         logits = gather_logits(self.hidden, self.weight, self.shard, self.down, self.lora_delta, rows)
         return logits[:, : self.vocab_size]
 
-    def logit_factors(self) -> tuple[Tensor, Tensor]:
-        return self.hidden.detach(), self.weight.detach()[: self.vocab_size]
+    def logit_factors(self) -> tuple[Tensor, Tensor, float | None]:
+        return self.hidden.detach(), self.weight.detach()[: self.vocab_size], self.cap
 
     def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:
         return linear_divergence(

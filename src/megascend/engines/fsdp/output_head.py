@@ -117,5 +117,6 @@ class LossHead:
             None if down is None else down.flatten(0, 1),
             lora_delta,
             batch.temperature,
+            getattr(self._model, "logit_cap", None),
         )
         return on_output(batch, head)

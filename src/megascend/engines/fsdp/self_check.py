@@ -102,5 +102,7 @@ class FsdpSubject(Subject):
         # The head's product is replaced by the engine's own, chunked one: a model that scales or caps its logits
         # afterwards would silently lose that.
         logits = check_product(model, sharded=self._sharded, input_ids=rows, **options)
+        if (cap := model.logit_cap) is not None:
+            logits = cap * torch.tanh(logits / cap)
         parts = logits.flatten(0, 1).split([len(sample) for sample in ids])
         return [part[:length].float() for part, length in zip(parts, lengths, strict=True)]

@@ -7,6 +7,7 @@ a rank on which an expert has no token would wait for the others forever.
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -108,6 +109,7 @@ def engine_model(
             for the tensors that transformers keeps in fp32. None: the shards of the parameters, and so the model, are fp32.
     """
     _register()
+    config, cap = without_cap(config)
     kind = config.model_type
     indexed = IndexedAttention.from_config(config.get_text_config().to_dict()) is not None
     # Any architecture is causal over plain rows, so that one rank needs no attention of this engine.
@@ -128,6 +130,7 @@ def engine_model(
         raise ConfigError(
             f"engine fsdp: {kind} {attention}, so that the engine cannot keep samples apart; use engine single"
         ) from error
+    model.logit_cap = cap
     linear_attention.check_activation(model)
     linear_attention.use_convolution_of_fla(model)
     linear_attention.compute_fp32_exactly(model)
@@ -151,6 +154,17 @@ def engine_model(
     if has_experts(model):
         use_experts(config, NAME, "experts keep their routing in recomputation")
     return model
+
+
+def without_cap(config: Any) -> tuple[Any, float | None]:
+    """Return a configuration whose model leaves the cap of its logits (Gemma's) to the head, and the cap or None."""
+    text = config.get_text_config()
+    cap = getattr(text, "final_logit_softcapping", None)
+    if cap is None or "final_logit_softcapping" not in vars(type(text)()):  # others ignore the key
+        return config, None
+    config = copy.deepcopy(config)
+    config.get_text_config().final_logit_softcapping = None
+    return config, cap
 
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:

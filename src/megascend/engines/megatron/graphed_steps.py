@@ -299,7 +299,7 @@ class _GraphedOutput:
     def logits(self, rows: Tensor | None = None) -> Tensor:
         return self._steps._head.logits(self._states(), rows=rows)
 
-    def logit_factors(self) -> tuple[Tensor, Tensor]:
+    def logit_factors(self) -> tuple[Tensor, Tensor, float | None]:
         return self._steps._head.logit_factors(self._states())
 
     def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:

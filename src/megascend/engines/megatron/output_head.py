@@ -35,7 +35,8 @@ class OutputHead:
         size = parallel_state.get_tensor_model_parallel_world_size()
         group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
         rank = parallel_state.get_tensor_model_parallel_rank()
-        self.shard = VocabShard.for_rank(vocab_size, len(self.weight), rank, group)  # type: ignore[reportArgumentType]
+        cap = getattr(model, "logit_cap", None)  # of a family's class
+        self.shard = VocabShard.for_rank(vocab_size, len(self.weight), rank, group, cap)  # type: ignore[reportArgumentType]
         self.vocab_size = vocab_size
         # Gradients may be accumulated directly unless DDP must be notified of them; for a weight shared with the embedding of
         # the same stage, the embedding's gradient notifies it.
@@ -112,10 +113,10 @@ class OutputHead:
         states, down = self._split(hidden, lora_delta)
         return gather_logits(states, self.weight, self.shard, down, lora_delta, rows)[:, : self.vocab_size]
 
-    def logit_factors(self, hidden: Tensor, lora_delta: LowRank | None = None) -> tuple[Tensor, Tensor]:
-        """Return hidden states [n, h] and this rank's rows of tokens of the weight, whose product is the model's own logits."""
+    def logit_factors(self, hidden: Tensor, lora_delta: LowRank | None = None) -> tuple[Tensor, Tensor, float | None]:
+        """Return hidden states [n, h], this rank's rows of tokens of the weight, and the cap of their product."""
         states, _ = self._split(hidden.detach(), lora_delta)
-        return states, self.weight.detach()[: self.shard.rows]
+        return states, self.weight.detach()[: self.shard.rows], self.shard.cap
 
     def divergence(
         self,
@@ -178,7 +179,7 @@ class HeadOutput:
     def logits(self, rows: Tensor | None = None) -> Tensor:
         return self.head.logits(self.hidden, self.lora_delta, rows)
 
-    def logit_factors(self) -> tuple[Tensor, Tensor]:
+    def logit_factors(self) -> tuple[Tensor, Tensor, float | None]:
         return self.head.logit_factors(self.hidden, self.lora_delta)
 
     def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:

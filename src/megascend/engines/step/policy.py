@@ -56,7 +56,7 @@ class MaskedOutput:
     def logits(self, rows: Tensor | None = None) -> Tensor:
         return self.output.logits(rows)
 
-    def logit_factors(self) -> tuple[Tensor, Tensor]:
+    def logit_factors(self) -> tuple[Tensor, Tensor, float | None]:
         return self.output.logit_factors()
 
     def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,9 +57,9 @@ class SharedOutput:
         distinct, position = (index if rows is None else index[rows.cpu()]).unique(return_inverse=True)
         return self.output.logits(distinct)[position]
 
-    def logit_factors(self) -> tuple[Tensor, Tensor]:
-        hidden, weight = self.output.logit_factors()
-        return hidden[self.shared.rows[self.shared.index]], weight
+    def logit_factors(self) -> tuple[Tensor, Tensor, float | None]:
+        hidden, weight, cap = self.output.logit_factors()
+        return hidden[self.shared.rows[self.shared.index]], weight, cap
 
     def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:
         # Tokens with a teacher's states have head rows of their own, so index is their order.

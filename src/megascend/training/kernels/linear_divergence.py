@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megascend.training.kernels.linear_logprobs import Gradients, chunks
 from megascend.training.kernels.low_rank import LowRank
-from megascend.training.kernels.softmax import VocabShard
+from megascend.training.kernels.softmax import VocabShard, propagate_cap_
 
 CHUNK_BYTES = 2**28
 """Upper bound on one fp32 copy of a chunk's logits, of which there are up to seven: 440 tokens with 152 thousand rows."""
@@ -42,11 +42,13 @@ class TeacherDivergence:
         weight: [rows, teacher's h], the teacher's output layer: the rows of this rank's vocabulary shard, without padding. None
             on ranks that compute no loss (earlier pipeline stages).
         beta: weight of the teacher in m, above 0 and below 1; for ``jsd``.
+        cap: of the teacher's logits, as in :class:`megascend.training.kernels.softmax.VocabShard`.
     """
 
     kind: DivergenceKind
     weight: Tensor | None
     beta: float = 0.5
+    cap: float | None = None
 
     def describe(self) -> str:
         """Describe what must be equal on all ranks."""
@@ -82,7 +84,7 @@ class _LinearDivergence(torch.autograd.Function):
         # The target's log-probability, and one or two sums over the vocabulary, of which the last has a part in the gradient.
         sums = torch.zeros(3 if divergence.kind == "jsd" else 2, count, dtype=dtype, device=hidden.device)
         rows = weight[: shard.rows]
-        for part in _chunks(hidden, rows, states, divergence, down, lora_delta):
+        for part in _chunks(hidden, rows, states, divergence, down, lora_delta, shard.cap):
             for number, logits in enumerate((part.student, part.teacher)):
                 log_sums[number, part.tokens] = _log_sum(logits, shard)
                 logits.sub_(log_sums[number, part.tokens, None])
@@ -111,8 +113,8 @@ class _LinearDivergence(torch.autograd.Function):
         hidden, weight, down, local_targets, states, log_sums, own_sum = ctx.saved_tensors
         divergence, shard = ctx.divergence, ctx.shard
         gradients = Gradients(ctx.needs_input_grad, hidden, weight, down, shard, ctx.direct, ctx.lora_delta)
-        for part in _chunks(hidden, weight[: shard.rows], states, divergence, down, ctx.lora_delta):
-            tokens = part.tokens
+        for part in _chunks(hidden, weight[: shard.rows], states, divergence, down, ctx.lora_delta, shard.cap):
+            tokens, tanh = part.tokens, shard.tanh(part.student)
             student = part.student.sub_(log_sums[0, tokens, None])
             teacher = part.teacher.sub_(log_sums[1, tokens, None])
             probabilities = student.exp()
@@ -132,6 +134,7 @@ class _LinearDivergence(torch.autograd.Function):
                 # Targets of other shards add 0, to column 0.
                 amount = torch.where(local_targets[tokens] >= 0, scale, 0.0)
                 gradient.scatter_add_(1, local_targets[tokens].clamp_min(0)[:, None], amount[:, None])
+            propagate_cap_(gradient, tanh)
             gradients.add(gradient.to(hidden.dtype), tokens)
         return *gradients.for_autograd(), None, None, None, None, None, None
 
@@ -143,14 +146,17 @@ def _chunks(
     divergence: TeacherDivergence,
     down: Tensor | None,
     lora_delta: LowRank | None,
+    cap: float | None,
 ) -> Iterator[_Chunk]:
     """Yield the logits of both models, a chunk of tokens at a time; the consumer may change them."""
     assert divergence.weight is not None, "the loss is computed on ranks with the teacher's output layer"
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     # Chunks of 128 tokens at least: the width of a matrix product.
     size = max(128, CHUNK_BYTES // (dtype.itemsize * max(len(rows), 1)) // 128 * 128)
-    for tokens, logits in chunks(hidden, rows, down, lora_delta, size=size):
+    for tokens, logits in chunks(hidden, rows, down, lora_delta, size=size, cap=cap):
         teacher = torch.mm(states[tokens], divergence.weight.t())
+        if divergence.cap is not None:
+            teacher.div_(divergence.cap).tanh_().mul_(divergence.cap)
         # A copy of the student's: the buffer of its chunks is reused.
         yield _Chunk(tokens, logits.to(dtype, copy=True), teacher.to(dtype))
 

@@ -25,7 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.training.kernels.low_rank import LowRank, add_product_
-from megascend.training.kernels.softmax import Statistics, VocabShard, gradient_, set_columns_, statistics
+from megascend.training.kernels.softmax import (
+    Statistics,
+    VocabShard,
+    gradient_,
+    propagate_cap_,
+    set_columns_,
+    statistics,
+)
 
 __all__ = ["LowRank", "VocabShard", "gather_logits", "linear_cross_entropy", "linear_logprobs"]
 
@@ -45,25 +52,29 @@ def chunks(
     lora_delta: LowRank | None = None,
     temperature: float = 1.0,
     size: int | None = None,
+    cap: float | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield every chunk of ``hidden`` [n, h] with its logits [chunk, rows], which reuse one buffer.
 
     They are divided by ``temperature`` before they are rounded to the model's dtype. ``size``: tokens of a chunk; default:
-    :func:`chunk_size`.
+    :func:`chunk_size`. ``cap``: as in :class:`megascend.training.kernels.softmax.VocabShard`; the capped logits are divided.
     """
-    if down is not None and temperature != 1:
-        down = down / temperature
+    divisor = temperature if cap is None else cap
+    if down is not None and divisor != 1:
+        down = down / divisor
     size = min(size or chunk_size(len(rows), hidden.element_size()), len(hidden))
     buffer = hidden.new_empty(size, len(rows))
     for start in range(0, len(hidden), size):
         part = slice(start, min(start + size, len(hidden)))
         logits = buffer[: part.stop - part.start]
-        if temperature == 1:
+        if divisor == 1:
             torch.mm(hidden[part], rows.t(), out=logits)
         else:  # with beta=0 the buffer's content has no effect
-            torch.addmm(logits, hidden[part], rows.t(), beta=0, alpha=1 / temperature, out=logits)
+            torch.addmm(logits, hidden[part], rows.t(), beta=0, alpha=1 / divisor, out=logits)
         if lora_delta is not None and down is not None:
             lora_delta.add_(logits, down, part)
+        if cap is not None:
+            logits.tanh_().mul_(cap / temperature)
         yield part, logits
 
 
@@ -151,7 +162,7 @@ class _LinearLogprobs(torch.autograd.Function):
         local_candidates = None if candidates is None else shard.local(candidates)
         parts: list[Statistics] = []
         selected: list[Tensor] = []
-        for part, logits in chunks(hidden, rows, down, lora_delta, temperature):
+        for part, logits in chunks(hidden, rows, down, lora_delta, temperature, cap=shard.cap):
             parts.append(statistics(logits, local_targets[part], shard, entropy))
             if local_candidates is not None:
                 selected.append(_selected(logits, local_candidates[part]))
@@ -204,12 +215,14 @@ class _LinearLogprobs(torch.autograd.Function):
             if grad_entropy is not None and entropies is not None:
                 factor = factor - grad_entropy[:, None] * (log_p + entropies[:, None])
             slot_values = log_p.exp() * factor + slot_grads
-        for part, logits in chunks(hidden, rows, down, ctx.lora_delta, ctx.temperature):
+        for part, logits in chunks(hidden, rows, down, ctx.lora_delta, ctx.temperature, cap=ctx.shard.cap):
+            tanh = ctx.shard.tanh(logits, ctx.temperature)
             softmax = Statistics(log_sum[part], target[part], None if entropies is None else entropies[part])
             entropy_scale = None if grad_entropy is None else grad_entropy[part]
             gradient_(logits, local_targets[part], softmax, scale[part], entropy_scale)
             if candidates is not None:
                 set_columns_(logits, local_slots[part], slot_values[part])
+            propagate_cap_(logits, tanh)
             gradients.add(logits, part)
         return *gradients.for_autograd(), None, None, None, None, None, None, None
 
@@ -252,10 +265,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         gradients = Gradients(ctx.needs_input_grad, hidden, weight, down, shard, direct, lora_delta)
         scale = coefficients * (loss_grad / temperature)
-        for part, logits in chunks(hidden, rows, down, lora_delta, temperature):
+        for part, logits in chunks(hidden, rows, down, lora_delta, temperature, cap=shard.cap):
             softmax = statistics(logits, local_targets[part], shard, entropy=False)
             logprobs[part] = softmax.logprobs
+            tanh = shard.tanh(logits, temperature)
             gradient_(logits, local_targets[part], softmax, scale[part], None)
+            propagate_cap_(logits, tanh)
             gradients.add(logits, part)
         ctx.loss_grad = loss_grad
         # Not save_for_backward, which keeps tensors until the graph is freed.
@@ -354,7 +369,7 @@ def gather_logits(
     ranks = 1 if shard.group is None else dist.get_world_size(shard.group)
     parts = [torch.empty(0, ranks * len(weight))]
     selected = None if rows is None else rows.cpu()
-    for part, chunk in chunks(hidden, weight, down, lora_delta):
+    for part, chunk in chunks(hidden, weight, down, lora_delta, cap=shard.cap):
         logits = chunk
         if selected is not None:
             inside = selected[(selected >= part.start) & (selected < part.stop)] - part.start

@@ -38,23 +38,36 @@ class Statistics:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The vocabulary rows of one rank.
+    """The vocabulary rows of one rank, and the cap of their logits.
 
     Attributes:
         start: first token id of this rank's rows.
         rows: rows of real tokens; the rows after them in the weight are padding and excluded from the softmax.
         group: the tensor parallel group, or None if this rank has all of the vocabulary.
+        cap: logits are cap * tanh(product / cap) of the projection's product (Gemma's soft cap), None: the product.
     """
 
     start: int
     rows: int
     group: dist.ProcessGroup | None = None
+    cap: float | None = None
 
     @classmethod
-    def for_rank(cls, vocab_size: int, local_rows: int, rank: int, group: dist.ProcessGroup | None) -> VocabShard:
+    def for_rank(
+        cls,
+        vocab_size: int,
+        local_rows: int,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        cap: float | None = None,
+    ) -> VocabShard:
         """Build the shard of tensor parallel ``rank``, where every rank's weight has ``local_rows`` rows."""
         start = rank * local_rows
-        return cls(start, max(0, min(local_rows, vocab_size - start)), group)
+        return cls(start, max(0, min(local_rows, vocab_size - start)), group, cap)
+
+    def tanh(self, logits: Tensor, temperature: float = 1.0) -> Tensor | None:
+        """Return tanh(product / cap) of logits that were divided by ``temperature``, a copy; None without a cap."""
+        return None if self.cap is None else logits * (temperature / self.cap)
 
     def local(self, targets: Tensor) -> Tensor:
         """Return the column of every target in this shard's logits, -1 if the target is in another shard."""
@@ -108,6 +121,12 @@ def gradient_(
         compute = softmax_triton.gradient_
     if logits.shape[1]:
         compute(logits, local_targets, softmax.log_sum, scale, softmax.entropy, entropy_scale)
+
+
+def propagate_cap_(gradient: Tensor, tanh: Tensor | None) -> None:
+    """Replace the gradient of capped logits by that of the product, with :meth:`VocabShard.tanh` of them."""
+    if tanh is not None:
+        torch.ops.aten.tanh_backward.grad_input(gradient, tanh, grad_input=gradient)
 
 
 def set_columns_(logits: Tensor, local_ids: Tensor, values: Tensor) -> None:
