@@ -263,6 +263,25 @@ CASES_OF_MEGATRON_MODELS: list[Case] = [
         {"config": text_model(sliding_window=512, layer_types=["full_attention", "sliding_attention"])},
         {"config": text_model(sliding_window=512, layer_types=["full_attention"])},
     ),
+    *(
+        (
+            f"{setting}: kinds of layers",
+            {"config": {"rope_scaling": {"full_attention": {}, "sliding_attention": {}}}} | given,
+            {"config": {"rope_scaling": {"rope_type": "linear"}}} | given,
+        )
+        for setting, given in (
+            ("batching.cuda_graphs with some_model", {"batching": GRAPHS}),
+            ("engine: megatron with npu", {"engine": "megatron", "platform": "npu"}),
+        )
+    ),
+    (
+        "recompute.granularity: full with some_model: layers that share keys",
+        {
+            "config": {"recompute_granularity": "full"} | text_model(num_kv_shared_layers=2),
+            "recompute": Recompute(granularity="full"),
+        },
+        {"config": {"recompute_granularity": "selective"} | text_model(num_kv_shared_layers=2)},
+    ),
     (
         "batching.max_length: 4096 with rope_type longrope: above 1024 tokens",
         {

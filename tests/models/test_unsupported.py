@@ -41,6 +41,8 @@ def test_default_configurations_are_supported(arch):
     assert unsupported_settings(full(arch, **settings)) == []
 
 
+PLAIN_GEMMA = {"hidden_size_per_layer_input": 0}
+PLAIN, DYNAMIC = {"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "dynamic", "factor": 2.0}
 REFUSED = [
     (
         "attention_bias",
@@ -105,6 +107,20 @@ REFUSED = [
         {"indexer_types": ["full", "shared", "full", "full"], "num_hidden_layers": 4},
         ("glm_moe_dsa",),
     ),
+    ("num_kv_shared_layers: 0 with hidden_size_per_layer_input=256", {}, ("gemma4_text",)),
+    ("num_kv_shared_layers: 30 with num_hidden_layers=30", {"num_kv_shared_layers": 30}, ("gemma4_text",)),
+    (
+        "vocab_size_per_layer_input: 300 with vocab_size=262144",
+        {"num_kv_shared_layers": 4, "vocab_size_per_layer_input": 300},
+        ("gemma4_text",),
+    ),
+    ("use_bidirectional_attention: all", {"use_bidirectional_attention": "all"} | PLAIN_GEMMA, ("gemma4_text",)),
+    ("per_layer_config with gemma4_text", {"per_layer_config": {0: {"head_dim": 64}}} | PLAIN_GEMMA, ("gemma4_text",)),
+    (
+        "rope_parameters with gemma4_text",
+        {"rope_parameters": {"sliding_attention": PLAIN, "full_attention": PLAIN | DYNAMIC}} | PLAIN_GEMMA,
+        ("gemma4_text",),
+    ),
     (
         "layer_types: linear_attention with llama: no test covers linear_attention on",
         {"layer_types": [LINEAR], "num_hidden_layers": 1},
@@ -151,20 +167,24 @@ def test_supported_settings_are_not_refused(settings, arch):
     assert unsupported_settings(full(arch, **settings)) == []
 
 
+SHARED_KEYS = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "enable_moe_block": False}
 LAYOUTS = [
     ("parallel.tensor: 2 with parallel.context=2 and 2 key heads", "qwen3_next", {}, (2, 2), (2, 1)),
+    ("parallel.tensor: 4 with 2 key heads of full attention", "gemma4", {}, (4, 1), (2, 2)),
+    ("parallel.context: 2 with num_kv_shared_layers=2", "gemma4", SHARED_KEYS, (1, 2), (2, 1)),
     ("parallel.tensor: 4 with parallel.context=1 and 2 groups", "nemotron_h", {"n_groups": 2}, (4, 1), (2, 4)),
     ("parallel.tensor: 2 with parallel.context=8 and 8 heads of state spaces", "nemotron_h", {}, (2, 8), (4, 2)),
 ]
 STAGES = [
-    ("model_type: nemotron_h with stages of (2, 4) layers", "nemotron_h", (2, 4), (3, 3)),
-    ("model_type: glm_moe_dsa with stages of (1, 1, 1, 1) layers", "glm_moe_dsa", (1, 1, 1, 1), (2, 2)),
+    ("model_type: nemotron_h with stages of (2, 4) layers", "nemotron_h", {}, (2, 4), (3, 3)),
+    ("num_kv_shared_layers: 2 with stages of (2, 2) layers", "gemma4", SHARED_KEYS, (2, 2), (4,)),
+    ("model_type: glm_moe_dsa with stages of (1, 1, 1, 1) layers", "glm_moe_dsa", {}, (1, 1, 1, 1), (2, 2)),
 ]
 
 
 def tiny(arch: str, **settings: Any) -> tuple[Architecture, dict[str, Any]]:
     architecture = architecture_named(arch)
-    return architecture, architecture.normalise(tiny_config(arch, **settings))
+    return architecture, architecture.normalise(text_config(tiny_config(arch, **settings)))
 
 
 @pytest.mark.parametrize(("message", "arch", "settings", "refused", "accepted"), LAYOUTS)
@@ -175,9 +195,9 @@ def test_layout_that_does_not_divide_the_layers_is_refused(message, arch, settin
     assert reasons[1] == []
 
 
-@pytest.mark.parametrize(("message", "arch", "refused", "accepted"), STAGES)
-def test_stages_that_do_not_fit_the_layers_are_refused(message, arch, refused, accepted):
-    architecture, config = tiny(arch)
+@pytest.mark.parametrize(("message", "arch", "settings", "refused", "accepted"), STAGES)
+def test_stages_that_do_not_fit_the_layers_are_refused(message, arch, settings, refused, accepted):
+    architecture, config = tiny(arch, **settings)
     (reason,) = architecture.unsupported_stages(config, refused)
     assert reason.startswith(message)
     assert architecture.unsupported_stages(config, accepted) == []
@@ -224,8 +244,8 @@ def test_every_rule_has_a_case(monkeypatch):
     for _, arch, settings, (tensor, context), _ in LAYOUTS:
         architecture, config = tiny(arch, **settings)
         architecture.unsupported_layout(config, tensor=tensor, context=context)
-    for _, arch, stages, _ in STAGES:
-        architecture, config = tiny(arch)
+    for _, arch, settings, stages, _ in STAGES:
+        architecture, config = tiny(arch, **settings)
         architecture.unsupported_stages(config, stages)
     for *_, arch, settings, tensors, head in HEADS:
         architecture, config = tiny(arch)

@@ -23,6 +23,7 @@ NOT_COMPUTED = {
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu", "relu2", "swish", "tanh")
 VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ACTIVATIONS,
+    "hidden_activation": ACTIVATIONS,
     "mamba_hidden_act": ("gelu", "relu"),
     "mlp_hidden_act": ("relu", "silu"),
     "hidden_size": (96,),
@@ -56,6 +57,16 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "swiglu_limit": (0.5, 20.0),
     "num_experts_per_tok": (1, 3),
     "moe_k": (1, 3),
+    "top_k_experts": (1, 3),
+    "num_kv_shared_layers": (2,),
+    "hidden_size_per_layer_input": (16,),
+    "vocab_size_per_layer_input": (640,),
+    "use_bidirectional_attention": ("all", None),
+    "per_layer_config": (
+        {"1": {"head_dim": 16, "num_key_value_heads": 4}, "3": {"head_dim": 16, "num_key_value_heads": 4}},
+        {"3": {"head_dim": 64}},
+        {"0": {"head_dim": 32}},
+    ),
     "n_group": (1, 2, 3, 4, None),
     "topk_group": (1, 2, None),
     "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"),
@@ -178,6 +189,13 @@ def variants(model_type: str) -> list[Variant]:
     for field, candidates in read_by_stack.items():
         if field not in full:
             found += [_variant(base, {field: value}, field) for value in candidates]
+    if "per_layer_config" in full:  # which transformers makes of these
+        for field, value in (
+            ("global_head_dim", 64),
+            ("num_global_key_value_heads", 1),
+            ("num_global_key_value_heads", None),
+        ):
+            found.append(_variant(base, {field: value}, field))
     found += rope_variants(base, full)
     if architecture.images is not None:
         found += image_variants(base, json.loads(config.to_json_string(use_diff=False)))

@@ -192,6 +192,11 @@ class MegatronSetup(Setup):
         return limit or sys.maxsize
 
     @property
+    def rotates_by_kind(self) -> bool:
+        """Check whether kinds of layers have rotary embeddings of their own, as Gemma 4's."""
+        return any(isinstance(section, dict) for section in (self.config.rope_scaling or {}).values())
+
+    @property
     def dropped_window(self) -> int:
         """Return the model's sliding window if mcore-bridge leaves it out, so that the model would attend to all tokens."""
         text = self.config.hf_config.get_text_config()
@@ -256,6 +261,16 @@ MEGATRON_MODEL: tuple[Rule[MegatronSetup], ...] = (
         "pad; leave it out",
         lambda s: _is_captured(s) and s.rope_type in ROPE_OF_LENGTH,
     ),
+    *(
+        Rule(
+            f"{setting} with {what}: kinds of layers that have heads of their own are not tested; {remedy}",
+            lambda s, when=when: s.rotates_by_kind and when(s),
+        )
+        for setting, what, when, remedy in (
+            ("batching.cuda_graphs", "{model}", _is_captured, "leave it out"),
+            ("engine", "{platform.name}", lambda s: s.platform.name == "npu", "use fsdp"),
+        )
+    ),
     Rule(
         "batching.max_length with {model}: mcore-bridge leaves out its sliding_window of {dropped_window} "
         "tokens; set {dropped_window} or less",
@@ -282,6 +297,14 @@ MEGATRON_MODEL: tuple[Rule[MegatronSetup], ...] = (
             and getattr(s.config, "dsa_indexer_topk_freq", 1) > 1
             and s.config.pipeline_model_parallel_size > 1
             and s.config.recompute_granularity is not None
+        ),
+    ),
+    Rule(
+        "recompute.granularity with {model}: layers that share keys (num_kv_shared_layers) would lose their gradients; set none",
+        # They are stored by a pass without a graph.
+        lambda s: (
+            s.config.recompute_granularity == "full"
+            and bool(getattr(s.config.hf_config.get_text_config(), "num_kv_shared_layers", 0))
         ),
     ),
     Rule(

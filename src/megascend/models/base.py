@@ -178,6 +178,10 @@ class Architecture:
         }
         return dict(config) | {name: value for name, value in aliases.items() if value is not None}
 
+    def copies(self, name: str, config: Config) -> bool:
+        """Check whether exports copy a tensor of a checkpoint, which no engine builds. ``config``: normalised."""
+        return bool(self.copied) and name.startswith(self.copied)
+
     def full_config(self, text: Config) -> dict[str, Any]:
         """Return the ``config.json`` of a model with these settings of its language model; others may be among them."""
         return dict(text)
@@ -225,7 +229,7 @@ class Architecture:
 
         Sizes that all models have are checked for all (:func:`megascend.runtime.topology.topology.check_model`).
         """
-        return _refusals(self.layout_rules, ModelSetup(self, config, tensor, context))
+        return _refusals(self.layout_rules, ModelSetup(self, self.normalise(config), tensor, context))
 
     def unsupported_stages(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
         """Return why the Megatron engine cannot divide the layers into chunks of these sizes, in order; empty if it can."""

@@ -13,6 +13,7 @@ from megascend.models.base import Architecture, Config, text_config
 from megascend.models.families import (
     decoders,
     deepseek,
+    gemma,
     glm,
     mixtures,
     nemotron,
@@ -23,7 +24,7 @@ from megascend.models.families import (
 
 BUILT_IN = {
     model_type: architecture
-    for module in (decoders, deepseek, glm, mixtures, nemotron, qwen_hybrid, qwen3_vl, sparse_attention)
+    for module in (decoders, deepseek, gemma, glm, mixtures, nemotron, qwen_hybrid, qwen3_vl, sparse_attention)
     for architecture in module.FAMILIES
     for model_type in architecture.model_types
 }

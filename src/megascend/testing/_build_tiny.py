@@ -54,12 +54,14 @@ def randomise(model: Any, seed: int) -> None:
             elif any(part in name for part in ("embed_tokens", "embeddings", "lm_head")):
                 value = 0.2 * noise
             else:
-                gain = 2.0 if name.endswith(("mlp.gate.weight", "mixer.gate.weight")) else 1.0
+                gain = 2.0 if name.endswith(("mlp.gate.weight", "mixer.gate.weight", "router.proj.weight")) else 1.0
                 value = gain * noise / parameter.shape[-1] ** 0.5
             parameter.copy_(value.to(parameter.dtype))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # of routers; some transformers have it as a buffer
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("layer_scalar"):  # of a layer's output; not trained
+                buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 if __name__ == "__main__":

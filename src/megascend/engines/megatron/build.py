@@ -148,15 +148,23 @@ def build_config(
     """
     hf_config = transformers_config(model_dir)
     listed = listed_settings(hf_config)
+    full = text_config(listed.to_dict())
+    # transformers refuses to read settings of which single layers have values of their own; families read those.
+    listed.get_text_config().per_layer_config = None
     arguments = hf_to_mcore_config(listed) | {"hf_config": hf_config}
     if not arguments.get("hf_model_type"):
         raise CheckpointError(f"{model_dir}/config.json names no model_type")
-    arguments.update(activation_arguments(getattr(hf_config.get_text_config(), "hidden_act", None), arguments))
+    text = hf_config.get_text_config()
+    arguments.update(activation_arguments(getattr(text, "hidden_act", None), arguments))
+    if (
+        getattr(text, "hidden_activation", None) is not None
+    ):  # Gemma's name, in whose place mcore-bridge has the usual value
+        arguments |= {"swiglu": True, "gated_linear_unit": False, "activation_func": F.silu}
+        arguments |= activation_arguments(text.hidden_activation, {}, "hidden_activation")
     arguments.update(parallel_arguments(topology))
     arguments.update(precision_arguments(precision))
     arguments.update(recompute_arguments(recompute))
     architecture = architecture_of(hf_config.to_dict())
-    full = text_config(listed.to_dict())
     rope = arguments.get("rope_scaling") or {}
     if original := rope.get("original_max_position_embeddings"):
         arguments["original_max_position_embeddings"] = original
@@ -312,18 +320,21 @@ def check_packages(architecture: Architecture) -> None:
             )
 
 
-def activation_arguments(hidden_act: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def activation_arguments(
+    hidden_act: str | None, arguments: Mapping[str, Any], name: str = "hidden_act"
+) -> dict[str, Any]:
     """Return TransformerConfig's settings for a gated MLP with ``hidden_act``.
 
     Args:
         hidden_act: activation function named in ``config.json``, or None.
         arguments: mcore-bridge's; if they already set the activation, nothing is added.
+        name: of the setting, for messages.
     """
     if hidden_act is None or hidden_act in SILU or "swiglu" in arguments or "activation_func" in arguments:
         return {}
     if hidden_act not in ACTIVATIONS:
         raise ConfigError(
-            f"config.json: hidden_act {hidden_act!r} is not supported by engine megatron; supported: "
+            f"config.json: {name} {hidden_act!r} is not supported by engine megatron; supported: "
             f"{', '.join([*SILU, *ACTIVATIONS])}"
         )
     return {"swiglu": False, "gated_linear_unit": True, "activation_func": ACTIVATIONS[hidden_act]}

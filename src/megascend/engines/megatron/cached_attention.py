@@ -126,9 +126,12 @@ class CachedAttention:
         delta_rules: dict[Any, int] = {}
         with contextlib.ExitStack() as stack:
             for chunk in self._chunks:
-                rotary = getattr(chunk, "rotary_pos_emb", None)
+                # Gemma 4's layers with full attention have another.
+                embeddings = [getattr(chunk, name, None) for name in ("rotary_pos_emb", "full_rotary_pos_emb")]
                 # Angles by time, height and width are computed from the positions of the micro batch, also in decoding.
-                if rotary is not None and self._config.position_embedding_type != "mrope":
+                if self._config.position_embedding_type == "mrope":
+                    embeddings = []
+                for rotary in filter(None, embeddings):
                     stack.enter_context(patched(rotary, "forward", partial(self._angles, rotary.forward), reason))
                 for layer in chunk.decoder.layers:
                     if is_delta_rule(layer.self_attention):

@@ -252,7 +252,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         raise CheckpointError(f"{Path(model_dir) / 'config.json'}: {error}") from None
     tensors = dequantised_headers(tensor_headers(model_dir), config, Path(model_dir))
     check_vocabulary(shape, {name: header.shape for name, header in tensors.items()})
-    copied = [name for name in tensors if name.startswith(architecture.copied)] if architecture.copied else []
+    copied = [name for name in tensors if architecture.copies(name, text)]
     extra = {name: tensors.pop(name) for name in (*derived_tensors(tensors), *copied)}
     heads = {name: tensors.pop(name) for name in prediction_tensors(config, tensors)}
     if mtp == "train":

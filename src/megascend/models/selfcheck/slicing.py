@@ -80,7 +80,7 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     Without ``window_active`` samples are never longer than the model's sliding window.
     """
     architecture = architecture_named(str(raw.get("model_type") or ""))
-    if architecture.copied:  # its tower is not built, and its text model is another family's
+    if architecture.copied and "text_config" in raw:  # its tower is not built, and its text model is another family's
         raw, full = {**raw["text_config"], "model_type": full["text_config"]["model_type"]}, full["text_config"]
         return slice_model(raw, full, longest, window_active)
     if isinstance(raw.get("vision_config") or full.get("vision_config"), Mapping):
@@ -184,6 +184,8 @@ def _widths(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if isinstance(full.get(name), int) and full[name]:
             widths[name] = min(full[name], limit)
+    if full.get("vocab_size_per_layer_input"):
+        widths["vocab_size_per_layer_input"] = widths["vocab_size"]
     heads, hidden = full["num_attention_heads"], full["hidden_size"]
     groups = full.get("num_key_value_heads") or heads
     if heads % groups:

@@ -162,23 +162,32 @@ def latent_attention(
 
 
 def query_key_value(
-    module: Any, number: int, layout: ModelLayout, folder: str = "self_attn", *, gated: bool = False
+    module: Any,
+    number: int,
+    layout: ModelLayout,
+    folder: str = "self_attn",
+    *,
+    gated: bool = False,
+    width: int | None = None,
+    groups: int | None = None,
+    shared: Sequence[str] = ("k_proj", "v_proj"),
 ) -> TargetModule:
     """Build the fused projection: query heads, key and value of each query group.
 
     Args:
         folder: the attention's name.
         gated: ``q_proj`` has the output gate of each head after its query.
+        width, groups, shared: width of a head, query groups of this rank, and names of what they share, of layers that differ.
     """
     config, (rank, size) = layout.config, layout.tensor_rank(expert=False)
-    width = config.kv_channels
-    groups = (config.num_query_groups or config.num_attention_heads) // size
+    width = int(width or config.kv_channels)
+    groups = int(groups or (config.num_query_groups or config.num_attention_heads) // size)
     heads = config.num_attention_heads // (groups * size)
     heads *= 2 if gated else 1
     # Megatron's order within a query group: its query heads, its key, its value.
-    rows = torch.arange(groups * (heads + 2) * width).view(groups, heads + 2, width)
+    rows = torch.arange(groups * (heads + len(shared)) * width).view(groups, heads + len(shared), width)
     slices = []
-    for name, part in (("q_proj", rows[:, :heads]), ("k_proj", rows[:, heads]), ("v_proj", rows[:, heads + 1])):
+    for name, part in (("q_proj", rows[:, :heads]), *((name, rows[:, heads + i]) for i, name in enumerate(shared))):
         local = part.flatten()
         global_rows = rank * len(local) + torch.arange(len(local))
         slices.append(FusedSlice(layout.name(number, folder, name), len(local) * size, local, global_rows))
@@ -289,13 +298,34 @@ def linear_attention(module: Any, number: int, layout: ModelLayout, folder: str 
     return TargetModule.of(module.in_proj, "column", layout, slices)
 
 
-def experts(moe: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
-    """Yield experts as transformers fuses them and peft adapts them: gate above up in one parameter, and down."""
+def layer_targets_of_gemma(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
+    """Yield the target modules of a layer of Gemma 4: experts are beside a dense MLP, and kinds of layers have other heads."""
+    attention = layer.self_attention
+    yield query_key_value(
+        attention.linear_qkv,
+        number,
+        layout,
+        width=attention.hidden_size_per_attention_head,
+        groups=attention.num_query_groups_per_partition,
+        shared=[name for name in ("k_proj", "v_proj") if layout.has(layout.name(number, "self_attn", name))],
+    )
+    yield linear(attention.linear_proj, "row", layout, [layout.name(number, "self_attn", "o_proj")])
+    yield from feed_forward(layer.mlp, number, layout)
+    if hasattr(layer, "experts_mlp"):
+        yield from experts(layer.experts_mlp, number, layout, "experts")
+
+
+def experts(moe: Any, number: int, layout: ModelLayout, *path: str) -> Iterator[TargetModule]:
+    """Yield experts as transformers fuses them and peft adapts them: gate above up in one parameter, and down.
+
+    ``path``: their name in a layer, where it is not ``mlp.experts``.
+    """
+    path = path or ("mlp", "experts")
     grouped = moe.experts
     if not hasattr(grouped.linear_fc1, "weight0") or not layout.config.gated_linear_unit:
         raise ConfigError(f"adapters: layer {number} has experts ({type(grouped).__name__}), {_unknown(layout)}")
-    yield linear(grouped.linear_fc1, "column", layout, [layout.name(number, "mlp", "experts", "gate_up_proj")], moe)
-    yield linear(grouped.linear_fc2, "row", layout, [layout.name(number, "mlp", "experts", "down_proj")], moe)
+    yield linear(grouped.linear_fc1, "column", layout, [layout.name(number, *path, "gate_up_proj")], moe)
+    yield linear(grouped.linear_fc2, "row", layout, [layout.name(number, *path, "down_proj")], moe)
 
 
 def linear(module: Any, split: Split, layout: ModelLayout, names: Sequence[str], moe: Any = None) -> TargetModule:
