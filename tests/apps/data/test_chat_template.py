@@ -262,7 +262,22 @@ VANISHING = (
     "{% if messages | length == 2 %}{% generation %}<|im_end|>{% endgeneration %}{% endif %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
+CALLS_OUTSIDE = (
+    "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{% endfor %}{% generation %}{{ (m.content or '') + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+REFUSED: dict[str, tuple[str | dict[str, str] | None, dict[str, Any], str]] = {
+    "calls outside of blocks": (
+        CALLS_OUTSIDE,
+        {"messages": [CHAT[0], CHAT[1] | {"tool_calls": [call("look")]}]},
+        "do not hold the words of message 1",
+    ),
+    "tools that their own template leaves out": (
+        {"default": BARE, "tool_use": "tools: " + BARE},
+        {"messages": CHAT, "tools": [TOOL]},
+        "'tools': the model's chat template does not write them",
+    ),
     "tools": (
         BARE,
         {"messages": CHAT, "tools": [TOOL]},
@@ -350,18 +365,6 @@ def test_answer_outside_of_blocks_raises_despite_an_equal_one_inside(expression:
         encode({"messages": [CHAT[0], yes, CHAT[0], yes]}, tokenizer)
     sample, _ = encode({"messages": [CHAT[0], yes]}, tokenizer)
     assert learned(sample, tokenizer) == ["YES<|im_end|>"]
-
-
-def test_calls_outside_of_blocks_raise_data_error() -> None:
-    tokenizer = byte_tokenizer(4096)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% for c in m.tool_calls or [] %}"
-        "{{ c.function.name }}{% endfor %}{% generation %}{{ (m.content or '') + '<|im_end|>' }}{% endgeneration %}"
-        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    messages = [CHAT[0], CHAT[1] | {"tool_calls": [call("look")]}]
-    with pytest.raises(DataError, match="do not hold the words of message 1"):
-        encode({"messages": messages}, tokenizer)
 
 
 FIRST_CALL = (  # as gpt-oss's template
@@ -530,13 +533,6 @@ def test_named_templates_without_default_are_used_as_transformers_does(record: d
         tokenizer.apply_chat_template(CHAT)
     with pytest.raises(DataError, match="'rag', 'tool_use', and none is 'default'"):
         encode(record, tokenizer)
-
-
-def test_tools_that_their_own_template_leaves_out_raise_data_error() -> None:
-    tokenizer = byte_tokenizer(4096)
-    tokenizer.chat_template = {"default": BARE, "tool_use": "tools: " + BARE}
-    with pytest.raises(DataError, match="'tools': the model's chat template does not write them"):
-        encode({"messages": CHAT, "tools": [TOOL]}, tokenizer)
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from megascend.apps.data.columns import CHAT_COLUMNS, FORMS, IMAGES, parse_record
+from megascend.apps.data.columns import parse_record
 from megascend.apps.data.document import Document
 from megascend.apps.data.findings import Findings
-from megascend.config import DATA_COLUMNS
 from megascend.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}
@@ -541,18 +540,6 @@ def test_renamed_columns_are_read() -> None:
     assert findings.lines() == ["f:1: 'text' is not read", "f:1: 'tools' is not read"]
     with pytest.raises(DataError, match=r"f:2: no 'dialogue' \(data.columns\); found: text"):
         parse_record({"text": "x"}, "f:2", columns)
-
-
-def test_ignored_column_is_reported_once() -> None:
-    findings = Findings()
-    for number in range(3):
-        parse_record({"text": "x", "id": number}, f"f:{number}", None, findings)
-    assert findings.lines() == ["f:0 and 2 more: 'id' is not read"]
-
-
-def test_settings_list_every_column() -> None:
-    known_columns = {name for must, may in FORMS.values() for name in (*must, *may)} | {*CHAT_COLUMNS, *IMAGES}
-    assert known_columns == set(DATA_COLUMNS)
 
 
 @pytest.mark.parametrize(

@@ -195,33 +195,6 @@ def test_all_bad_lines_are_reported_at_once(tmp_path: Path) -> None:
     assert "cannot be read as JSON: Exceeds the limit" in lines[5]  # of digits, which Python reads
 
 
-def test_problems_of_one_kind_are_counted(tmp_path: Path) -> None:
-    bad = [{"text": number} if number % 2 else {"messages": [{"role": 3}]} for number in range(60)]
-    path = write(tmp_path / "many.jsonl", *bad, "{", {"text": "good"})
-    with pytest.raises(DataError) as caught:
-        read_documents(path)
-    assert str(caught.value).split("\n  ") == [
-        "61 problems in the data, of 3 kinds:",
-        f"{path}:1 and 29 more (:3, :5, :7, :9, ..): messages[0] must have a string 'role', found 3",
-        f"{path}:2 and 29 more (:4, :6, :8, :10, ..): 'text' must be a string that is not empty, found 1",
-        f"{path}:61: not valid JSON: Expecting property name enclosed in double quotes at column 2",
-    ]
-    kinds = write(
-        tmp_path / "kinds.jsonl",
-        *[{f"c{chr(97 + number)}": 1} for number in range(26)] * 2,
-        *[{f"d{chr(97 + n)}": 1} for n in range(9)],
-    )
-    with pytest.raises(
-        DataError, match=r"^61 problems in the data, of 30 kinds:\n(.|\n)*\n  and 5 more, of other kinds$"
-    ):
-        read_documents(kinds)
-
-
-def test_control_character_is_reported_once(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"not valid JSON: Invalid control character at column 14$"):
-        read_documents(write_content(tmp_path / "a.jsonl", b'{"text": "one\ttwo"}'))
-
-
 def write_content(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path

@@ -104,10 +104,7 @@ def test_other_values_are_refused_by_name(labels: LabelSet, value: Any, message:
             [[1, 0, 1], [1, 1, 0]],
             ["labels of the samples: bad 2, fair 1, good 1", "warning: all 2 samples have bad: "],
         ),
-        (SINGLE, [[0], [1], [2]], ["labels of the samples: bad 1, fair 1, good 1"]),
         (NUMBER, [[0.5], [2]], ["labels of the samples: 0.5 to 2"]),
-        (SINGLE, [[0]], ["labels of the samples: bad 1", "warning: none of the samples has fair, good"]),
-        (NUMBER, [[0.5]], ["labels of the samples: 0.5 to 0.5"]),
         (NUMBER, [[1], [1]], ["", "warning: all labels of the samples are the same"]),
     ],
 )
