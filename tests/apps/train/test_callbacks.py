@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.apps.train.learner import RunResult
 from megascend.apps.train.train import train
 from megascend.config import RunConfig
 from megascend.errors import ConfigError
 from megascend.testing import run_distributed
+from support.runs import checkpoints, events, exported, losses, metrics, run_config, tiny_run, write_lines
 
 DEADLINE_S = 240
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_save", "on_end")
@@ -68,46 +68,19 @@ def failing(event):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, megatron_imported: object) -> Path:
-    folder = tmp_path_factory.mktemp("callbacks")
-    write_checkpoint(folder / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
-    for name, first in (("learned", 0), ("held_out", 100)):
-        lines = [json.dumps({"text": f"number {first + n}"}) + "\n" for n in range(9)]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+    folder = tiny_run(tmp_path_factory.mktemp("callbacks"), (f"number {n}" for n in range(9)))
+    write_lines(folder / "held_out.jsonl", ({"text": f"number {100 + n}"} for n in range(9)))
     (folder / "mine.py").write_text(FILE)
     return folder
 
 
 def settings(folder: Path, output: Path, *callbacks: str, **changes: Any) -> RunConfig:
-    values: dict[str, Any] = {
-        "model": folder / "model",
-        "output": output,
-        "data": {"path": folder / "learned.jsonl", "global_batch_size": 2},
-        "callbacks": [f"{folder / 'mine.py'}:{name}" for name in callbacks],
-        "steps": 5,
-        "platform": "cpu",
-        "precision": "fp32",
-        "optimizer": {"lr": 0.01},
-        "self_check": False,
-        "plot": False,
-        "timeout_s": 60,
-    }
-    return RunConfig(**(values | changes))
+    names = [f"{folder / 'mine.py'}:{name}" for name in callbacks]
+    return run_config(folder, output, **({"callbacks": names, "steps": 5, "export": True} | changes))
 
 
 def train_on_two_ranks(config: RunConfig, resume: str | None = None) -> list[RunResult[Any]]:
     return run_distributed(lambda: train(config, resume=resume), 2, init=False, timeout_s=DEADLINE_S)
-
-
-def rows(config: Any) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
-
-
-def learned(config: RunConfig) -> list[tuple[float, float, float]]:
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows(config)]
-
-
-def checkpoints(config: RunConfig) -> list[str]:
-    return sorted(path.name for path in (config.output / "checkpoints").glob("step-*"))
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +92,8 @@ def reference(folder: Path) -> RunConfig:
 
 
 def assert_equal(config: RunConfig, reference: RunConfig) -> None:
-    assert learned(config) == learned(reference)
-    weights = [(run.output / "hf" / "model.safetensors").read_bytes() for run in (config, reference)]
-    assert weights[0] == weights[1]
+    assert losses(config.output) == losses(reference.output)
+    assert exported(config.output) == exported(reference.output)
 
 
 def test_calls_are_in_order_with_the_lines_of_the_metrics(folder: Path, tmp_path: Path, reference: RunConfig) -> None:
@@ -130,7 +102,7 @@ def test_calls_are_in_order_with_the_lines_of_the_metrics(folder: Path, tmp_path
     config = settings(folder, tmp_path / "run", "Recorder", validation=validation, checkpoint=checkpoint)
     train_on_two_ranks(config)
     calls = [json.loads(line) for line in (tmp_path / "run.calls").read_text().splitlines()]
-    first, second, third, fourth, fifth = rows(config)
+    first, second, third, fourth, fifth = metrics(config.output)
     assert second["validation_loss"] is not None
     assert calls == [
         ["on_start", 0, None],
@@ -155,10 +127,9 @@ def test_stopped_run_is_saved_and_resumes_bitwise_equal(folder: Path, tmp_path: 
     name = f"callback {folder / 'mine.py'}:Stop"
     for result in train_on_two_ranks(config):
         assert (result.steps, result.export, result.stopped) == (3, None, name)
-    assert checkpoints(config) == ["step-00000003"]
-    assert learned(config) == learned(reference)[:3]
-    events = [json.loads(line) for line in (config.output / "events.jsonl").read_text().splitlines()]
-    assert [(event["step"], event["signal"]) for event in events if event["event"] == "stopped"] == [(3, name)]
+    assert checkpoints(config.output) == [3]
+    assert losses(config.output) == losses(reference.output)[:3]
+    assert [(event["step"], event["signal"]) for event in events(config.output, "stopped")] == [(3, name)]
     assert all(result.stopped is None for result in train_on_two_ranks(config, resume="auto"))
     assert_equal(config, reference)
     calls = [json.loads(line) for line in (tmp_path / "run.calls").read_text().splitlines()]
@@ -178,7 +149,7 @@ def test_steps_to_come_cost_no_time_at_the_start(folder: Path, tmp_path: Path) -
 def test_requested_checkpoint_is_the_only_one(folder: Path, tmp_path: Path, reference: RunConfig) -> None:
     config = settings(folder, tmp_path / "run", "Save")
     train_on_two_ranks(config)
-    assert checkpoints(config) == ["step-00000002"]
+    assert checkpoints(config.output) == [2]
     assert_equal(config, reference)
 
 
@@ -187,14 +158,14 @@ def test_requested_checkpoint_is_the_only_one(folder: Path, tmp_path: Path, refe
     [
         pytest.param("__init__", [], marks=pytest.mark.nightly),  # covered: on_start
         ("on_start", []),
-        ("on_step", ["step-00000003"]),
-        pytest.param("on_evaluate", ["step-00000002"], marks=pytest.mark.nightly),  # covered: on_step
-        ("on_save", ["step-00000002", "step-00000004"]),  # known after step 3, stopped after the next one
-        ("on_end", ["step-00000004", "step-00000005"]),
+        ("on_step", [3]),
+        pytest.param("on_evaluate", [2], marks=pytest.mark.nightly),  # covered: on_step
+        ("on_save", [2, 4]),  # known after step 3, stopped after the next one
+        ("on_end", [4, 5]),
     ],
 )
 def test_exception_names_the_callback_on_every_rank_and_keeps_the_step(
-    folder: Path, tmp_path: Path, reference: RunConfig, event: str, saved: list[str]
+    folder: Path, tmp_path: Path, reference: RunConfig, event: str, saved: list[int]
 ) -> None:
     changes: dict[str, Any] = {"validation": {"path": folder / "held_out.jsonl", "every": 2}}
     if event in ("on_save", "on_end"):
@@ -210,7 +181,7 @@ def test_exception_names_the_callback_on_every_rank_and_keeps_the_step(
     assert first == second
     assert first.startswith(f"callback {folder / 'mine.py'}:Failing{event}: {event} raised KeyError: 'no such")
     assert len(first) == 160
-    assert checkpoints(config) == saved
+    assert checkpoints(config.output) == saved
     (record,) = (config.output / "errors").glob("*-rank-0.json")
     assert "KeyError: 'no such figure" in json.loads(record.read_text())["traceback"]
     if event in ("on_step", "on_save"):

@@ -90,14 +90,3 @@ def test_stop_before_a_step_saves_what_was_resumed_from_elsewhere(tmp_path: Path
     saves.finish(5)
     assert path.is_dir()
     assert [event.split()[0] for event in events] == ([] if saved else ["saved", "save"])
-
-
-def test_keep_saves_a_checkpoint_after_a_failed_export(tmp_path: Path) -> None:
-    backend = Backend()
-    backend.step_count = 5
-    saves, _ = policy(tmp_path, backend)
-    saves.finish(5)
-    message = saves.keep(5)
-    path = tmp_path / "run" / "checkpoints" / "step-00000005"
-    assert path.is_dir()
-    assert str(path) in message

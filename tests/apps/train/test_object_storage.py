@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from megascend.training.checkpoint import manifest
 from megascend.training.checkpoint.retention import Retention
 from support.forked_programs import environment
 from support.runs import run_config, tiny_run
+from support.waiting import wait_until
 
 moto = pytest.importorskip("moto.server", reason="moto (the test extra) is not installed")
 DEADLINE_S = 240
@@ -140,13 +141,6 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_checkpoint_comes_back_as_it_was(remote: str, tmp_path: Path) -> None:
     source = checkpoint(tmp_path, 10)
     copies, events = uploads(remote)
@@ -176,7 +170,7 @@ def test_lasting_fault_ends_the_run_with_an_error_and_leaves_no_half_checkpoint(
     first, second = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
     copies, events = uploads(remote)
     copies.add_checkpoint(first)
-    wait_for(lambda: events)
+    wait_until(lambda: events)
     proxy.cuts = 1_000_000
     copies.add_checkpoint(second)
     with pytest.raises(CheckpointError, match=f"{remote} is not up to date: step-00000020"):
@@ -205,7 +199,7 @@ def test_slow_storage_gets_the_newest_and_the_one_in_use_stays(proxy: Proxy, rem
     proxy.delay_s = 0.05
     with copies:
         copies.add_checkpoint(steps[0])
-        wait_for(lambda: copies.in_use)
+        wait_until(lambda: copies.in_use)
         assert copies.in_use == {10}
         for path in steps[1:]:
             copies.add_checkpoint(path)
@@ -218,7 +212,7 @@ def test_superseded_checkpoints_are_removed(remote: str, tmp_path: Path) -> None
     with copies:
         for number, step in enumerate((10, 20, 30, 40, 50), 1):
             copies.add_checkpoint(checkpoint(tmp_path, step), keep={10})
-            wait_for(lambda number=number: len(events) == number)
+            wait_until(lambda number=number: len(events) == number)
     assert ObjectStorage(remote).steps() == [10, 20, 40, 50]
 
 
@@ -227,7 +221,7 @@ def test_damaged_checkpoint_is_passed_over(remote: str, tmp_path: Path, caplog: 
     with copies:
         for number, step in enumerate((10, 20), 1):
             copies.add_checkpoint(checkpoint(tmp_path, step))
-            wait_for(lambda number=number: len(events) == number)
+            wait_until(lambda number=number: len(events) == number)
     storage = ObjectStorage(remote)
     storage._files.pipe_file(f"{storage._root}/checkpoints/step-00000020/common.pt", b"commoN20")
     fetch_checkpoint(config(tmp_path, remote), False, "auto")
@@ -256,7 +250,7 @@ def test_copied_export_does_not_hide_that_a_checkpoint_is_missing(proxy: Proxy, 
     copies, events = uploads(remote)
     proxy.refuses = 1_000_000
     copies.add_checkpoint(checkpoint(tmp_path, 10))
-    wait_for(lambda: events)
+    wait_until(lambda: events)
     proxy.refuses = 0
     copies.add_export(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="is not up to date: step-00000010"):

@@ -167,15 +167,6 @@ def test_error_of_a_refused_start_does_not_end_the_running_run(tmp_path: Path) -
         other.kill()
 
 
-def test_error_files_only_are_not_a_run(tmp_path: Path) -> None:
-    (tmp_path / "errors").mkdir()
-    (tmp_path / "errors" / "attempt-0-rank-0.json").write_text("{}\n")
-    check_start(tmp_path, False, None, Launch())
-    assert decide(tmp_path, False, None, Launch()).clear == RESULTS
-    assert decide(tmp_path, False, "auto", Launch()).candidates == ()
-    assert may_write(tmp_path, None, Launch())
-
-
 def test_resume_from_a_path(tmp_path: Path) -> None:
     output, other = tmp_path / "new", add_run(tmp_path / "other", 4, 8)
     checkpoint = other / "checkpoints" / "step-00000004"

@@ -12,11 +12,7 @@ from megascend.apps.tracking.trackers import Trackers
 from megascend.apps.train import plot
 from megascend.apps.train.plot import plot_metrics
 from megascend.apps.train.records import StepRecord
-from megascend.apps.train.resume import check_start
-from megascend.apps.train.run_directory import RUN_FILES, clear_output
 from megascend.apps.train.run_log import RunLog, StepClock
-from megascend.errors import ConfigError
-from megascend.runtime.distributed.launch import Launch
 
 
 def record(step: int, **changes: object) -> StepRecord:
@@ -50,15 +46,6 @@ def test_metrics_are_lines_of_valid_json(tmp_path: Path, capsys: pytest.CaptureF
     assert (first["step_seconds"], first["dispatch_seconds"]) == (1.0, 0.25)
     assert (second["loss"], second["grad_norm"], second["skipped"]) == (None, None, True)
     assert "SKIPPED" in capsys.readouterr().out
-
-
-def test_resumed_log_has_earlier_rows(tmp_path: Path) -> None:
-    with RunLog(tmp_path, steps=2) as log:
-        log.write(record(1))
-        log.write(record(2))
-    with RunLog(tmp_path, steps=2, steps_done=2) as resumed:
-        pass
-    assert [row["step"] for row in resumed.rows] == [1, 2]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,23 +104,6 @@ def test_plot_is_a_png(tmp_path: Path) -> None:
     width, height = struct.unpack(">II", data[16:24])
     assert width > height > 300
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.png"]
-
-
-def test_clear_output_removes_only_run_files(tmp_path: Path) -> None:
-    check_start(tmp_path / "new", False, None, Launch())
-    (tmp_path / "notes.txt").write_text("mine")
-    check_start(tmp_path, False, None, Launch())
-    (tmp_path / "metrics.jsonl").write_text("")
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text("{}")
-    (tmp_path / "adapter").mkdir()
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, hf, adapter.*--overwrite"):
-        check_start(tmp_path, False, None, Launch())
-    check_start(tmp_path, True, None, Launch())
-    clear_output(tmp_path, RUN_FILES)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    with pytest.raises(ConfigError, match="not a directory"):
-        check_start(tmp_path / "notes.txt", True, None, Launch())
 
 
 def test_resume_truncates_later_rows_in_place(tmp_path: Path) -> None:

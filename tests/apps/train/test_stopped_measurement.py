@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.apps.train.callbacks import Callback, TrainerControl
 from megascend.apps.train.learner import RunResult
 from megascend.apps.train.objectives import TokenObjective
@@ -19,48 +17,27 @@ from megascend.apps.train.records import TrainCounts
 from megascend.apps.train.train import train
 from megascend.config import RunConfig
 from megascend.testing import run_distributed
+from support.runs import TIMINGS, exported, run_config, tiny_run, untimed, write_lines
 from support.task_files import write_task
 
 DEADLINE_S = 240
 BATCHES = 4
 """Batches of held-out samples in one measurement."""
-TIMINGS = {"seconds", "step_seconds", "dispatch_seconds", "tokens_per_s", "peak_memory_bytes", "mfu"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, megatron_imported: object) -> Path:
     """Write a model, texts to learn and to hold out, and a task of four documents."""
-    folder = tmp_path_factory.mktemp("measured")
-    write_checkpoint(folder / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
-    for name, first in (("learned", 0), ("held_out", 100)):
-        lines = [json.dumps({"text": f"number {first + n}"}) + "\n" for n in range(2 * BATCHES)]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+    folder = tiny_run(tmp_path_factory.mktemp("measured"), (f"number {n}" for n in range(2 * BATCHES)))
+    write_lines(folder / "held_out.jsonl", ({"text": f"number {100 + n}"} for n in range(2 * BATCHES)))
     write_task(folder, [{"q": letter, "a": " 1"} for letter in "abcd"], "perplexity perplexity false")
     return folder
 
 
 def settings(folder: Path, output: Path) -> RunConfig:
-    values: dict[str, Any] = {
-        "model": folder / "model",
-        "output": output,
-        "data": {"path": folder / "learned.jsonl", "global_batch_size": 2},
-        "validation": {
-            "path": folder / "held_out.jsonl",
-            "every": 2,
-            "at_start": True,
-            "keep_best": True,
-            "tasks": {"names": [str(folder / "small.yaml")]},
-        },
-        "steps": 4,
-        "engine": "megatron",
-        "platform": "cpu",
-        "precision": "fp32",
-        "optimizer": {"lr": 0.01},
-        "self_check": False,
-        "plot": False,
-        "timeout_s": 60,
-    }
-    return RunConfig(**values)
+    validation = {"path": folder / "held_out.jsonl", "every": 2, "at_start": True, "keep_best": True}
+    validation["tasks"] = {"names": [str(folder / "small.yaml")]}
+    return run_config(folder, output, steps=4, engine="megatron", validation=validation, export=True)
 
 
 class Evaluations(Callback):
@@ -70,7 +47,7 @@ class Evaluations(Callback):
         self.rows: list[Mapping[str, Any]] = []
 
     def on_evaluate(self, control: TrainerControl, record: Mapping[str, Any]) -> None:
-        self.rows.append(without_timings(record))
+        self.rows.append({key: value for key, value in record.items() if key not in TIMINGS})
 
 
 def train_on_two_ranks(
@@ -106,15 +83,6 @@ def train_on_two_ranks(
     return result
 
 
-def without_timings(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in TIMINGS}
-
-
-def lines(config: RunConfig) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
-    return [without_timings(row) for row in rows]
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path) -> tuple[RunConfig, RunResult[TrainCounts]]:
     config = settings(folder, folder / "uninterrupted")
@@ -123,8 +91,8 @@ def uninterrupted(folder: Path) -> tuple[RunConfig, RunResult[TrainCounts]]:
 
 @pytest.mark.parametrize(
     ("signal_at", "steps"),
-    [(2, 0), (BATCHES + 2, 2), (2 * BATCHES, 2), (2 * BATCHES + 1, 4), (3 * BATCHES, 4)],
-    ids=["loss at the start", "loss after step 2", "tasks after step 2", "last loss", "last tasks"],
+    [(2, 0), (BATCHES + 2, 2), (3 * BATCHES, 4)],
+    ids=["loss at the start", "loss after step 2", "last tasks"],
 )
 def test_signal_stops_a_measurement_which_the_resumed_run_repeats(
     folder: Path, tmp_path: Path, uninterrupted: tuple[RunConfig, RunResult[TrainCounts]], signal_at: int, steps: int
@@ -133,18 +101,15 @@ def test_signal_stops_a_measurement_which_the_resumed_run_repeats(
     stopped = train_on_two_ranks(config, signal_at=signal_at)
     assert (stopped.steps, stopped.stopped is not None, stopped.export) == (steps, True, None)
     if steps:
-        last = lines(config)[-1]
+        last = untimed(config.output)[-1]
         assert (last["step"], last["validation_loss"]) == (steps, None)
     reference, complete = uninterrupted
     evaluated: list[Mapping[str, Any]] = []
     resumed = train_on_two_ranks(config, resume="auto", evaluated=evaluated)
     assert (resumed.steps, resumed.stopped) == (4, None)
-    assert lines(config) == lines(reference)
-    assert evaluated == [row for row in lines(config) if row["step"] in (2, 4) and row["step"] >= steps]
-    assert [row["validation_loss"] is not None for row in lines(config)] == [False, True, False, True]
-    assert all("tasks/small/perplexity" in row for row in lines(config)[1::2])
+    assert untimed(config.output) == untimed(reference.output)
+    assert evaluated == [row for row in untimed(config.output) if row["step"] in (2, 4) and row["step"] >= steps]
+    assert [row["validation_loss"] is not None for row in untimed(config.output)] == [False, True, False, True]
+    assert all("tasks/small/perplexity" in row for row in untimed(config.output)[1::2])
     assert resumed.totals.validation_loss == complete.totals.validation_loss
-    assert resumed.export is not None
-    assert complete.export is not None
-    weights = [(export / "model.safetensors").read_bytes() for export in (resumed.export, complete.export)]
-    assert weights[0] == weights[1]
+    assert exported(config.output) == exported(reference.output)

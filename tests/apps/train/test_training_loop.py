@@ -87,8 +87,18 @@ def settings(folder: Path, output: Path) -> RunConfig:
     return run_config(folder, output, steps=5)
 
 
+@contextmanager
+def failing_profiler(profiler: StepProfiler, number: int) -> Iterator[None]:
+    yield
+    if number == 3:
+        raise OSError("the disk of the data is gone")
+
+
 def fail_in(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: bool = False) -> None:
-    """Make a callback of the run raise at step ``number``, before or after its work."""
+    """Make a callback of the run, or its profiler, raise at step ``number``, before or after its work."""
+    if name == "profiler":
+        monkeypatch.setattr(StepProfiler, "step", failing_profiler)
+        return
     callback: Callable[..., Any] = getattr(SupervisedLearner, name)
 
     def failing(learner: SupervisedLearner, step: int, *rest: Any) -> Any:
@@ -112,7 +122,10 @@ def train_until_error(config: RunConfig, ranks: int = 1) -> list[str]:
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("callback", "after", "saved"),
-    [("next_batch", False, 2), ("next_batch", True, 2), ("step", True, 3), ("after_step", False, 3)],
+    [
+        *[("next_batch", False, 2), ("next_batch", True, 2), ("step", True, 3), ("after_step", False, 3)],
+        ("profiler", True, 3),
+    ],
 )
 def test_error_outside_a_step_saves_and_resume_is_bitwise_equal(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, callback: str, after: bool, saved: int
@@ -126,25 +139,6 @@ def test_error_outside_a_step_saves_and_resume_is_bitwise_equal(
     expected = losses(reference.output)
     # The row of a step whose error came before it was logged is missing.
     assert losses(broken.output) == [row for row in expected if callback != "step" or row[0] != 3]
-
-
-def test_profiler_error_after_a_step_saves_it_with_its_data_position(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reference, broken = settings(folder, tmp_path / "reference"), settings(folder, tmp_path / "broken")
-    run_distributed(lambda: train(reference), 1, init=False, timeout_s=DEADLINE_S)
-
-    @contextmanager
-    def failing(profiler: StepProfiler, number: int) -> Iterator[None]:
-        yield
-        if number == 3:
-            raise OSError("the disk of the data is gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StepProfiler, "step", failing)
-        assert train_until_error(broken) == ["step-00000003"]
-    run_distributed(lambda: train(broken, resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
-    assert losses(broken.output) == losses(reference.output)
 
 
 def test_error_inside_a_step_saves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
