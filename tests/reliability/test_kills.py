@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -37,6 +36,7 @@ from megascend.config.rl import RlConfig
 from megascend.runtime.bootstrap import bootstrap
 from support.forked_programs import run_forked
 from support.rl_runs import RecordedEngine, folder, rows, settings  # noqa: F401
+from support.waiting import free_port
 from weightwire.engine import Completion, Sampling
 from weightwire.keys import Key, generate_key
 
@@ -128,12 +128,6 @@ def as_rank(rank: int, size: int, port: int, train: Callable[[], Any]) -> None:
         os.environ |= {name: str(value) for name, value in variables.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     train()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def is_running(pid: int) -> bool:
@@ -358,21 +352,13 @@ def test_fifty_kills_of_each_process_change_nothing_that_is_learned(folder: Path
     run_disturbed(folder, 50)
 
 
-@pytest.mark.nightly  # covered: killed processes
-@pytest.mark.parametrize(
-    ("layout", "kills"),
-    [
-        ("DP2", 2),
-        pytest.param("DP2", 10, marks=pytest.mark.nightly),
-        pytest.param("TP2", 10, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["DP2", "TP2"])
 def test_killed_rank_of_several_ends_the_run_by_name_and_changes_nothing_that_is_learned(
     folder: Path,  # noqa: F811
     layout: str,
-    kills: int,
 ) -> None:
-    run_disturbed(folder, kills, layout)
+    run_disturbed(folder, 10, layout)
 
 
 def run_disturbed(folder: Path, kills: int, layout: str = "") -> None:  # noqa: F811

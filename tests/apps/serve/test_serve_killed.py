@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from megascend.apps.serve.checkpoints import CheckpointPath
 from megascend.testing import write_tiny_checkpoint
+from support.waiting import wait_until
 
 FOLDER = Path(__file__).parent
 KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob", "carol")}
@@ -62,14 +63,6 @@ def results_of(folder: Path, clients: dict[str, subprocess.Popen[bytes]]) -> dic
     return {name: json.loads((folder / f"{name}.out").read_text()) for name in clients}
 
 
-def wait_for(files: list[Path]) -> None:
-    """Return when all are there."""
-    end = time.monotonic() + 120
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < end, "the clients did not begin"
-        time.sleep(0.05)
-
-
 def adapter_of(storage: Path, tenant: str, path: str) -> dict[str, Any]:
     return load_file(CheckpointPath.parse(path).directory(storage, tenant) / "adapter_model.safetensors")
 
@@ -109,7 +102,8 @@ def test_a_killed_server_ends_where_an_undisturbed_one_does(tmp_path, layout, ca
             server.wait("/readyz")
             clients = start_clients(folder, model, server.url, steps)
             if run == "killed":
-                wait_for([folder / f"{name}.started" for name in KEYS])
+                began = [folder / f"{name}.started" for name in KEYS]
+                wait_until(lambda began=began: all(file.exists() for file in began), "the clients did not begin")
                 start = time.monotonic()
 
                 def note(number: int, ranks_killed: str, recovering: bool) -> None:
