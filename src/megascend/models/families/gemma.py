@@ -96,6 +96,8 @@ class Gemma4(Architecture):
             # Norms of queries and keys have weights, and nothing else scales the scores.
             "softmax_scale": 1.0,
             "add_qkv_bias": False,
+            # Checkpoints have no tensors of all layers together, whose sizes differ; Megatron-Core spells it so.
+            "hetereogenous_dist_checkpoint": True,
         }
 
     def selfcheck_settings(self, config: Config, layers: int) -> dict[str, Any]:
