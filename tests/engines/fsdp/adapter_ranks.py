@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from adapter_cases import DROPPING, samples_of, steps
-from ranks import do_jobs, equal, make, on_ranks
+from ranks import do_jobs, equal, make, on_ranks, refused  # noqa: F401 - a job
 
 from megascend import Adapters, Lora
 from megascend.testing.parity import (

@@ -23,6 +23,7 @@ from megascend.engines.fsdp import compilation
 from megascend.models.selfcheck import in_process
 from megascend.reference import fla as reference_fla
 from megascend.testing.parity import causal_samples, token_lists
+from support.lora_parity import write_adapter
 
 
 def trained(
@@ -161,6 +162,13 @@ def checked_beside_kernels(
     except AssertionError as error:
         return verdicts, str(error)
     return verdicts, "no kernel was called"
+
+
+def write_adapters(checkpoint: str, adapters: dict[str, megascend.Lora]) -> None:
+    """Write adapters that have no zero factor, each to its folder."""
+    with make(checkpoint, adapters=megascend.Adapters(), self_check=False) as backend:
+        for path, lora in adapters.items():
+            write_adapter(backend, Path(path), lora)
 
 
 def sampled(

@@ -97,13 +97,15 @@ def test_kernels_of_other_devices_are_not_called_by_the_self_check_and_in_fp32(
     parity_folder: Path, tmp_path: Path
 ) -> None:
     """Kernels do not run on the CPU, where the self-check does, and multiply in TF32."""
-    checkpoint, batching = str(checkpoint_of("qwen3_5_moe_text", parity_folder)), Batching(micro_batch_tokens=256)
-    jobs = [
-        ("checked_beside_kernels", ("fsdp", checkpoint, str(tmp_path), packages), options | {"batching": batching})
-        for packages, options in (
-            (["fla"], {"precision": "fp32"}),
-            (["fla", "causal_conv1d"], {"precision": "bf16"}),
+    checkpoint = str(checkpoint_of("qwen3_5_moe_text", parity_folder))
+    options = {"batching": Batching(micro_batch_tokens=256)}
+    jobs = [  # with a cache each: a verdict that the first has kept is not checked again
+        (
+            "checked_beside_kernels",
+            ("fsdp", checkpoint, str(tmp_path / precision), packages),
+            options | {"precision": precision},
         )
+        for packages, precision in ((["fla"], "fp32"), (["fla", "causal_conv1d"], "bf16"))
     ]
     (_, in_fp32), (verdicts, in_bf16) = run_jobs(RUNS, tmp_path, *jobs)
     assert in_fp32 == "no kernel was called"
