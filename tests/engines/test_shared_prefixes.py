@@ -34,6 +34,7 @@ UNSHARED = {
         ("nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "layers without softmax attention"
     ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "layers without softmax attention"),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), "kinds of layers with rotary embeddings of their own"),
 }
 """Families whose samples share nothing on engine megatron, with the reason."""
 

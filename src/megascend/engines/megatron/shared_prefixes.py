@@ -48,6 +48,7 @@ def unshared_reason(engine: Any) -> str | None:
         "dropout of the model": max(config.hidden_dropout, config.attention_dropout) > 0,
         f"position embedding {config.position_embedding_type}": config.position_embedding_type
         not in ("rope", "mrope", "none", "learned_absolute"),
+        "kinds of layers with rotary embeddings of their own": any(isinstance(part, dict) for part in rope.values()),
         "rotary embeddings that depend on the length": rope.get("rope_type", rope.get("type")) in ROPE_OF_LENGTH,
         "layers without softmax attention": not all(isinstance(core, te.TEDotProductAttention) for core in cores),
     }

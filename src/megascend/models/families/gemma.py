@@ -75,7 +75,7 @@ class Gemma4(Architecture):
 
     def full_config(self, text: Config) -> dict[str, Any]:
         text = {name: value for name, value in text.items() if name not in ("rope_theta", "hidden_act")}
-        outer = {name: text.pop(name) for name in ("model_type", "architectures")}
+        outer = {name: text.pop(name) for name in ("model_type", "architectures") if name in text}
         outer |= {name: text[name] for name in ("tie_word_embeddings", "torch_dtype") if name in text}
         return outer | TINY_TOWERS[str(self.text_type)] | {"text_config": text | {"model_type": self.text_type}}
 
