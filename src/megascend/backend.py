@@ -473,7 +473,7 @@ class Backend:
         if adapter is None:
             return None
         # The directory's name only: the path means nothing on the machine that receives this.
-        config = to_config(adapter.lora, adapter.values, self._model_dir.name, adapters.registry.adaptable)
+        config = to_config(adapter.lora, adapter.values, self._model_dir.name, adapters.registry.peft_names)
         return config, to_tensors(adapter.values, adapter.lora.rank)
 
     # --- weights and checkpoints ---

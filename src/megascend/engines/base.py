@@ -407,10 +407,25 @@ def longest_sample(spec: EngineSpec, info: ModelInfo) -> int:
     return min(limits, default=sys.maxsize)
 
 
+def unbuilt_modules(info: ModelInfo) -> tuple[str, ...]:
+    """Return the names of the modules in towers that no engine builds, those around linear layers included."""
+    towers = info.architecture.copied
+    modules = [name.rpartition(".")[0] for name in info.extra if towers and name.startswith(towers)]
+    return tuple(sorted({*modules, *(name.rpartition(".")[0] for name in modules)}))
+
+
 def adapter_settings(spec: EngineSpec, info: ModelInfo, device: torch.device) -> AdapterSettings:
     """Return the settings that all adapters of an engine share."""
     assert spec.adapters is not None
-    settings = AdapterSettings(spec.adapters, spec.optimizer, spec.schedule, spec.seed, DTYPES[spec.precision], device)
+    settings = AdapterSettings(
+        spec.adapters,
+        spec.optimizer,
+        spec.schedule,
+        spec.seed,
+        DTYPES[spec.precision],
+        device,
+        unbuilt=unbuilt_modules(info),
+    )
     if (scalar_head := info.scalar_head) is None:
         return settings
     head = fresh_weights(info, spec.seed).get(WEIGHT)

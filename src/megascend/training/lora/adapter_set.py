@@ -210,7 +210,7 @@ class AdapterSet:
         problem = None
         if saved is not None:
             try:
-                write(path, saved, base_model, list(self.registry.adaptable))
+                write(path, saved, base_model, self.registry.peft_names)
             except CheckpointError as error:
                 problem = CheckpointError(f"{error} (rank 0)")
         raise_on_all_ranks(problem, self._groups, f"the write of {path}")

@@ -35,6 +35,7 @@ class AdapterSettings:
         head: float32 [labels, h], the weight that the scalar head of every adapter starts with; None for language models.
         labels: labels of the head's rows; empty for language models.
         problem_type: kind of task of a classifier's head.
+        unbuilt: names of modules in towers of the model that no engine builds.
     """
 
     limits: Adapters
@@ -46,6 +47,7 @@ class AdapterSettings:
     head: Tensor | None = None
     labels: tuple[str, ...] = ()
     problem_type: ProblemType | None = None
+    unbuilt: tuple[str, ...] = ()
 
     def check_labels(self, labels: tuple[str, ...], problem_type: ProblemType | None) -> None:
         """Raise CheckpointError if a head with these labels does not fit this model."""
@@ -85,6 +87,11 @@ class AdapterRegistry(Mapping[str, Adapter]):
         self.adaptable = self.projections if adaptable is None else tuple(adaptable)
         self.refused_targets = refused_targets
         self._adapters: dict[str, Adapter] = {}
+
+    @property
+    def peft_names(self) -> list[str]:
+        """Return the names of peft's model, among which a short name in ``adapter_config.json`` has to be exact."""
+        return [*self.adaptable, *self.settings.unbuilt]
 
     @classmethod
     def for_model(
