@@ -497,7 +497,6 @@ def put_tensor(key: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], Any]:
         (put_tensor(f"{PREFIX}model.wte.lora_embedding_A", torch.ones(2, 9)), "are supported for embed_tokens only"),
         (put_tensor(f"{PREFIX}{Q}.base_layer.weight", torch.ones(6, 4)), "which is not a factor of"),
         (put_tensor(Q_A.removeprefix(PREFIX), torch.ones(2, 4)), "which is not a factor of"),
-        (put_tensor(f"{PREFIX}{Q}.base_layer.lora_A.weight", torch.ones(2, 4)), "an adapter inside another"),
         (dict.clear, "holds no tensor"),
     ],
 )
@@ -506,6 +505,13 @@ def test_refused_tensors(dense: Files, tmp_path: Path, damage: Callable[[Any], A
     with pytest.raises(CheckpointError, match=message) as refusal:
         dense.read(tmp_path)
     assert str(tmp_path) in str(refusal.value)
+
+
+def test_an_adapter_inside_another_layer_is_refused(dense: Files, tmp_path: Path) -> None:
+    inner = f"{PREFIX}{Q}.base_layer"
+    dense.tensors |= {f"{inner}.lora_A.weight": torch.ones(2, 4), f"{inner}.lora_B.weight": torch.ones(6, 2)}
+    with pytest.raises(CheckpointError, match="an adapter inside another"):
+        dense.read(tmp_path)
 
 
 def test_files_that_are_missing_or_damaged(dense: Files, tmp_path: Path) -> None:
