@@ -516,6 +516,10 @@ def test_server_options():
     assert options[options.index("--host") + 1] == "127.0.0.1"
     assert options[options.index("--middleware") + 1] == "weightwire.vllm.guard.Guard"
     assert "127.0.0.1" not in arguments(["--host", "10.0.0.1"], (0, 32), "cuda")
+    # torch's generators for the CPU have no offset, which vLLM sets back for a seeded prompt that it splits.
+    assert "--no-enable-chunked-prefill" not in options
+    assert "--no-enable-chunked-prefill" in arguments(["--max-num-batched-tokens=64"], (0, 32), "cpu")
+    assert "--no-enable-chunked-prefill" not in arguments(["--enable-chunked-prefill"], (0, 32), "cpu")
     for option in ("--worker-extension-cls", "--weight_transfer_config={}", "--api-server-count"):
         with pytest.raises(SystemExit):
             arguments([option, "x"], (0, 32), "cuda")

@@ -19,8 +19,6 @@ GUARD = "weightwire.vllm.guard.Guard"
 WORKER = "weightwire.vllm.worker.WorkerExtension"
 MAX_LOGPROBS = 256
 """Most tokens of a position for which a request may ask, a teacher's for example; vLLM's own default is 20."""
-PROMPTS_IN_PARTS = {"--enable-chunked-prefill", "--no-enable-chunked-prefill", "--max-num-batched-tokens"}
-"""Options that decide whether a prompt may be computed in several steps."""
 SERVER = "vllm.entrypoints.openai.api_server"
 
 
@@ -48,7 +46,7 @@ def arguments(user_arguments: Sequence[str], version: tuple[int, int], device: s
         added += ["--logprobs-mode", "processed_logprobs"]  # of the distribution from which tokens are sampled
     if "--max-logprobs" not in options:
         added += ["--max-logprobs", str(MAX_LOGPROBS)]
-    if device == "cpu" and not options & PROMPTS_IN_PARTS:
+    if device == "cpu" and not options & {"--enable-chunked-prefill", "--no-enable-chunked-prefill"}:
         # vLLM sets back the generator of a prompt with a seed that a step computes in part, which ends the engine: torch's
         # generators for the CPU have no offset.
         added.append("--no-enable-chunked-prefill")
