@@ -156,9 +156,8 @@ def build_config(
         raise CheckpointError(f"{model_dir}/config.json names no model_type")
     text = hf_config.get_text_config()
     arguments.update(activation_arguments(getattr(text, "hidden_act", None), arguments))
-    if (
-        getattr(text, "hidden_activation", None) is not None
-    ):  # Gemma's name, in whose place mcore-bridge has the usual value
+    # Gemma's name of it, which mcore-bridge does not read.
+    if getattr(text, "hidden_activation", None) is not None:
         arguments |= {"swiglu": True, "gated_linear_unit": False, "activation_func": F.silu}
         arguments |= activation_arguments(text.hidden_activation, {}, "hidden_activation")
     arguments.update(parallel_arguments(topology))
