@@ -28,7 +28,7 @@ FSDP: Outcomes = {
 }
 """One of each kind of layer, and of each refusal."""
 SINGLE = {
-    "beam": "changes its logits",
+    "beam": "right",
     "deepseek_v4": "right",
     "dory": "more than the product",
     "falcon": "right",
@@ -36,7 +36,7 @@ SINGLE = {
     "phimoe, longrope": "right",
     "zamba2": "right",
 }
-"""Among them attention classes of its own and layers that share parameters."""
+"""Among them a soft cap on the logits, attention classes of its own and layers that share parameters."""
 RECURRENT_COUNT = 30
 """Architectures with recurrent layers in transformers 5.24, about."""
 MULTIMODAL = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
