@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, Precision, dict[str, Any], float, float]] = {
     "fp16": ("qwen3", "fp16", {}, 1e-2, 0.1),
     "MoE bf16, recomputed": ("qwen3_moe", "bf16", {"recompute": RECOMPUTED}, 0.15, 1.0),
     "MoE fp32": ("qwen3_moe", "fp32", {}, 1e-5, 1.5e-4),
+    "sinks bf16": ("gpt_oss", "bf16", {}, 0.15, 1.0),
 }
 ON_TWO: dict[str, tuple[str, Precision, dict[str, Any], float, float]] = {
     "fp32, SP2": (

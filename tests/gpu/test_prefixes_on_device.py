@@ -1,4 +1,4 @@
-"""Attention over shared prefixes by the GPU's kernel, against attention of each sample by itself in fp64."""
+"""Attention over shared prefixes, with sinks too, by the GPU's kernel, against attention of each sample by itself in fp64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megascend.engines.common.sample_attention import prefix_attention
+from megascend.reference.attention_sinks import attention_with_sinks
 from megascend.training.kernels.prefix_attention import PrefixLayout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
@@ -28,26 +29,34 @@ def sequences() -> tuple[list[Tensor], list[int]]:
     return rows, own
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 150])
-def test_kernel_computes_each_sample(window: int | None) -> None:
+def test_kernel_computes_each_sample(window: int | None, with_sinks: bool) -> None:
     rows, own = sequences()
     generator = torch.Generator().manual_seed(0)
     exact = [
         torch.randn(sum(own), heads, WIDTH, generator=generator).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
     factors = torch.randn(sum(own), HEADS, WIDTH, generator=generator).bfloat16()
+    exact += [torch.randn(HEADS, generator=generator) * 3] if with_sinks else []
     states = [part.cuda().requires_grad_() for part in exact]
     layout = PrefixLayout.of(rows, own, states[0].device)
-    query, key, value = (part.transpose(0, 1)[None] for part in states)
-    mixed = prefix_attention(query, key, value, layout, None, window, None)[0].transpose(0, 1)
+    query, key, value = (part.transpose(0, 1)[None] for part in states[:3])
+    sinks = states[3] if with_sinks else None
+    mixed = prefix_attention(query, key, value, layout, None, window, sinks)[0].transpose(0, 1)
     gradients = torch.autograd.grad((mixed * factors.cuda()).sum(), states)
     wide = [part.double().requires_grad_() for part in exact]
     parts = []
     for tokens, count in zip(rows, own, strict=True):
         distance = torch.arange(len(tokens))[-count:, None] - torch.arange(len(tokens))
         mask = (distance >= 0) & (distance < (window or len(tokens)))
-        query, key, value = (part[tokens].transpose(0, 1) for part in wide)
-        parts.append(scaled_dot_product_attention(query[:, -count:], key, value, mask, enable_gqa=True).transpose(0, 1))
+        query, key, value = (part[tokens].transpose(0, 1)[None] for part in wide[:3])
+        own_query = query[:, :, -count:]
+        if with_sinks:
+            part = attention_with_sinks(own_query, key, value, mask, wide[3], enable_gqa=True)
+        else:
+            part = scaled_dot_product_attention(own_query, key, value, mask, enable_gqa=True)
+        parts.append(part[0].transpose(0, 1))
     expected = torch.cat(parts)
     expected_gradients = torch.autograd.grad((expected * factors.double()).sum(), wide)
     for values, reference in zip((mixed, *gradients), (expected, *expected_gradients), strict=True):

@@ -171,8 +171,8 @@ def family_matrix(platform: str = "cpu") -> list[Case]:
     for architecture in proven():
         experts = expert_count(architecture.tiny) > 0
         for layout, case in (layouts | (with_experts if experts else {})).items():
-            if layout in ("TP2 + SP", "grouped experts") and experts and architecture.biases == "all":
-                continue  # Megatron-Core does not divide experts that have biases, and grouped products have none
+            if layout == "TP2 + SP" and experts and architecture.biases == "all":
+                continue  # Megatron-Core does not divide experts that have biases
             if architecture.unsupported_layout(architecture.tiny, tensor=1, context=case.parallel.context):
                 continue
             overrides: dict[str, Any] = {"arch": architecture.model_type, "logits_bound": 2e-5}
@@ -192,8 +192,6 @@ def family_matrix(platform: str = "cpu") -> list[Case]:
             if platform == "cuda" and case.precision == "fp32":
                 if case.parallel.context > 1 or layout in ("padded", "grouped experts"):
                     continue
-                overrides |= {"packing": False, "micro_batch_tokens": 200}
-            if platform == "cuda" and architecture.model_type == "gpt_oss":  # whose sinks need padded batches there
                 overrides |= {"packing": False, "micro_batch_tokens": 200}
             cases.append(replace(case, name=f"{architecture.model_type}: {layout}", **overrides))
     return cases

@@ -282,10 +282,13 @@ MEGATRON_MODEL: tuple[Rule[MegatronSetup], ...] = (
         lambda s: longest_sample(s.spec, s.info) > s.rope_limit,
     ),
     Rule(
-        "batching.packing with {model}: Transformer Engine has no kernel with attention sinks that takes packed "
-        "samples; set false",
+        "batching.packing with {model}: packed samples with attention sinks have a kernel in 16 bits, without "
+        "parallel.context and dropout; set false",
         lambda s: (
-            s.spec.batching.packing and s.platform.has_transformer_engine_kernels and s.config.softmax_type != "vanilla"
+            s.spec.batching.packing
+            and s.platform.has_transformer_engine_kernels
+            and s.config.softmax_type != "vanilla"
+            and (s.spec.precision == "fp32" or s.topology.context > 1 or s.config.attention_dropout > 0)
         ),
     ),
     Rule(

@@ -38,9 +38,9 @@ def prefix_attention(
             assert sinks is None, "engines refuse sinks on NPUs"
             lengths = prefixes.queries, prefixes.keys
             return npu.causal_attention(query, keys, values, *lengths, scaling=scaling, window=window)
-        if sinks is None and varlen.available(query.device, query.dtype) and varlen.fits(query, values, 0.0):
+        if varlen.available(query.device, query.dtype) and varlen.fits(query, values, 0.0):
             starts = prefixes.query_starts, prefixes.key_starts
-            return varlen.attention(query, keys, values, *starts, prefixes.longest, scaling, window)
+            return varlen.attention(query, keys, values, *starts, prefixes.longest, scaling, window, sinks)
         return one_by_one(query, keys, values, (prefixes.queries, prefixes.keys), scaling, 0.0, window, sinks)
 
     return prefixes.attend(query, key, value, compute, dim=2)

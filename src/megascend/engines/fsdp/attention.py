@@ -337,9 +337,11 @@ def _sample_attention(
         return npu.causal_attention(query, key, value, lengths.packed, scaling=scaling, dropout=dropout, window=window)
     if lengths.packed is None or lengths.starts is None or lengths.longest is None:
         return causal(query, key, value, scaling, dropout, window, sinks)
-    if sinks is None and lengths.one_kernel and varlen.fits(query, value, dropout):
+    # With sinks a call per sample has no flash kernel, however long the sample is.
+    one_kernel = lengths.one_kernel or (sinks is not None and varlen.available(query.device, query.dtype))
+    if one_kernel and varlen.fits(query, value, dropout):
         starts = lengths.starts, lengths.starts
-        return varlen.attention(query, key, value, *starts, lengths.longest, scaling, window)
+        return varlen.attention(query, key, value, *starts, lengths.longest, scaling, window, sinks)
     packed = lengths.packed, lengths.packed
     return _one_by_one_uncompiled(query, key, value, packed, scaling, dropout, window, sinks)
 

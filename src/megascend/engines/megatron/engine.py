@@ -39,6 +39,7 @@ from megascend.engines.megatron import (
     grouped_experts,
     hf_slices,
     mtp,
+    packed_sinks,
     replayed_routers,
     routers,
     shared_prefixes,
@@ -276,6 +277,8 @@ class MegatronEngine(Engine):
         gated_silu.install()
         if self.config.attention_dropout == 0:
             attention_dropout.skip_stream_switch(self.bare_chunks)
+        if self.config.softmax_type == "learnable":
+            packed_sinks.install(self.decoders, self.config)
 
     def _check_slice(self, checker: Worker | None, *, enabled: bool) -> Verdict:
         """Compare a slice of the model with transformers before the full model is built; if not enabled, only log warnings."""

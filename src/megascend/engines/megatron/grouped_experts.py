@@ -45,6 +45,8 @@ class ExpertSegments(Segments):
 class ExpertWeights:
     """Stacked views of the weights ``weight0``, ``weight1``... of one grouped layer, which remain Megatron's parameters.
 
+    Its biases, if it has any, are stacked when it runs.
+
     Attributes:
         parameters: parameters of each expert, [out, in].
         stacked: [experts, out, in], a view of all of them; of quantised ones only while the layer runs.
@@ -57,6 +59,8 @@ class ExpertWeights:
         self.quantised = quantised
         names = [f"weight{index}" for index in range(layer.num_gemms)]
         self.parameters: list[Any] = [getattr(layer, name) for name in names]
+        self._biases = [getattr(layer, f"bias{index}") for index in range(layer.num_gemms)] if layer.use_bias else []
+        self._returns_biases = layer.te_return_bias  # for add_biases
         # Megatron's buffers hold parameters and gradients in the reverse order of the modules' parameters. Registered in
         # descending order, they are contiguous in ascending order in the buffers.
         for name in reversed(names):
@@ -100,15 +104,36 @@ class ExpertWeights:
                 "parameters of experts were moved after the model had been built; set moe.experts: upstream"
             )
 
-    def _forward(self, rows: Tensor, segments: ExpertSegments) -> tuple[Tensor, None]:
+    def _forward(self, rows: Tensor, segments: ExpertSegments) -> tuple[Tensor, Tensor | None]:
+        out = self._product(rows, segments)
+        if not self._biases:
+            return out, None
+        biases = torch.stack(self._biases)
+        return (out, biases) if self._returns_biases else (add_biases(out, biases, segments), None)
+
+    def _product(self, rows: Tensor, segments: ExpertSegments) -> Any:
         if self.quantised:
             stacked = one_view([parameter.data for parameter in self.parameters])
             assert stacked is not None, "all weights of a layer are dequantised to one tensor"
-            out: Any = SegmentedLinear.apply(rows, stacked.mT, None, segments, None)
-            return out, None
+            return SegmentedLinear.apply(rows, stacked.mT, None, segments, None)
         self.check()
-        out = _Product.apply(rows, self._root if self.grads is not None else None, self, segments)
-        return out, None
+        return _Product.apply(rows, self._root if self.grads is not None else None, self, segments)
+
+
+def add_biases(out: Tensor, biases: Tensor | None, segments: ExpertSegments, probs: Tensor | None = None) -> Tensor:
+    """Add its expert's bias to each row: as a product, so that its gradient is summed in the same order every time.
+
+    Args:
+        out: [rows, width]. ``biases``: [experts, width].
+        probs: [rows, 1], factors of the biases; None: 1. ``TEGroupedMLP``, whose ``_apply_bias`` this replaces, has multiplied
+            the activations by them already.
+    """
+    if biases is None:
+        return out
+    row = torch.arange(len(out), device=out.device, dtype=torch.int32)
+    expert = torch.searchsorted(segments.ends, row, right=True)
+    share = (expert[:, None] == torch.arange(len(biases), device=out.device)).to(out.dtype)
+    return torch.addmm(out, share if probs is None else (share * probs).to(out.dtype), biases)
 
 
 class _Product(torch.autograd.Function):
@@ -269,7 +294,7 @@ def _unsupported(config: Any, precision: Precision, device: torch.device) -> str
         width = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
         if config.hidden_size % 8 or width % 8:
             return f"sizes must be multiples of 8, not {config.hidden_size} and {width}"
-    for name in ("moe_permute_fusion", "moe_shared_expert_overlap", "add_bias_linear", "fp8"):
+    for name in ("moe_permute_fusion", "moe_shared_expert_overlap", "fp8"):
         if getattr(config, name, None):
             return f"the model has {name}"
     if config.moe_expert_capacity_factor is not None:
@@ -304,6 +329,7 @@ def install(
     for layer in layers:
         dispatcher = IndexedDispatcher(layer.token_dispatcher)
         patch(layer, "token_dispatcher", dispatcher, "permutes by indices on the device")
+        patch(layer.experts, "_apply_bias", add_biases, "takes the experts' segments")
         for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
             weights.append(ExpertWeights(linear, quantised=linear in quantised))
     if not weights:  # a pipeline stage of dense layers only

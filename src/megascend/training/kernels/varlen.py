@@ -43,6 +43,7 @@ def varlen_attention(
     longest: Tensor,
     scale: float,
     window: int,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention within samples, whose queries are their last tokens.
 
@@ -52,15 +53,21 @@ def varlen_attention(
         key_starts: int32 [samples + 1], the same of its keys.
         longest: int64 [2] on the CPU: most queries and most keys of a sample.
         window: tokens that each token attends to, itself included; 0: all before it.
+        sinks: [heads], a logit of each head that takes part in the softmax and has no value; None: the plain softmax.
 
     Returns:
-        [queries, heads, head dim], and float32 [heads, queries]: logsumexp.
+        [queries, heads, head dim], and float32 [heads, queries]: logsumexp, with the sinks.
     """
     # In order: starts of queries and keys, longest of both, dropout, causal (from the bottom right), debug mask.
     outputs = torch.ops.aten._flash_attention_forward(
         query, key, value, starts, key_starts, *longest.tolist(), 0.0, True, False, scale=scale, **_window(window)
     )
-    return outputs[0], outputs[1]
+    out, log_sums = outputs[:2]
+    if sinks is None:
+        return out, log_sums
+    with_sinks = torch.logaddexp(log_sums, sinks.float()[:, None])
+    # In place: the product is rounded once, from the factor in fp32.
+    return out.mul_(torch.exp(log_sums - with_sinks).t()[..., None]), with_sinks
 
 
 @torch.library.custom_op("megascend::varlen_attention_backward", mutates_args=(), device_types="cuda")
@@ -77,7 +84,11 @@ def varlen_attention_backward(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of query, key and value."""
+    """Compute the gradients of query, key and value.
+
+    With sinks it is the same computation: the kernel takes the probabilities from ``log_sums``, and the mean gradient that the
+    softmax subtracts from ``out``. Both have the sinks in them.
+    """
     # The operator requires a random state, and does not read it without dropout.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return torch.ops.aten._flash_attention_backward(
@@ -114,6 +125,7 @@ def _(
     longest: Tensor,
     scale: float,
     window: int,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
 
@@ -124,14 +136,21 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tu
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, starts, key_starts, longest, ctx.scale, ctx.window = inputs
+    query, key, value, starts, key_starts, longest, ctx.scale, ctx.window, sinks = inputs
     # The backward kernel recomputes the probabilities from the output and logsumexp.
-    ctx.save_for_backward(query, key, value, *output, starts, key_starts, longest)
+    ctx.save_for_backward(query, key, value, *output, starts, key_starts, longest, sinks)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    grads = torch.ops.megascend.varlen_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
-    return *grads, None, None, None, None, None
+    *saved, sinks = ctx.saved_tensors
+    grads = torch.ops.megascend.varlen_attention_backward(grad, *saved, ctx.scale, ctx.window)
+    sinks_grad = None
+    if sinks is not None:
+        out, log_sums = saved[3:5]
+        probabilities = torch.exp(sinks.float()[:, None] - log_sums)
+        # A sink's value is 0, so that its probability's gradient is minus the mean that the softmax subtracts.
+        sinks_grad = -(probabilities * (grad.float() * out.float()).sum(-1).t()).sum(-1).to(sinks.dtype)
+    return *grads, None, None, None, None, None, sinks_grad
 
 
 varlen_attention.register_autograd(_backward, setup_context=_setup)
@@ -146,9 +165,10 @@ def attention(
     longest: Tensor,
     scaling: float | None,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Call :func:`varlen_attention` on [1, heads, tokens, head dim], and return the same shape."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    mixed, _ = torch.ops.megascend.varlen_attention(q, k, v, starts, key_starts, longest, scale, window or 0)
+    mixed, _ = torch.ops.megascend.varlen_attention(q, k, v, starts, key_starts, longest, scale, window or 0, sinks)
     return mixed.transpose(0, 1)[None]
