@@ -60,9 +60,11 @@ def write_checkpoint(shape: dict[str, Any], directory: Path, *, precision: str, 
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     # transformers zeroes the row of a padding token and drops its gradient; the samples here use every token.
-    fields = {**shape, "pad_token_id": None}
+    fields = {key: value for key, value in shape.items() if key != "dtype"} | {"pad_token_id": None}
     if "text_config" in fields:
-        fields["text_config"] = {**fields["text_config"], "pad_token_id": None}
+        # Gemma 4 writes a padding token in place of images: the last one, which no sample has.
+        text = fields["text_config"]
+        fields["text_config"] = {**text, "pad_token_id": text["vocab_size"] - 1}
     config = AutoConfig.for_model(**fields, dtype=dtype)
     auto: Any = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
     torch.manual_seed(seed)

@@ -244,7 +244,7 @@ class PlainSteps(Steps):
         model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, **placement)
         if options.get("recompute"):
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in model.model.layers:
+        for layer in getattr(model.model, "language_model", model.model).layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
         model.config.use_cache = False
@@ -446,7 +446,8 @@ def execute(work: Work, run: str, model_dir: Path, profile: Path | None) -> Resu
     kinds = {"bare": BareSteps, "megascend": MegascendSteps, "fsdp": FsdpSteps, "plain": PlainSteps, "peft": PeftSteps}
     steps = kinds[name](work, model_dir, options)
     on_gpu = work.platform == "cuda"
-    tokens = random_tokens(2 * work.sequences, work.length + 1, work.shape["vocab_size"], work.seed)
+    vocabulary = work.shape.get("text_config", work.shape)["vocab_size"] - 1  # without Gemma 4's padding token
+    tokens = random_tokens(2 * work.sequences, work.length + 1, vocabulary, work.seed)
     batches = tokens.view(2, work.sequences, -1)
     result = Result(run=run, device=torch.cuda.get_device_name() if on_gpu else "CPU", versions=versions())
     for index in range(work.warmup + work.steps):

@@ -293,8 +293,8 @@ CASES_OF_MEGATRON_MODELS: list[Case] = [
     ),
     (
         "batching.packing: true with some_model",
+        {"config": {"softmax_type": "learnable"}, "precision": "fp32"},
         {"config": {"softmax_type": "learnable"}},
-        {"config": {"softmax_type": "learnable"}, "kernels": False},
     ),
     (
         "batching.packing: false with some_model",
