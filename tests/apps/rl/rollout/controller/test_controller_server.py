@@ -323,7 +323,7 @@ def test_unreachable_and_closing_controllers_raise_errors() -> None:
             pytest.raises(ControllerLostError, match=f"127.0.0.1:{port}.*in time"),
         ):
             client.status()
-    with Served() as served, served.client(timeout_s=2.0) as client:
+    with Served() as served, served.client(timeout_s=6.0) as client:
         client.expect(["a"], deadline_s=60)
         results = client.results(["a"])
         waiting = LoopThread("waiting")
