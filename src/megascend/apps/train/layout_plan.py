@@ -15,11 +15,10 @@ from megascend.apps.plan.search import Candidate, PlannedModel, PlanRequest, Sea
 from megascend.apps.train.preflight import check_lora
 from megascend.apps.train.run_backend import backend_settings, bootstrap
 from megascend.config import RunConfig, parsed
-from megascend.config.documents import load_json
 from megascend.config.registry import ENGINES
 from megascend.config.run_file import full_names, read_settings
 from megascend.errors import CheckpointError, ConfigError, MegascendError, redacted
-from megascend.models.checkpoint_files.files import read_config
+from megascend.models.checkpoint_files.files import read_config, read_config_file
 from megascend.models.checkpoint_files.hub import snapshot
 from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
 from megascend.runtime.topology.topology import Topology
@@ -69,10 +68,7 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
         raise ConfigError(f"{model}: no model is there; name a checkpoint's directory, its config.json or its Hub name")
-    try:
-        config = load_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    config = read_config_file(path)
     if model.is_dir() and any(model.glob("*.safetensors")):
         yield model
         return

@@ -56,9 +56,14 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         exported = (path.parent / "hf" / path.name).is_file()
         remedy = f"name {path.parent / 'hf'}, the run's model" if exported else "a Hugging Face checkpoint has one"
         raise CheckpointError(f"model: {path.absolute()} is missing; {remedy}")
+    return read_config_file(path)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read a model's ``config.json``, wherever it is."""
     config = _json_object(path)
     if not config.get("model_type"):
-        raise CheckpointError(f"{path} names no model_type")
+        raise CheckpointError(f"{path} names no model_type; name a model's directory or its config.json")
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name, value in section.items():
             # Loops of transformers and Megatron go over them, and none ends at a billion.
