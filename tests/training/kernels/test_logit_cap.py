@@ -122,6 +122,34 @@ def test_cross_entropy_has_the_gradient_of_capped_logits(
         assert_close(actual, value, bound)
 
 
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_gradients_in_bf16_are_as_near_as_those_of_plain_operations(temperature: float) -> None:
+    """Most logits are near the cap, where the derivative depends on the last bits of tanh."""
+    values = inputs(torch.bfloat16)
+    coefficients = values["grads"][0].float().abs()
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        logits = capped(hidden @ weight.t()) / temperature
+        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
+        return (-coefficients * log_p.gather(1, values["targets"][:, None])[:, 0]).sum()
+
+    def fused(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        shard = VocabShard(0, VOCABULARY, cap=CAP)
+        return linear_cross_entropy(hidden, weight, values["targets"], coefficients, shard, temperature=temperature)[0]
+
+    def computed(loss: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        tensors = [values[name].to(dtype, copy=True).requires_grad_() for name in ("hidden", "weight")]
+        loss(*tensors).backward()
+        return [gradient.double() for gradient in gradients(*tensors)]
+
+    exact, rounded, actual = (
+        computed(loss, dtype)
+        for loss, dtype in ((plain, torch.float64), (plain, torch.bfloat16), (fused, torch.bfloat16))
+    )
+    for ours, others, value in zip(actual, rounded, exact, strict=True):
+        assert float((ours - value).norm()) <= float((others - value).norm())
+
+
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 def test_divergence_compares_capped_logits_of_both_models(kind: Any) -> None:
     values, beta = inputs(), 0.3

@@ -57,11 +57,12 @@ class TeacherDivergence:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Log-probabilities of both models for some tokens, at this shard's rows: fp32 (float64 for float64) [tokens, rows]."""
+    """Logits of both models at this shard's rows, fp32 (float64 for float64) [tokens, rows], and the student's tanh of chunks."""
 
     tokens: slice
     student: Tensor
     teacher: Tensor
+    tanh: Tensor | None
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -114,7 +115,7 @@ class _LinearDivergence(torch.autograd.Function):
         divergence, shard = ctx.divergence, ctx.shard
         gradients = Gradients(ctx.needs_input_grad, hidden, weight, down, shard, ctx.direct, ctx.lora_delta)
         for part in _chunks(hidden, weight[: shard.rows], states, divergence, down, ctx.lora_delta, shard.cap):
-            tokens, tanh = part.tokens, shard.tanh(part.student)
+            tokens = part.tokens
             student = part.student.sub_(log_sums[0, tokens, None])
             teacher = part.teacher.sub_(log_sums[1, tokens, None])
             probabilities = student.exp()
@@ -134,7 +135,7 @@ class _LinearDivergence(torch.autograd.Function):
                 # Targets of other shards add 0, to column 0.
                 amount = torch.where(local_targets[tokens] >= 0, scale, 0.0)
                 gradient.scatter_add_(1, local_targets[tokens].clamp_min(0)[:, None], amount[:, None])
-            propagate_cap_(gradient, tanh)
+            propagate_cap_(gradient, part.tanh)
             gradients.add(gradient.to(hidden.dtype), tokens)
         return *gradients.for_autograd(), None, None, None, None, None, None
 
@@ -148,17 +149,17 @@ def _chunks(
     lora_delta: LowRank | None,
     cap: float | None,
 ) -> Iterator[_Chunk]:
-    """Yield the logits of both models, a chunk of tokens at a time; the consumer may change them."""
+    """Yield the logits of both models, a chunk of tokens at a time; the consumer may change the logits."""
     assert divergence.weight is not None, "the loss is computed on ranks with the teacher's output layer"
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     # Chunks of 128 tokens at least: the width of a matrix product.
     size = max(128, CHUNK_BYTES // (dtype.itemsize * max(len(rows), 1)) // 128 * 128)
-    for tokens, logits in chunks(hidden, rows, down, lora_delta, size=size, cap=cap):
+    for tokens, logits, tanh in chunks(hidden, rows, down, lora_delta, size=size, cap=cap):
         teacher = torch.mm(states[tokens], divergence.weight.t())
         if divergence.cap is not None:
             teacher.div_(divergence.cap).tanh_().mul_(divergence.cap)
         # A copy of the student's: the buffer of its chunks is reused.
-        yield _Chunk(tokens, logits.to(dtype, copy=True), teacher.to(dtype))
+        yield _Chunk(tokens, logits.to(dtype, copy=True), teacher.to(dtype), tanh)
 
 
 def _log_sum(logits: Tensor, shard: VocabShard) -> Tensor:

@@ -53,10 +53,10 @@ def chunks(
     temperature: float = 1.0,
     size: int | None = None,
     cap: float | None = None,
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield every chunk of ``hidden`` [n, h] with its logits [chunk, rows], which reuse one buffer.
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Yield every chunk of ``hidden`` [n, h] with its logits [chunk, rows] and tanh(product / cap), which reuse their buffers.
 
-    They are divided by ``temperature`` before they are rounded to the model's dtype. ``size``: tokens of a chunk; default:
+    Logits are divided by ``temperature`` before they are rounded to the model's dtype. ``size``: tokens of a chunk; default:
     :func:`chunk_size`. ``cap``: as in :class:`megascend.training.kernels.softmax.VocabShard`; the capped logits are divided.
     """
     divisor = temperature if cap is None else cap
@@ -64,6 +64,8 @@ def chunks(
         down = down / divisor
     size = min(size or chunk_size(len(rows), hidden.element_size()), len(hidden))
     buffer = hidden.new_empty(size, len(rows))
+    # The gradient needs tanh as it was before the product with the cap rounded it: 1 - tanh^2 has few bits left near 1.
+    tanh_buffer = buffer.new_empty(0 if cap is None else size, len(rows))
     for start in range(0, len(hidden), size):
         part = slice(start, min(start + size, len(hidden)))
         logits = buffer[: part.stop - part.start]
@@ -73,9 +75,11 @@ def chunks(
             torch.addmm(logits, hidden[part], rows.t(), beta=0, alpha=1 / divisor, out=logits)
         if lora_delta is not None and down is not None:
             lora_delta.add_(logits, down, part)
+        tanh = None
         if cap is not None:
-            logits.tanh_().mul_(cap / temperature)
-        yield part, logits
+            tanh = torch.tanh(logits, out=tanh_buffer[: len(logits)])
+            torch.mul(tanh, cap / temperature, out=logits)
+        yield part, logits, tanh
 
 
 class _WeightGradient:
@@ -162,7 +166,7 @@ class _LinearLogprobs(torch.autograd.Function):
         local_candidates = None if candidates is None else shard.local(candidates)
         parts: list[Statistics] = []
         selected: list[Tensor] = []
-        for part, logits in chunks(hidden, rows, down, lora_delta, temperature, cap=shard.cap):
+        for part, logits, _ in chunks(hidden, rows, down, lora_delta, temperature, cap=shard.cap):
             parts.append(statistics(logits, local_targets[part], shard, entropy))
             if local_candidates is not None:
                 selected.append(_selected(logits, local_candidates[part]))
@@ -215,8 +219,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if grad_entropy is not None and entropies is not None:
                 factor = factor - grad_entropy[:, None] * (log_p + entropies[:, None])
             slot_values = log_p.exp() * factor + slot_grads
-        for part, logits in chunks(hidden, rows, down, ctx.lora_delta, ctx.temperature, cap=ctx.shard.cap):
-            tanh = ctx.shard.tanh(logits, ctx.temperature)
+        for part, logits, tanh in chunks(hidden, rows, down, ctx.lora_delta, ctx.temperature, cap=ctx.shard.cap):
             softmax = Statistics(log_sum[part], target[part], None if entropies is None else entropies[part])
             entropy_scale = None if grad_entropy is None else grad_entropy[part]
             gradient_(logits, local_targets[part], softmax, scale[part], entropy_scale)
@@ -265,10 +268,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         gradients = Gradients(ctx.needs_input_grad, hidden, weight, down, shard, direct, lora_delta)
         scale = coefficients * (loss_grad / temperature)
-        for part, logits in chunks(hidden, rows, down, lora_delta, temperature, cap=shard.cap):
+        for part, logits, tanh in chunks(hidden, rows, down, lora_delta, temperature, cap=shard.cap):
             softmax = statistics(logits, local_targets[part], shard, entropy=False)
             logprobs[part] = softmax.logprobs
-            tanh = shard.tanh(logits, temperature)
             gradient_(logits, local_targets[part], softmax, scale[part], None)
             propagate_cap_(logits, tanh)
             gradients.add(logits, part)
@@ -369,7 +371,7 @@ def gather_logits(
     ranks = 1 if shard.group is None else dist.get_world_size(shard.group)
     parts = [torch.empty(0, ranks * len(weight))]
     selected = None if rows is None else rows.cpu()
-    for part, chunk in chunks(hidden, weight, down, lora_delta, cap=shard.cap):
+    for part, chunk, _ in chunks(hidden, weight, down, lora_delta, cap=shard.cap):
         logits = chunk
         if selected is not None:
             inside = selected[(selected >= part.start) & (selected < part.stop)] - part.start

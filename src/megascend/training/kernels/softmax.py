@@ -65,10 +65,6 @@ class VocabShard:
         start = rank * local_rows
         return cls(start, max(0, min(local_rows, vocab_size - start)), group, cap)
 
-    def tanh(self, logits: Tensor, temperature: float = 1.0) -> Tensor | None:
-        """Return tanh(product / cap) of logits that were divided by ``temperature``, a copy; None without a cap."""
-        return None if self.cap is None else logits * (temperature / self.cap)
-
     def local(self, targets: Tensor) -> Tensor:
         """Return the column of every target in this shard's logits, -1 if the target is in another shard."""
         local = targets - self.start
@@ -124,9 +120,9 @@ def gradient_(
 
 
 def propagate_cap_(gradient: Tensor, tanh: Tensor | None) -> None:
-    """Replace the gradient of capped logits by that of the product, with :meth:`VocabShard.tanh` of them."""
+    """Replace the gradient of capped logits by that of the product, with tanh(product / cap); None: there is no cap."""
     if tanh is not None:
-        torch.ops.aten.tanh_backward.grad_input(gradient, tanh, grad_input=gradient)
+        torch.ops.aten.tanh_backward.grad_input(gradient, tanh.to(gradient.dtype), grad_input=gradient)
 
 
 def set_columns_(logits: Tensor, local_ids: Tensor, values: Tensor) -> None:
