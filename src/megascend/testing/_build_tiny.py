@@ -36,7 +36,8 @@ def randomise(model: Any, seed: int) -> None:
     """Draw every parameter: norm weights around 1, biases around 0, matrices so that activations keep their scale.
 
     Embeddings and the output layer get a standard deviation of 0.2 (at hidden size 64: logits of about 1.6), routers
-    twice the usual scale so that the choice of experts is not a coin toss.
+    twice the usual scale so that the choice of experts is not a coin toss. Where nothing else scales attention's scores, the
+    norms of queries and keys do: with scores of several units, layers amplify rounding tenfold.
     """
     import torch
 
@@ -51,6 +52,8 @@ def randomise(model: Any, seed: int) -> None:
             elif parameter.ndim == 1:
                 # Norms whose weight is an offset from 1 start at 0.
                 value = 0.2 * noise + (1.0 if parameter.any() else 0.0)
+                if name.endswith(("q_norm.weight", "k_norm.weight")) and attention_scale(model, name) == 1:
+                    value *= len(parameter) ** -0.25
             elif any(part in name for part in ("embed_tokens", "embeddings", "lm_head")):
                 value = 0.2 * noise
             else:
@@ -60,8 +63,13 @@ def randomise(model: Any, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # of routers; some transformers have it as a buffer
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
-            elif name.endswith("layer_scalar"):  # of a layer's output; not trained
-                buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("layer_scalar"):  # of a layer's output; not trained, and the authors' are bf16
+                buffer.copy_((1 + 0.2 * torch.randn(buffer.shape, generator=generator)).bfloat16())
+
+
+def attention_scale(model: Any, name: str) -> float | None:
+    """Return the factor of the scores in the attention whose norm has the weight ``name``."""
+    return getattr(model.get_submodule(name.rsplit(".", 2)[0]), "scaling", None)
 
 
 if __name__ == "__main__":
