@@ -32,6 +32,7 @@ SINGLE = {
     "deepseek_v4": "right",
     "dory": "more than the product",
     "falcon": "right",
+    "inkling2_text": "changes its logits",
     "llama, longrope": "right",
     "phimoe, longrope": "right",
     "zamba2": "right",

@@ -158,13 +158,18 @@ def engine_model(
 
 def without_cap(config: Any) -> tuple[Any, float | None]:
     """Return a configuration whose model leaves the cap of its logits (Gemma's) to the head, and the cap or None."""
+    from huggingface_hub.errors import StrictDataclassError
+
     text = config.get_text_config()
     cap = getattr(text, "final_logit_softcapping", None)
     if cap is None or "final_logit_softcapping" not in vars(type(text)()):  # others ignore the key
         return config, None
-    config = copy.deepcopy(config)
-    config.get_text_config().final_logit_softcapping = None
-    return config, cap
+    uncapped = copy.deepcopy(config)
+    try:
+        uncapped.get_text_config().final_logit_softcapping = None
+    except StrictDataclassError:  # a model that always caps (Inkling 2): refused by what its first pass returns
+        return config, None
+    return uncapped, cap
 
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
