@@ -129,6 +129,7 @@ def test_1_norm_counts_replicas_of_duplicated_layers_once(parity_folder, monkeyp
     [(False, "linear_attn.norm.weight"), (True, "input_layernorm.weight")],
     ids=["TP2", "TP2 + SP"],
 )
+@pytest.mark.nightly_cases("TP2")  # covered: TP2 + SP; models/test_qwen_hybrid.py
 def test_1_gradients_of_linear_attention_norms_are_summed_once(parity_folder, monkeypatch, sequence, weight):
     """Show that mcore-bridge's layer never sums its output norm's gradient without SP, and doubles its input norm's with SP."""
     from mcore_bridge.model.gpts.qwen3_next_gdn import Qwen3NextLoader

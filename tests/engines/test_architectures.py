@@ -64,6 +64,7 @@ def test_engine_fsdp_is_right_or_refuses_before_training(tmp_path: Path) -> None
         assert is_as_expected(outcomes[name]["padded"], padded), (name, outcomes[name])
 
 
+@pytest.mark.nightly  # covered: engine fsdp, by the same code; fsdp/test_single.py
 def test_engine_single_is_right_or_refuses_before_training(tmp_path: Path) -> None:
     outcomes = run(tmp_path, "single", *SINGLE)
     for name, padded in SINGLE.items():

@@ -31,6 +31,7 @@ for number in range(3):
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp", "single"])
+@pytest.mark.nightly_cases("single")  # covered: fsdp, of which it has a part
 def test_threads_and_files_do_not_grow_with_closed_backends(engine: str, tmp_path: Path) -> None:
     model = write_tiny_checkpoint(tmp_path / "model", "qwen3")
     completed = run_forked(PROGRAM, engine, model, tmp_path)

@@ -69,6 +69,7 @@ def by_hand(checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> tu
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.nightly_cases("1")  # covered: 2
 def test_registered_engine_trains_saves_loads_and_exports(world_size: int, checkpoint: Path, tmp_path: Path) -> None:
     completed = run_forked(Path(__file__).with_name("bigram_ranks.py"), checkpoint, tmp_path, world_size)
     assert completed.returncode == 0, completed.stderr

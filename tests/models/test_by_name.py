@@ -61,7 +61,7 @@ def make_model(arch: str, folder: Path) -> Path:
     return model
 
 
-@pytest.mark.nightly_cases("gpt_oss")  # covered: deepseek_v3
+@pytest.mark.nightly  # covered: new-model and train: test_cookbook.py, apps/cli; numbers: test_families.py
 @pytest.mark.parametrize("arch", ALL)
 def test_model_by_name_trains_from_the_loss_of_transformers(arch: str, tmp_path: Path) -> None:
     model, data = make_model(arch, tmp_path), tmp_path / "chats.jsonl"

@@ -51,6 +51,7 @@ AUTO_MAP = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
 
 
 @pytest.mark.parametrize("case", LIMITED, ids=lambda case: case.name)
+@pytest.mark.nightly_cases("single")  # covered: TP2 + SP
 def test_group_limited_routing_equals_hugging_face(case: Case, parity_folder: Path) -> None:
     checkpoint, tokens = case_checkpoint(parity_folder, "deepseek_v2", **GROUPS), token_lists()
     reference = hf_reference(parity_folder, checkpoint, tokens, steps=STEPS)

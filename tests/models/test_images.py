@@ -63,7 +63,6 @@ ARCHS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 IN_CI = (
     ("qwen3_5", "single", "train"),
     ("qwen3_5_moe", "TP2 x EP2 + SP", "train"),
-    ("qwen3_vl", "single", "train"),
     ("qwen3_vl", "padded", "train"),
     ("qwen3_vl", "TP2 + SP", "train"),
     ("qwen3_vl", "PP2", "frozen"),

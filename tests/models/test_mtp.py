@@ -89,7 +89,10 @@ def layouts() -> list[Any]:
     ]
 
 
-@pytest.mark.nightly_cases("glm4_moe_lite-TP2 + SP")  # covered: deepseek_v3-TP2 x EP2 + SP
+@pytest.mark.nightly_cases(
+    "deepseek_v3-single",  # covered: CP2; TP2 x EP2 + SP
+    "glm4_moe_lite-TP2 + SP",  # covered: deepseek_v3-TP2 x EP2 + SP
+)
 @pytest.mark.parametrize(("arch", "layout"), layouts())
 def test_head_trains_like_a_plain_one(arch: str, layout: str, parity_folder: Path, tmp_path: Path) -> None:
     case, checkpoint = LAYOUTS[layout], checkpoint_with_head(parity_folder, arch)

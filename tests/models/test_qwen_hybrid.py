@@ -62,7 +62,6 @@ SHORT_CASES = (
     Case("experts, TP2 x EP2", 2, Parallel(tensor=2, expert=2, expert_tensor=1), arch="qwen3_5_moe_text"),
 )
 SHORT_IN_CI = (
-    "single",
     "TP2 + SP, other heads",
     "PP2, a stage without softmax attention",
     "no linear layer",

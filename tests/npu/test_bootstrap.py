@@ -36,7 +36,10 @@ except megascend.ImportOrderError as error:
 """
 
 
-@pytest.mark.nightly_cases("mcore_bridge without Transformer Engine")  # covered: megatron.core, which it imports
+@pytest.mark.nightly_cases(
+    "megatron.core",  # covered: runtime/bootstrap/test_import_order.py; MindSpeed's adaptor
+    "mcore_bridge without Transformer Engine",  # covered: runtime/bootstrap/test_import_order.py
+)
 @pytest.mark.parametrize(("first", "named"), [pytest.param(*values, id=name) for name, values in FIRST.items()])
 def test_wrong_import_order_is_refused_before_patching(first, named, run_python):
     completed = run_python(REFUSED.format(first=first), huggingface="mcore_bridge" in first)

@@ -22,10 +22,10 @@ SP2 = Parallel(context=2, context_algorithm="ulysses")
 Layout = tuple[str, str, dict[str, Any], int, dict[str, Any], float, float]
 
 LAYOUTS: list[Layout] = [
-    ("DP2, 2 layers", "qwen3", {"num_hidden_layers": 2}, 2, {}, 1e-5, 1e-4),
     ("MoE DP2, 2 layers, recomputed", "qwen3_moe", {"num_hidden_layers": 2}, 2, {"recompute": RECOMPUTED}, 1e-5, 1e-4),
 ]
 MORE: list[Layout] = [
+    ("DP2, 2 layers", "qwen3", {"num_hidden_layers": 2}, 2, {}, 1e-5, 1e-4),  # covered: MoE DP2, 2 layers
     ("DP2", "qwen3", {}, 2, {}, 1e-5, 1e-4),
     ("MoE DP2, recomputed", "qwen3_moe", {}, 2, {"recompute": RECOMPUTED}, 1e-5, 1e-4),
     ("HSDP 2x2, tied", "qwen3", {"tie_word_embeddings": True}, 4, {"fsdp": Fsdp(replicate=2)}, 1e-5, 1e-4),

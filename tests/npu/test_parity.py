@@ -32,6 +32,9 @@ CASES = [case for case in matrix("npu") if os.environ.get("MEGASCEND_MINDSPEED")
 @pytest.mark.nightly_cases(
     "TP2 + SP",  # covered: MoE TP2 x EP2 + SP
     "PP2",  # covered: TP2 x PP2
+    "single",  # covered: full recompute
+    "CP2, ring",  # covered: test_configurations.py: the figures of TP2
+    "CP2, all_gather",  # covered: test_configurations.py: the figures of TP2
     "MoE EP2",  # covered: MoE TP2 x EP2 + SP
 )
 @pytest.mark.difference_cases("MoE TP2 x EP2 + SP")  # differs: experts on TransformerEngineNPU's classes

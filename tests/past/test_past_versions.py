@@ -51,6 +51,7 @@ def assert_equal(rows: list[dict[str, float]], expected: list[dict[str, float]])
         assert row == pytest.approx(past, rel=2e-5), (rows, expected)
 
 
+@pytest.mark.nightly_cases("*-fsdp-*")  # covered: one rank; the second half, from the past checkpoint, on fsdp
 @pytest.mark.parametrize(("run", "layout"), CASES)
 def test_training_has_the_past_losses_and_norms(version: Path, run: str, layout: str) -> None:
     assert_equal(trained(version, run, layout), stored(version, run))

@@ -130,7 +130,7 @@ def test_modules_are_frozen_for_garbage_collection_during_the_run(models, tmp_pa
         gc.unfreeze()  # what the parent's process holds
         make_backend, counts = loop.make_backend, [gc.get_freeze_count()]
         loop.make_backend = lambda config: counts.append(gc.get_freeze_count()) or make_backend(config)
-        train(config(models, "single", tmp_path / "run"))
+        train(config(models, "single", tmp_path / "run").model_copy(update={"steps": 2}))
         return [*counts, gc.get_freeze_count()]
 
     ((before, during, afterwards),) = run_distributed(work, 1, init=False, timeout_s=180)
@@ -144,7 +144,7 @@ def test_objects_that_the_caller_has_frozen_stay_frozen(models, tmp_path):
 
     def work():
         before = gc.get_freeze_count()
-        train(config(models, "single", tmp_path / "run"))
+        train(config(models, "single", tmp_path / "run").model_copy(update={"steps": 2}))
         return before, gc.get_freeze_count()
 
     ((before, afterwards),) = run_distributed(work, 1, init=False, timeout_s=180)

@@ -74,6 +74,7 @@ def test_run_sections_doubles_deadlines_when_simulated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own_session", [False, True])
+@pytest.mark.nightly_cases("False")  # covered: in a session of their own
 def test_run_ends_descendants_at_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_session: bool
 ) -> None:

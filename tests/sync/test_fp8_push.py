@@ -49,6 +49,7 @@ def comparable(weights: Weights) -> Weights:
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.nightly_cases("bf16-full", "fp32-delta")  # covered: fp32-full, bf16-delta
 def test_every_rank_quantises_its_slices(parity_folder, tmp_path, precision, mode):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     source = load_file(checkpoint / "model.safetensors")

@@ -41,6 +41,10 @@ def equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 @pytest.mark.core_cases("DP2 x TP2")
 @pytest.mark.nightly_cases("TP2")  # covered: DP2 x TP2
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.nightly_cases(
+    "PP2, tied",  # covered: test_sharded_push.py; DP2 x TP2
+    "MoE EP2",  # covered: test_sharded_push.py; DP2 x TP2
+)
 def test_engines_get_the_checkpoint_bit_for_bit(parity_folder, tmp_path, name):
     world_size, parallel, arch, overrides = LAYOUTS[name]
     checkpoint = case_checkpoint(parity_folder, arch, **overrides)

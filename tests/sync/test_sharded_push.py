@@ -48,6 +48,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str, dict[str, Any]]] = {
 
 
 @pytest.mark.nightly_cases(
+    "latent attention, expert biases, EP2-fp32",  # covered: in bf16; TP2 in fp32
     "PP2, tied-bf16",  # covered: in fp32; TP2 in bf16
     "MoE EP2-bf16",  # covered: in fp32; EP2 of latent attention in bf16
     "DP2 x TP2-bf16",  # covered: in fp32; TP2 in bf16
@@ -343,6 +344,7 @@ def test_a_rank_that_cannot_send_is_named(parity_folder, tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "before", "after"), [("full", 2, 1), ("delta", 1, 2)])
+@pytest.mark.nightly_cases("full-2-1")  # covered: delta-1-2
 def test_an_engine_restarted_with_other_workers_gets_the_next_push(parity_folder, tmp_path, mode, before, after):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     with engines(tmp_path, "kept", workers=2, needs=vllm_like) as served:
@@ -410,7 +412,8 @@ def test_an_engine_that_stops_while_members_connect_fails_the_push_in_time(parit
 
 @pytest.mark.parametrize(
     ("rank", "number"),
-    [(0, 4), (1, 0), *(pytest.param(*moment, marks=pytest.mark.nightly) for moment in ((0, 0), (1, 4), (1, 8)))],
+    # Covered: the fifth chunk of rank 0.
+    [(0, 4), *(pytest.param(*moment, marks=pytest.mark.nightly) for moment in ((0, 0), (1, 0), (1, 4), (1, 8)))],
 )
 def test_a_trainer_killed_at_any_moment_leaves_the_old_weights(parity_folder, tmp_path, rank, number):
     """Kill one rank before one of its chunks; another trainer works once the lease has lapsed."""
@@ -450,6 +453,7 @@ def test_a_trainer_killed_at_any_moment_leaves_the_old_weights(parity_folder, tm
 
 
 @pytest.mark.parametrize(("engine", "arch"), [("fsdp", "qwen3_moe"), ("single", "deepseek_v3")])
+@pytest.mark.nightly_cases("single-*")  # covered: fsdp, by the same code
 def test_engines_without_megatron_send_their_slices(parity_folder, tmp_path, engine, arch):
     """In another process, which has not imported Megatron: complete weights and differences, in fp32 and bf16."""
     script = Path(__file__).with_name("sharded_push_without_megatron.py")

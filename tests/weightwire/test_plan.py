@@ -152,6 +152,7 @@ def test_direct_traffic_is_near_the_least_possible(case):
 @pytest.mark.parametrize(
     ("model", "experts", "seconds"), [(DEEPSEEK_V3, "tp", 3.5), (QWEN3_235B, "ep", 1.2)], ids=["DeepSeek-V3", "Qwen3"]
 )
+@pytest.mark.nightly_cases("DeepSeek-V3")  # covered: Qwen3
 def test_64_ranks_to_8_engines_of_published_models(model, experts, seconds):
     """Share out the slices evenly; docs/weightsync.md has the seconds at 400 Gb/s."""
     table = specs(model)

@@ -55,6 +55,10 @@ def weights_and_death(after: int):
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after", "verified", "committed"])
+@pytest.mark.nightly_cases(
+    "before",  # covered: during
+    "after",  # covered: verified
+)
 def test_killed_trainer_leaves_old_or_new_weights_and_a_working_engine(tmp_path, when):
     """Keep the old weights (after a commit the new ones), and accept the next trainer's update."""
     with engines(tmp_path, "engine", weights=OLD, version=1) as (engine,):

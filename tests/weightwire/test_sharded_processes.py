@@ -46,7 +46,7 @@ def updated(processes: list[EngineProcess], version: int, weights: Any) -> Shard
     return trainer
 
 
-@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.nightly), 3])  # covered: the fourth message
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_forwarding_worker_that_is_gone_is_named(tmp_path, number, signal_number):
     with engines(tmp_path, "engine-1", "engine-2", "engine-3") as processes:

@@ -15,10 +15,11 @@ from support.model_checks import assert_within
 
 RECOMPUTED = {"recompute": Recompute(granularity="full")}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "DP2, recomputed": ("qwen3", 2, RECOMPUTED),
-    "MoE EP2": ("qwen3_moe", 2, {"parallel": Parallel(expert=2)}),
+    "MoE EP2, recomputed": ("qwen3_moe", 2, {"parallel": Parallel(expert=2)} | RECOMPUTED),
 }
 MORE: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "DP2, recomputed": ("qwen3", 2, RECOMPUTED),
+    "MoE EP2": ("qwen3_moe", 2, {"parallel": Parallel(expert=2)}),
     "selectively recomputed": ("qwen3", 1, {"recompute": Recompute(granularity="selective")}),
     "HSDP 2x2": ("qwen3", 4, {"fsdp": Fsdp(replicate=2)}),
     "latent attention": ("deepseek_v3", 1, {}),

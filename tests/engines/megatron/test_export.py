@@ -101,6 +101,10 @@ def relative_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.nightly_cases(
+    "single",  # covered: TP2 x PP2; MoE EP2
+    "tied, TP2",  # covered: engines/test_layouts_of_files.py: tied; TP2 x PP2
+)
 def test_exported_models_give_the_same_logits_in_transformers(parity_folder, tmp_path, name):
     layout = LAYOUTS[name]
     checkpoint = case_checkpoint(parity_folder, layout.arch, **layout.overrides)

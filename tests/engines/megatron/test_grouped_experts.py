@@ -147,6 +147,7 @@ def tensors_of_graphs() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("modules", [None, ("moe",)], ids=["full", "moe"])
 @pytest.mark.parametrize("experts", ["grouped", "upstream"])
+@pytest.mark.nightly_cases("upstream-moe", "grouped-full")  # covered: grouped-moe, upstream-full
 def test_backward_pass_leaves_no_graph_of_a_layer(experts: Any, modules: Any, parity_folder: Path) -> None:
     recompute = Recompute(granularity="selective", modules=modules) if modules else Recompute(granularity="full")
     case = Case("recomputed", recompute=recompute, **MOE | {"experts": experts})

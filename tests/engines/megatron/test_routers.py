@@ -77,7 +77,10 @@ def test_gradients_are_those_of_the_definitions(function):
 # --- training ---
 
 
-@pytest.mark.nightly_cases("CP2")  # covered: EP2; TP2 + SP
+@pytest.mark.nightly_cases(
+    "CP2",  # covered: EP2
+    "TP2 + SP, ETP2",  # covered: EP2; the count of tokens: bias moves, TP2 + SP
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_losses_are_the_references_in_every_layout(parity_folder, layout):
     """Compare losses and gradient norms of three steps, packed and padded, with samples of odd lengths."""

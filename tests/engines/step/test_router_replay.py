@@ -115,6 +115,7 @@ def test_gradients_are_those_of_transformers_with_the_same_experts(
 
 @pytest.mark.parametrize(("engine", "ranks"), [("single", 1), ("fsdp", 2)])
 @pytest.mark.parametrize("arch", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.nightly)])
+@pytest.mark.nightly_cases("qwen3_moe-single-1")  # covered: qwen3_moe-fsdp-2
 def test_engines_without_megatron_replay_too(
     arch: str, engine: str, ranks: int, references: Any, parity_folder: Path, tmp_path: Path
 ) -> None:

@@ -196,6 +196,7 @@ LOSS_METRICS = {
 
 
 @every_layout
+@pytest.mark.nightly_cases("single")  # covered: DP2; TP2 + SP
 def test_policy_and_preference_losses_equal_the_papers_formulas(checkpoint, parity_folder, layout):
     """Take a step of each loss at a learning rate of 0."""
     world_size, parallel = LAYOUTS[layout]

@@ -113,6 +113,7 @@ HYBRIDS = {
         ),
     ],
 )
+@pytest.mark.nightly_cases("hybrid packed-as many value heads")  # covered: four for a key head
 def test_estimate_of_linear_attention_is_close_to_the_peak(
     megatron_imported, tmp_path_factory: pytest.TempPathFactory, name: str, heads: str
 ):

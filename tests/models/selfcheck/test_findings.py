@@ -74,6 +74,17 @@ HONOURED = {
 }
 
 
+MORE = (
+    *(f"{act} in {arch}" for arch in PROVEN for act in ("gelu", "gelu_pytorch_tanh")),
+    "relu in qwen3",
+    "norm_topk_prob: false in qwen3_moe",
+    "qwen3_vl with an image",
+    "qwen3_5 with an image",
+)
+"""Of these, nightly tests check all; in CI, ``IN_CI`` and what is not here."""
+IN_CI = ("gelu in llama", "gelu_pytorch_tanh in qwen3_moe")
+
+
 @pytest.fixture
 def kernels_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install kernels of linear attention that fail, as they do without a GPU."""
@@ -90,11 +101,12 @@ def kernels_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("megatron_imported", "kernels_of_gpus")
 def test_unbuildable_models_do_not_agree_and_honoured_settings_do() -> None:
     """Run in one process: a model that cannot be built must not affect the models after it. No kernel of a GPU is called."""
+    honoured = {name: config for name, config in HONOURED.items() if name in IN_CI or name not in MORE}
     unknown, odd = (
         tiny_config("qwen3") | {"model_type": "phi3"},
         tiny_config("qwen3", rope_scaling={"rope_type": "spiral"}),
     )
-    parts = [slice_of(config) for config in HONOURED.values()]
+    parts = [slice_of(config) for config in honoured.values()]
     # Longrope with no sample beyond its switch, as the error's advice recommends.
     parts.append(slice_of(long_positions(rope_scaling=LONGROPE, original_max_position_embeddings=4096), longest=4096))
     trials = [Trial(config, (3, 8)) for config in (unknown, odd)] + [Trial(part.config, part.lengths) for part in parts]
@@ -102,7 +114,14 @@ def test_unbuildable_models_do_not_agree_and_honoured_settings_do() -> None:
     assert "mcore-bridge" in results[0].megatron_problem
     assert "spiral" in results[1].problem
     assert not results[0].agrees
-    assert_agree([*HONOURED, "short longrope"], results[2:])
+    assert_agree([*honoured, "short longrope"], results[2:])
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("megatron_imported")
+def test_more_honoured_settings_agree() -> None:
+    parts = [slice_of(HONOURED[name]) for name in MORE]
+    assert_agree(MORE, process.run([Trial(part.config, part.lengths) for part in parts]).findings)
 
 
 WRONG = {

@@ -23,6 +23,7 @@ def run(code: str) -> str:
 
 
 @CPU_ONLY
+@pytest.mark.nightly  # covered: every test of engine megatron, whose bootstrap makes these calls
 def test_real_megatron_core_and_mcore_bridge_import() -> None:
     out = run(
         """

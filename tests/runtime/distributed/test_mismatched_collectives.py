@@ -104,6 +104,7 @@ PLANS = (("world", "tp", "world", "world"), ("world", "tp", "world", "tp"), ("tp
 
 
 @pytest.mark.parametrize("relayed_above", [channels.RELAYED_ABOVE, 1])
+@pytest.mark.nightly_cases("1")  # covered: 256
 def test_deadlock_over_several_groups_raises_on_all_ranks(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, relayed_above: int
 ) -> None:

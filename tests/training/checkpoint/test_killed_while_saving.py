@@ -51,6 +51,24 @@ def before_every_call(action, exchange=True):
     atomic._exchange = hooked("exchange", atomic._exchange if exchange else lambda first, second: False)
 
 
+class Copies:
+    """Copies of a directory as it was before every call: of equal ones in a row, such as around an fsync, the first."""
+
+    def __init__(self, directory, folder):
+        self.directory, self.folder, self.names, self.points, self._last = directory, folder, [], [], None
+
+    def copy(self, name, complete):
+        """Keep the directory with the number of steps of the last complete checkpoint and the name of the call that follows."""
+        self.names.append(name)
+        paths = sorted(self.directory.rglob("*"))
+        content = {str(path): path.read_bytes() if path.is_file() else b"" for path in paths}, complete
+        if content != self._last:
+            target = self.folder / f"point-{len(self.points)}"
+            shutil.copytree(self.directory, target)
+            self.points.append((target, complete, name))
+            self._last = content
+
+
 # --- every kill point, by copies of the directory ---
 
 
@@ -58,7 +76,8 @@ def test_every_kill_point_of_a_series_leaves_a_loadable_checkpoint(checkpoint, t
     """Copy the directory before every change, as SIGKILL would have left it, and resume from every copy."""
 
     def work():
-        retention, points, states = Retention(tmp_path / "retention", keep_last=2), [], {}
+        retention, states = Retention(tmp_path / "retention", keep_last=2), {}
+        copies = Copies(retention.directory, tmp_path)
         with make_backend(checkpoint) as backend:
 
             def save(retention):
@@ -71,12 +90,7 @@ def test_every_kill_point_of_a_series_leaves_a_loadable_checkpoint(checkpoint, t
                 states[backend.step_count] = exact_state(backend)
             complete = [2]
 
-            def copy(name):
-                target = tmp_path / f"point-{len(points)}"
-                shutil.copytree(retention.directory, target)
-                points.append((target, complete[0], name))
-
-            before_every_call(lambda name: copy(name) if complete[0] else None)
+            before_every_call(lambda name: copies.copy(name, complete[0]) if complete[0] else None)
             for _ in range(2):
                 train(backend)
                 states[backend.step_count] = exact_state(backend)
@@ -84,7 +98,7 @@ def test_every_kill_point_of_a_series_leaves_a_loadable_checkpoint(checkpoint, t
                 complete[0] = backend.step_count
             complete[0] = 0  # stop copying
 
-            for folder, last, name in points:
+            for folder, last, name in copies.points:
                 left = Retention(folder, keep_last=2)
                 # Every name in the directory is a complete checkpoint, and `latest` is one of them.
                 assert all(is_complete(left.path(step)) for step in left.steps()), (folder, name)
@@ -102,7 +116,7 @@ def test_every_kill_point_of_a_series_leaves_a_loadable_checkpoint(checkpoint, t
                 names = {path.name for path in folder.iterdir()}
                 assert names == {"latest", *(left.path(left_step).name for left_step in left.steps())}, name
                 shutil.rmtree(folder)
-        return [name for _, _, name in points]
+        return copies.names
 
     (names,) = run_distributed(work, 1, init=False, timeout_s=180)
     assert len(names) > 30
@@ -118,26 +132,21 @@ def test_every_kill_point_of_an_overwrite_leaves_a_checkpoint(checkpoint, tmp_pa
 
     def work():
         (tmp_path / "run").mkdir()
-        last, points, states = tmp_path / "run" / "last", [], {}
+        last, states = tmp_path / "run" / "last", {}
+        copies = Copies(last.parent, tmp_path)
         with make_backend(checkpoint) as backend:
             train(backend)
             states[1] = exact_state(backend)
             backend.save(last, wait=True)
             copying = [1]
 
-            def copy(name):
-                if copying[0]:
-                    target = tmp_path / f"point-{len(points)}"
-                    shutil.copytree(last.parent, target)
-                    points.append((target, copying[0], name))
-
-            before_every_call(copy, exchange)
+            before_every_call(lambda name: copies.copy(name, copying[0]) if copying[0] else None, exchange)
             train(backend)
             states[2] = exact_state(backend)
             backend.save(last, wait=True)
             copying[0] = 0
             old_only = 0
-            for folder, before, name in points:
+            for folder, before, name in copies.points:
                 readable = folder / "last"
                 if not readable.exists():
                     assert not exchange
@@ -154,7 +163,7 @@ def test_every_kill_point_of_an_overwrite_leaves_a_checkpoint(checkpoint, tmp_pa
                 backend.save(folder / "last", wait=True)
                 assert [path.name for path in folder.iterdir()] == ["last"]
                 shutil.rmtree(folder)
-        return [name for _, _, name in points], old_only
+        return copies.names, old_only
 
     ((names, old_only),) = run_distributed(work, 1, init=False, timeout_s=180)
     assert len(names) > 12

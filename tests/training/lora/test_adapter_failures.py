@@ -403,6 +403,7 @@ def test_failures_of_one_tenant_do_not_change_another(dense, tmp_path, world_siz
 
 
 @pytest.mark.parametrize("parallel", [Parallel(pipeline=2), Parallel(context=2)], ids=["PP2", "CP2"])
+@pytest.mark.nightly_cases("CP2")  # covered: PP2; TP2 + SP, whose ranks split sequences too
 def test_tenants_are_isolated_with_pipelines_and_split_sequences(dense, parallel):
     def on_rank():
         backend = make_backend(dense, parallel)
@@ -421,6 +422,7 @@ def test_tenants_are_isolated_with_pipelines_and_split_sequences(dense, parallel
 
 
 @pytest.mark.parametrize("parallel", [Parallel(expert=2), Parallel(tensor=2)], ids=["EP2", "ETP2"])
+@pytest.mark.nightly_cases("ETP2")  # covered: EP2; test_adapter_io.py: ETP2
 def test_tenants_are_isolated_with_shared_experts(moe, monkeypatch, parallel):
     for name, lora in LORAS.items():
         monkeypatch.setitem(LORAS, name, lora.model_copy(update={"dropout": 0.0}))

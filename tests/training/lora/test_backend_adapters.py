@@ -72,6 +72,7 @@ def assert_close(rows, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("layout", ["TP2 + SP", "PP2", "CP2"])
+@pytest.mark.nightly_cases("CP2")  # covered: TP2 + SP; PP2
 def test_a_fresh_adapter_changes_nothing_and_the_reference_never_changes(moe, layout):
     world_size, parallel = LAYOUTS[layout]
     plain = [replace(sample, adapter=None) for sample in samples_of([None])]
@@ -303,7 +304,8 @@ def test_settings_of_a_step_replacement_and_the_queues_log_probabilities(dense, 
     ("limits", "targets"),
     [
         (("3.self_attn.q_proj", "3.mlp.up_proj"), "all-linear"),
-        ("all-linear", ("1.mlp.down_proj", "2.self_attn.o_proj")),
+        # Covered: targets of the backend.
+        pytest.param("all-linear", ("1.mlp.down_proj", "2.self_attn.o_proj"), marks=pytest.mark.nightly),
     ],
 )
 def test_targets_on_some_pipeline_stages_only(deep, tmp_path, limits, targets):
