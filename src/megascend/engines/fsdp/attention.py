@@ -235,7 +235,9 @@ def _unknown(module: Any, mask: Tensor | None, options: dict[str, Any]) -> str |
     if mask is not None:
         return "an attention mask"
     if options.get("is_causal") is False or not getattr(module, "is_causal", True):
-        return "is_causal=False"
+        fields = module.config.to_dict().items() if hasattr(module, "config") else ()
+        named = [f"{name}={value!r}" for name, value in fields if "bidirectional" in name and value]
+        return named[0] if named else "is_causal=False"
     if options.get("softcap") is not None:
         return "softcap"
     # Any other tensor may be a bias or a choice of tokens: unknown options are refused, never ignored.

@@ -15,11 +15,7 @@ from megascend.training.kernels import varlen
 
 
 def install(chunks: Sequence[Any], config: Any) -> None:
-    """Patch core attention of packed samples in ``chunks``; padded ones have Transformer Engine's kernels.
-
-    Args:
-        config: mcore-bridge's ModelConfig.
-    """
+    """Patch core attention of packed samples in ``chunks``; padded ones have Transformer Engine's kernels."""
     for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
         core, settings = layer.self_attention.core_attention, attention_settings(layer, config)
         forward = partial(_attend, settings, core.forward)
