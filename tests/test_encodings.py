@@ -8,6 +8,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
 PROCESSES = ("run", "Popen", "check_output")
+CALLS = ("read_text", "write_text", "open", "fdopen", *PROCESSES, "NamedTemporaryFile")
 
 
 def is_binary(node: ast.Call, position: int) -> bool:
@@ -23,6 +24,8 @@ def text_without_encoding(source: str) -> Iterator[ast.Call]:
     """Find calls that read or write text in the locale's encoding; streams of this process keep theirs."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or {"encoding", None} & {keyword.arg for keyword in node.keywords}:
+            continue
+        if getattr(node.func, "attr", getattr(node.func, "id", None)) not in CALLS:
             continue
         name, owner = ast.unparse(node.func).rpartition(".")[::-2]
         first = node.args[0] if node.args else None

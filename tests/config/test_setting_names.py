@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from megascend.config.section import Also, section_of
 from megascend.config.serve import load_serve_config
 from megascend.errors import ConfigError
 from megascend.training.batch import losses
+from support.forked_programs import run_forked
 
 RUN_FILE = "model: m\noutput: o\ndata: {path: d.jsonl}\n"
 RL_FILE = "model: m\noutput: o\nrollout: {prompts: p.jsonl, reward: 'operator:eq'}\n"
@@ -230,4 +229,5 @@ from megascend.apps.serve.samples import loss_of
 from megascend.training.batch.losses import resolve
 assert loss_of("mine", {}).function is resolve("mine").function is policy_losses.mine
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    completed = run_forked(program)
+    assert completed.returncode == 0, completed.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from megascend.errors import ConfigError, PlatformError
 from megascend.runtime.diagnostics.hang_monitor import HangMonitor
 from megascend.testing import faults
 from megascend.testing.faults import Fault
+from support.forked_programs import run_forked
 
 
 def armed(*armed_faults: Fault, rank: int = 0, attempt: int = 0) -> HangMonitor:
@@ -82,8 +81,8 @@ from megascend.runtime.diagnostics.hang_monitor import HangMonitor
 HangMonitor(0, 1, 1.0)
 print("megascend.testing.faults" in sys.modules)
 """
-    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    assert completed.stdout == "False\n"
+    completed = run_forked(code)
+    assert completed.stdout == "False\n", completed.stderr
 
 
 # --- files ---

@@ -27,7 +27,8 @@ def called(kinds: set[str]) -> set[str]:
     """Return the files of src that call or subclass a name of ``kinds``."""
     files = set()
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if any(kind in text for kind in kinds) else ():
             parts = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
             names = {part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "") for part in parts}
             if names & kinds:

@@ -116,7 +116,7 @@ def gradients_of(expected: dict[str, torch.Tensor], name: str) -> dict[str, torc
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.nightly_cases("single")  # covered: padded; TP2 + SP
+@pytest.mark.nightly_cases("single", "padded")  # covered: PP2, padded; TP2 + SP
 def test_gradients_of_all_parameters_are_those_of_plain_float64(
     case: Case, expected: dict[str, torch.Tensor], parity_folder: Path
 ) -> None:

@@ -125,9 +125,9 @@ def policy_fields(ids):
 
 
 @pytest.mark.nightly_cases(
-    "single",  # covered: single, padded; TP2 + SP
+    "single*",  # covered: DP2, padded; TP2 + SP
     "CP2",  # covered: parity: CP2; TP2 + SP
-    "PP2",  # covered: single, padded; TP2 + SP
+    "PP2",  # covered: DP2, padded; TP2 + SP
 )
 @every_layout
 def test_sums_policy_losses_and_log_probabilities_equal_hugging_faces(checkpoint, parity_folder, layout):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 
 from megascend.runtime.bootstrap.reference import cuda_redirect
+from support.forked_programs import run_forked
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is real here")
 
@@ -94,9 +92,9 @@ class TestRedirect:
 
 def test_uninstall_restores_everything() -> None:
     """Run in a separate process, because this one may be bootstrapped."""
-    code = f"from {__name__} import install_and_uninstall; install_and_uninstall()"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment)
+    code = f"import sys; sys.path.insert(0, sys.argv[1]); from {__name__} import install_and_uninstall as f; f()"
+    completed = run_forked(code, Path(__file__).parent)
+    assert completed.returncode == 0, completed.stderr
 
 
 def install_and_uninstall() -> None:

@@ -29,7 +29,7 @@ HOSTILE = {
     "base 60": "a: 1" + 300 * ":1",
     "base 60, a fraction": "a: 1" + 300 * ":1" + ".5",
     "digits of a fraction": "a: 0." + 600 * "3",
-    "depth": "a: " + 10_000 * "[",
+    "depth": "a: " + 1_000 * "[",
     "tag": "a: !!python/object/apply:os.mkdir [pwned]",
 }
 
