@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from megascend.apps.data.samples import SampleLimits, build_samples
 from megascend.apps.train.run_samples import RunSamples
 from megascend.config import load_config
 from megascend.models.checkpoint_files.tokenizer import load_tokenizer
+from support.forked_programs import environment, run_command
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +29,16 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = [{"path": f"{name}.jsonl", "weight": 1} for name in ("a", "b")]
     run = {"model": "model", "output": "run", "data": {"sources": sources}, "validation": {"path": "held_out.jsonl"}}
     (folder / "run.yaml").write_text(json.dumps(run | {"parallel": {"tensor": 2}}))
-    command = [sys.executable, "-m", "megascend", "prepare", "run.yaml", "--output", "tokens"]
-    environment = os.environ | {"MEGASCEND_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
+    command = ("prepare", "run.yaml", "--output", "tokens")
+    variables = environment(MEGASCEND_CACHE=str(folder / "cache"), CUDA_VISIBLE_DEVICES="")
+    process = run_command(*command, directory=folder, variables=variables)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == [
         "learned: 8 samples, 24 tokens",
         "held out: 2 samples, 20 tokens",
         "written to tokens: set data.prepared: tokens where the run starts",
     ]
-    repeated = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
+    repeated = run_command(*command, directory=folder, variables=variables)
     assert repeated.returncode == 2
     assert "--output: tokens exists and is not an empty directory" in repeated.stderr
     return folder

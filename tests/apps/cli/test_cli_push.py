@@ -45,12 +45,15 @@ import os
 from huggingface_hub import constants
 
 constants.ENDPOINT, constants.HF_HUB_DISABLE_XET = os.environ["HF_ENDPOINT"], True
+constants.HF_TOKEN_PATH = os.environ["HF_TOKEN_PATH"]
 {COMMAND}
 """
 
 
-def forked(hub: HubState, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_forked(FORKED, *arguments, directory=folder, variables=environment(**variables(hub, "writer")))
+def forked(
+    hub: HubState, folder: Path, *arguments: str, token: str | None = "writer"
+) -> subprocess.CompletedProcess[str]:
+    return run_forked(FORKED, *arguments, directory=folder, variables=environment(**variables(hub, token)))
 
 
 CHECKS = """
@@ -110,9 +113,10 @@ def write_pushed_run(folder: Path, model: Path, **settings: Any) -> None:
     write_run(folder, model=str(model), output="run", steps=2, data=data, **settings)
 
 
-def test_a_failed_upload_keeps_the_export_and_is_repeated_by_its_command(megascend, small_model, hub, tmp_path) -> None:
+def test_a_failed_upload_keeps_the_export_and_is_repeated_by_its_command(small_model, hub, tmp_path) -> None:
     write_pushed_run(tmp_path, small_model, engine="single", push={"repository": "me/small"})
-    refused = megascend("train", "run.yaml", cwd=tmp_path, fresh=True, **variables(hub, None), code=2)
+    refused = forked(hub, tmp_path, "train", "run.yaml", token=None)
+    assert refused.returncode == 2, refused.stderr
     assert "HubError: push to me/small: there is no token" in refused.stderr
     assert not (tmp_path / "run").exists()
 

@@ -64,6 +64,7 @@ def distributions(model: Any, trajectory: Any) -> torch.Tensor:
     return model(ids).logits[0, len(trajectory.prompt_tokens) - 1 : -1].log_softmax(-1)
 
 
+@pytest.mark.nightly_cases("policy")  # covered: policy and rewards; whole distributions below
 @pytest.mark.parametrize("loss", ["policy", "policy and rewards", "forward_kl", "reverse_kl"])
 def test_step_on_recorded_rollouts_is_that_of_plain_pytorch(loss: str, models: tuple[Path, Path]) -> None:
     student, teacher = map(load, models)
@@ -273,7 +274,14 @@ def test_answers_that_overlap_the_step_change_no_figure(
     assert Counter(sequences) - Counter(tokens for name, tokens in requests if name == "ahead") == Counter()
 
 
-class Silent(LocalEngine):
+class InProcess(LocalEngine):
+    """Engine of a teacher without a process of its own, whose start would take longer than the run."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options, own_process=False)
+
+
+class Silent(InProcess):
     async def logprobs(self, *_: Any, **__: Any) -> list[float]:
         raise EngineError("the teacher is out of order")
 
@@ -286,7 +294,7 @@ def test_teacher_that_fails_ends_the_run_on_every_rank(
 
     def run() -> None:
         with pytest.raises(EngineError, match="the teacher is out of order"):
-            train_rl(config, engines=lambda config: [LocalEngine(config.model, name="engine", own_process=False)])
+            train_rl(config, engines=lambda config: [InProcess(config.model, name="engine")])
 
     run_distributed(run, 2, init=False, timeout_s=240)
 
@@ -297,9 +305,10 @@ def test_last_step_is_saved_if_the_teacher_fails_or_a_signal_comes_while_it_is_l
 ) -> None:
     monkeypatch.setattr(teacher_module, "RETRY_S", 0.05)
     monkeypatch.setattr(teacher_module, "SLICE_S", 0.2)
+    monkeypatch.setattr("megascend.apps.rl.rollout.engines.local.LocalEngine", InProcess)
     limit = 1 + 2 * 16  # the check, and the trajectories of two steps
 
-    class Ending(LocalEngine):
+    class Ending(InProcess):
         requests = 0
 
         async def logprobs(self, *arguments: Any, **options: Any) -> list[float]:

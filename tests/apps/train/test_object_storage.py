@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 from megascend.apps.train import object_storage
@@ -25,10 +22,10 @@ from megascend.errors import CheckpointError, ConfigError, MissingDependencyErro
 from megascend.testing import faults, run_distributed
 from megascend.training.checkpoint import manifest
 from megascend.training.checkpoint.retention import Retention
-from support.forked_programs import environment
-from support.runs import run_config, tiny_run
+from support.runs import events, run_config, tiny_run
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("megatron_imported")
 moto = pytest.importorskip("moto.server", reason="moto (the test extra) is not installed")
 DEADLINE_S = 240
 FILES = {"__0_0.distcp": b"weights" * 5000, "adapters/a/adapter.bin": b"adapter" * 900, "common.pt": b"common"}
@@ -304,22 +301,25 @@ def test_lost_machine_continues_from_the_storage_bit_for_bit(remote: str, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.torchrun
-def test_restarted_command_keeps_the_copies_of_its_own_run(remote: str, tmp_path: Path) -> None:
-    """Let torchrun start ``--overwrite`` again after the rank died: the checkpoints there are no earlier run's by then."""
-    settings = run_config(tiny_run(tmp_path), tmp_path / "run", steps=8)
-    values = settings.model_dump(mode="json", exclude_unset=True)
-    values["checkpoint"] = {"every": 2, "keep_last": 9, "asynchronous": False, "remote": remote}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+def test_restarted_run_keeps_the_copies_of_its_own_checkpoints(
+    remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Start ``--overwrite`` again after the rank died, as torchrun does: the checkpoints there are no earlier run's by then."""
+    saves = {"every": 2, "keep_last": 9, "asynchronous": False, "remote": remote}
+    settings = run_config(tiny_run(tmp_path), tmp_path / "run", steps=8, checkpoint=saves)
     copies, _ = uploads(remote)
     with copies:
         copies.add_checkpoint(checkpoint(tmp_path / "earlier", 100))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=1"]
-    command = [*launcher, "-m", "megascend.apps.cli.main", "train", "run.yaml", "--overwrite"]
-    fault = faults.environment(faults.Fault("raise", rank=0, phase="forward and backward", step=6, attempt=0))
-    completed = subprocess.run(
-        command, cwd=tmp_path, env=environment() | fault, capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert completed.returncode == 0, completed.stderr[-3000:]
-    assert "attempt 1: resuming from the last checkpoint" in completed.stdout
+
+    def attempt(number: int) -> None:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        run_distributed(lambda: train(settings, overwrite=True).steps, 1, init=False, timeout_s=DEADLINE_S)
+
+    fault = faults.Fault("raise", rank=0, phase="forward and backward", step=6, attempt=0)
+    with faults.inject(fault):
+        with pytest.raises(Exception):  # noqa: B017
+            attempt(0)
+        assert ObjectStorage(remote).steps() == [2, 4]
+        attempt(1)
+    assert [event["attempt"] for event in events(settings.output, "resumed")] == [1]
     assert ObjectStorage(remote).steps() == [2, 4, 6, 8]

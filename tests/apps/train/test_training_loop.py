@@ -119,7 +119,16 @@ def train_until_error(config: RunConfig, ranks: int = 1) -> list[str]:
     return sorted(path.name for path in (config.output / "checkpoints").glob("step-*"))
 
 
+@pytest.fixture(scope="module")
+def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
+    """Return the losses of a run without an error."""
+    reference = settings(folder, tmp_path_factory.mktemp("reference") / "run")
+    run_distributed(lambda: train(reference), 1, init=False, timeout_s=DEADLINE_S)
+    return losses(reference.output)
+
+
 @pytest.mark.core
+@pytest.mark.nightly_cases("next_batch-False-2")  # covered: a batch that was drawn, and is drawn again
 @pytest.mark.parametrize(
     ("callback", "after", "saved"),
     [
@@ -128,15 +137,19 @@ def train_until_error(config: RunConfig, ranks: int = 1) -> list[str]:
     ],
 )
 def test_error_outside_a_step_saves_and_resume_is_bitwise_equal(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, callback: str, after: bool, saved: int
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: list[tuple[int, float, float]],
+    callback: str,
+    after: bool,
+    saved: int,
 ) -> None:
-    reference, broken = settings(folder, tmp_path / "reference"), settings(folder, tmp_path / "broken")
-    run_distributed(lambda: train(reference), 1, init=False, timeout_s=DEADLINE_S)
+    broken = settings(folder, tmp_path / "broken")
     with monkeypatch.context() as patch:
         fail_in(patch, callback, 3, after)
         assert train_until_error(broken) == [f"step-{saved:08}"]
     run_distributed(lambda: train(broken, resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
-    expected = losses(reference.output)
     # The row of a step whose error came before it was logged is missing.
     assert losses(broken.output) == [row for row in expected if callback != "step" or row[0] != 3]
 
