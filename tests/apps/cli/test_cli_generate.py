@@ -90,10 +90,11 @@ COMMON = ("--dtype", "fp32", "--platform", "cpu", "--max-tokens", str(LENGTH))
 @pytest.mark.parametrize(
     "layout",
     [
-        ["--engine", "megatron", "--nproc", "2", "--tensor", "2"],
+        ["--engine", "megatron"],
+        pytest.param(["--engine", "megatron", "--nproc", "2", "--tensor", "2"], marks=pytest.mark.nightly),
         pytest.param(["--engine", "fsdp", "--nproc", "2"], marks=pytest.mark.nightly),
     ],
-    ids=["TP2", "fsdp"],
+    ids=["one rank", "TP2", "fsdp"],  # covered: layouts by sampling/test_embedded_sampler.py
 )
 def test_answers_equal_those_of_transformers_on_every_engine(
     megascend, folder: Path, small_model: Path, tmp_path: Path, layout: list[str]

@@ -38,7 +38,10 @@ def folder(megascend, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("name", "engine"), [("Muon, wsd", "megatron"), ("groups, polynomial", "fsdp")])
+@pytest.mark.nightly_cases("Muon, wsd-megatron")  # covered: single; engines/test_muon.py
+@pytest.mark.parametrize(
+    ("name", "engine"), [("Muon, wsd", "single"), ("Muon, wsd", "megatron"), ("groups, polynomial", "fsdp")]
+)
 def test_a_run_learns_with_the_rates_of_its_schedule(megascend, folder: Path, name: str, engine: str) -> None:
     output = f"{engine} {name}"
     values = [f"{key}={json.dumps(value)}" for key, value in RUNS[name].items()]

@@ -86,7 +86,8 @@ def test_student_learns_the_teachers_distributions(megascend, engine: str, small
     assert after[0] < after[1] < before[1] / 1.5
 
 
-@pytest.mark.parametrize("engine", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])
+@pytest.mark.nightly_cases("megatron", "fsdp")  # covered: single; the gradients of both by train/test_teacher_model.py
+@pytest.mark.parametrize("engine", ["megatron", "fsdp", "single"])
 def test_student_learns_the_distributions_of_a_teacher_beside_it(
     megascend, engine: str, small_model: Path, folder: Path
 ) -> None:
@@ -94,7 +95,8 @@ def test_student_learns_the_distributions_of_a_teacher_beside_it(
     output = f"taught-{engine}"
     columns = "data.columns={token_ids: token_ids, prompt_length: prompt_length}"
     changes = [f"output={output}", f"engine={engine}", "distillation.teacher=teacher", columns]
-    megascend("train", "run.yaml", *sets(*changes), "--nproc", "2", cwd=folder)
+    ranks = "1" if engine == "single" else "2"
+    megascend("train", "run.yaml", *sets(*changes), "--nproc", ranks, cwd=folder)
     rows = metrics(folder / output)
     assert rows[-1]["loss"] < rows[0]["loss"] / 3
     before, after = scores(folder, small_model), scores(folder, folder / output / "hf")

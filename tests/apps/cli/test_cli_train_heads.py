@@ -167,7 +167,7 @@ samples = json.loads(sys.argv[1])
 
 @pytest.fixture(scope="module")
 def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create models, data and a run file for each kind of label."""
+    """Create data and a run file for each kind of label."""
     folder = tmp_path_factory.mktemp("heads")
     for kind in (*LABELS, REWARD):
         if kind == REWARD:
@@ -178,7 +178,6 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             head = {"classification": {"problem_type": kind}}
         write_lines(folder / f"{kind}.jsonl", lines)
         write_lines(folder / f"{kind}-held-out.jsonl", lines)
-        reference(NEW, kind, small_model, folder / kind)
         write_run(
             folder,
             model=kind,
@@ -193,7 +192,16 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def model(folder: Path, kind: str, small_model: Path) -> Path:
+    """Create a model with a head for a kind of label."""
+    if not (folder / kind).exists():
+        reference(NEW, kind, small_model, folder / kind)
+    return folder / kind
+
+
 LAYOUTS = {
+    "single": (1, ["engine=single"]),
     "fsdp": (2, ["engine=fsdp"]),
     "TP2": (2, ["engine=megatron", "parallel.tensor=2"]),
     "TP2-SP": (2, ["engine=megatron", "parallel.tensor=2", "parallel.sequence=true"]),
@@ -201,9 +209,10 @@ LAYOUTS = {
     "DP2, padded": (2, ["engine=megatron", "batching.packing=false"]),
     "CP2": (2, ["engine=megatron", "parallel.context=2"]),
 }
-IN_CI = {("fsdp", MULTI), ("TP2-SP", SINGLE)}
+IN_CI = {("single", MULTI), ("TP2-SP", SINGLE)}
 CASES = [
-    *((layout, kind) for layout in LAYOUTS for kind in (SINGLE, MULTI)),
+    ("single", MULTI),
+    *((layout, kind) for layout in LAYOUTS if layout != "single" for kind in (SINGLE, MULTI)),
     *((layout, REWARD) for layout in ("fsdp", "TP2", "TP2-SP", "PP2")),
     *((layout, REGRESSION) for layout in ("fsdp", "TP2")),
 ]
@@ -229,11 +238,11 @@ def assert_trained_alike(
     ("layout", "kind"), [pytest.param(*case, marks=[] if case in IN_CI else pytest.mark.nightly) for case in CASES]
 )
 def test_model_trains_and_scores_as_in_transformers(
-    megascend, folder: Path, tmp_path: Path, layout: str, kind: str
+    megascend, folder: Path, model: Path, tmp_path: Path, layout: str, kind: str
 ) -> None:
     name = f"{layout}-{kind}"
     rows = train(megascend, folder, kind, layout, name, [])
-    expected = reference(TRAINED, kind, folder / kind, tmp_path / "weights")
+    expected = reference(TRAINED, kind, model, tmp_path / "weights")
     assert_trained_alike(rows, load_file(folder / name / "hf" / "model.safetensors"), expected, tmp_path / "weights")
     figures, names, problem_type = reference(SCORED, kind, folder / name / "hf")
     assert {name: rows[-1][name] for name in figures} == pytest.approx(figures, rel=1e-4, abs=1e-5)
@@ -244,7 +253,7 @@ def test_model_trains_and_scores_as_in_transformers(
 @pytest.mark.nightly
 @pytest.mark.parametrize(("layout", "kind"), [case for case in CASES if case[1] != REGRESSION])
 def test_adapter_with_its_head_trains_as_in_peft(
-    megascend, folder: Path, tmp_path: Path, layout: str, kind: str
+    megascend, folder: Path, model: Path, tmp_path: Path, layout: str, kind: str
 ) -> None:
     """The head of a classifier has more labels than the adapter has ranks."""
     lora = [f"lora.rank={RANK}", "lora.alpha=8"]
@@ -252,21 +261,20 @@ def test_adapter_with_its_head_trains_as_in_peft(
     initial, name = f"initial-{layout}-{kind}", f"lora-{layout}-{kind}"
     train(megascend, folder, kind, layout, initial, [*lora, "steps=1", "optimizer.lr=0"])
     rows = train(megascend, folder, kind, layout, name, lora)
-    expected = reference(TRAINED, kind, folder / kind, tmp_path / "weights", folder / initial / "adapter")
+    expected = reference(TRAINED, kind, model, tmp_path / "weights", folder / initial / "adapter")
     trained = load_file(folder / name / "adapter" / "adapter_model.safetensors")
     assert_trained_alike(rows, trained, expected, tmp_path / "weights")
 
 
-@pytest.mark.parametrize(
-    "layout", ["fsdp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("TP2", "PP2"))]
-)
+@pytest.mark.nightly_cases("fsdp", "TP2", "PP2")  # covered: single; layouts of heads by engines/test_scalar_head.py
+@pytest.mark.parametrize("layout", ["single", "fsdp", "TP2", "PP2"])
 def test_adapter_with_its_head_scores_as_in_peft(megascend, folder: Path, small_model: Path, layout: str) -> None:
     """The base is a language model: only the adapter has a head. A resumed run continues with the head that it trained."""
     chosen, name = [f"model={small_model}", f"lora.rank={RANK}", "seed=7"], f"adapter-{layout}"
-    train(megascend, folder, REWARD, layout, name, [*chosen, "checkpoint.every=2", "steps=2"])
-    rows = train(megascend, folder, REWARD, layout, name, chosen, "--resume", "auto")
-    uninterrupted = train(megascend, folder, REWARD, layout, f"{name}-uninterrupted", chosen)
-    assert [row["loss"] for row in rows] == [row["loss"] for row in uninterrupted]
+    uninterrupted = train(megascend, folder, REWARD, layout, f"{name}-uninterrupted", [*chosen, "checkpoint.every=2"])
+    second = f"{name}-uninterrupted/checkpoints/step-00000002"
+    rows = train(megascend, folder, REWARD, layout, name, chosen, "--resume", second)
+    assert [row["loss"] for row in rows] == [uninterrupted[2]["loss"]]
     adapter = folder / name / "adapter"
     scores, *_ = reference(SCORED, REWARD, adapter, small_model)
     assert {key: rows[-1][key] for key in scores} == pytest.approx(scores, rel=1e-4, abs=1e-5)

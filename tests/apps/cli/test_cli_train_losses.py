@@ -147,10 +147,11 @@ def train(megascend, folder: Path, name: str, arguments: Sequence[str], *, nproc
 ENGINES = {
     "TP2": (2, ["engine=megatron", "parallel.tensor=2"]),
     "fsdp": (2, ["engine=fsdp"]),
+    "single": (1, ["engine=single"]),
 }
 
 
-@pytest.mark.nightly_cases("TP2")  # covered: fsdp; step/test_step.py: preference losses
+@pytest.mark.nightly_cases("TP2", "fsdp")  # covered: single; every layout in engines/step/test_step.py
 @pytest.mark.parametrize("engine", ENGINES)
 def test_kto_equals_its_formula_with_the_reference_point_of_the_batch(
     megascend, folder: Path, small_model: Path, engine: str
@@ -169,6 +170,7 @@ def test_kto_equals_its_formula_with_the_reference_point_of_the_batch(
     assert rows[3]["loss"] < rows[0]["loss"]
 
 
+@pytest.mark.nightly_cases("simpo-*")  # covered: orpo; engines/step/test_step.py
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
