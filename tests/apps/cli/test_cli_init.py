@@ -18,7 +18,8 @@ CPU = ("--set", "platform=cpu")
 """On a machine with GPUs too."""
 
 
-@pytest.mark.nightly_cases("classification-3")  # covered: test_cli_train_heads.py
+# Covered: the runs by test_cli_train_heads.py, test_cli_train_dpo.py and sft, the files by their schemas.
+@pytest.mark.nightly_cases("classification-3", "reward-1", "dpo-1", "pretrain-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "steps"), [("sft", 3), ("dpo", 1), ("reward", 1), ("classification", 3), ("pretrain", 1)]

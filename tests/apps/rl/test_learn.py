@@ -220,6 +220,7 @@ def test_gradients_equal_plain_pytorch(
         assert 0 < result["truncated"] < result["tokens"]
 
 
+@pytest.mark.nightly_cases("TP2", "DP2")  # covered: CP2; two ranks of fsdp; the losses in engines/step/test_step.py
 @pytest.mark.parametrize(
     "parallel",
     [megascend.Parallel(), megascend.Parallel(tensor=2), megascend.Parallel(context=2)],

@@ -63,6 +63,7 @@ class FailingEngine(LocalEngine):
         raise EngineError(f"{self.name} is out of order")
 
 
+@pytest.mark.nightly_cases("1")  # covered: 0 and 2
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_lag_is_bounded_and_engines_have_the_reported_weights(folder: Path, lag: int) -> None:
     config = settings(folder, f"lag-{lag}", rollout={"max_lag": lag})
@@ -79,6 +80,7 @@ def test_lag_is_bounded_and_engines_have_the_reported_weights(folder: Path, lag:
     assert all(row["mismatch_max"] > 1e-4 for row in metric_rows if row["lag"] == row["max_lag"] > 0)
 
 
+@pytest.mark.nightly_cases("*0.6*")  # covered: the other case has a temperature too
 @pytest.mark.parametrize("changes", [{"temperature": 0.6}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}], ids=str)
 def test_trained_policy_is_the_one_that_sampled(folder: Path, changes: dict[str, Any]) -> None:
     """Compare without lag: engine and trainer agree on every token's log-probability at this temperature and mask."""
@@ -188,6 +190,8 @@ def test_updates_by_changes_learn_the_same_and_report_their_bytes(folder: Path) 
     assert changes[2]["sync_bytes"] == complete[2]["sync_bytes"] > 0
 
 
+# Covered: the last step saved by the case in which it is not; before the first step by a run that keeps the earlier one.
+@pytest.mark.nightly_cases("1-6", "0-0")
 @pytest.mark.parametrize(("every", "answers"), [(0, 6), (1, 6), (0, 0)])
 def test_sigterm_while_waiting_saves_and_resumes(
     folder: Path, every: int, answers: int, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +219,8 @@ def test_sigterm_while_waiting_saves_and_resumes(
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4]
 
 
+# Covered: after step 2; the loop's places at both ends by train/test_stopped_measurement.py.
+@pytest.mark.nightly_cases("before step 1", "after the last step")
 @pytest.mark.parametrize("measured", [0, 1, 2], ids=["before step 1", "after step 2", "after the last step"])
 def test_sigterm_during_an_evaluation_saves_and_the_resumed_run_repeats_it(folder: Path, measured: int) -> None:
     evaluation = {"prompts": folder / "prompts.jsonl", "every": 2, "temperature": 0.0}

@@ -273,6 +273,7 @@ def test_seeded_samples_do_not_depend_on_the_batch(single_rank) -> None:
     same([result for call in single_rank[2:] for result in call], single_rank[0])
 
 
+@pytest.mark.nightly_cases("TP2")  # covered: TP2 + SP
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_sample_like_one_rank(layout, checkpoint, adapters, single_rank) -> None:
     ranks, parallel = LAYOUTS[layout]

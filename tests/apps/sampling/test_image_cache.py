@@ -32,12 +32,12 @@ LAYOUTS = {
     "TP2 x EP2 + SP": (2, Parallel(tensor=2, expert=2, expert_tensor=1)),
 }
 CASES = [
-    ("qwen3_vl", "single", True),
     ("qwen3_vl", "TP2 + SP", True),
     ("qwen3_5", "PP2", True),
     *(
         pytest.param(arch, layout, packing, marks=pytest.mark.nightly)
         for arch, layout, packing in (
+            ("qwen3_vl", "single", True),  # covered: TP2 + SP
             ("qwen3_vl", "single", False),
             ("qwen3_vl", "PP2", True),
             ("qwen3_vl", "DP2", True),
@@ -97,9 +97,8 @@ def test_responses_of_megatrons_engine_equal_transformers_generate(
     assert all(len({len(sample.tokens) for sample in results[-1].samples}) > 1 for results, *_ in ranks)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if "," in name else []) for name in ENGINES]
-)
+@pytest.mark.nightly_cases("single*", "*, padded")  # covered: fsdp; padded by test_recurrent_cache.py
+@pytest.mark.parametrize("name", ENGINES)
 def test_responses_of_engines_without_megatron_equal_transformers_generate(
     name: str, parity_folder: Path, tmp_path: Path
 ) -> None:

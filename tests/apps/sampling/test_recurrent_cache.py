@@ -37,13 +37,13 @@ LAYOUTS = {
     "PP2": (2, Parallel(pipeline=2)),
 }
 CASES = [
-    ("qwen3_5_text", "TP2 + SP", True),
     ("qwen3_next", "PP2", True),
     *(
         pytest.param(arch, layout, packing, marks=pytest.mark.nightly)
         for arch, layout, packing in (
             ("qwen3_5_text", "single", True),
             ("qwen3_5_text", "TP2", True),
+            ("qwen3_5_text", "TP2 + SP", True),  # covered: the base model among adapters on tensor parallel ranks
             ("qwen3_5_text", "TP2 + SP", False),
             ("qwen3_next", "single", False),
             ("qwen3_next", "TP2 x EP2 + SP", True),
@@ -75,7 +75,8 @@ def test_responses_of_megatrons_engine_equal_transformers_generate(
     assert all(len({len(sample.tokens) for sample in results[-1].samples}) > 1 for results, *_ in ranks)
 
 
-@pytest.mark.nightly_cases("fsdp, padded")  # covered: fsdp; single
+# Covered: single, padded too; fsdp by the adapters of one batch, its ranks by test_embedded_sampler.py.
+@pytest.mark.nightly_cases("fsdp", "fsdp, padded")
 @pytest.mark.parametrize("name", ENGINES)
 def test_responses_of_engines_without_megatron_equal_transformers_generate(
     name: str, parity_folder: Path, tmp_path: Path

@@ -137,6 +137,7 @@ def test_killed_controller_restarts_and_accepts_claims(tmp_path: Path) -> None:
         assert job.engine.calls[3:] == ["begin b", "verify b", "commit b"]
 
 
+@pytest.mark.nightly_cases("2")  # SIGINT; covered: SIGTERM
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_resumes_engines_and_ends_the_controller(tmp_path: Path, number: signal.Signals) -> None:
     with _job(tmp_path) as job, job.client() as client:
