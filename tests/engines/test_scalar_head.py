@@ -27,7 +27,7 @@ from support.scalar_runs import (
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 IN_CI = {("single", "reward model"), ("TP2 + SP", "critic"), ("PP2", "tied critic")}
-IN_CI |= {("CP2", "reward model"), ("engine single", "reward model"), ("engine fsdp, DP2", "critic")}
+IN_CI |= {("CP2", "reward model"), ("engine fsdp, DP2", "critic")}
 
 
 def on_ranks(folder, function, layout, *arguments):

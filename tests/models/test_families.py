@@ -200,7 +200,7 @@ def test_sampler_decodes_with_a_cache_what_transformers_scores(arch: str, parity
         assert bool((expected >= positions.max(-1).values - 2e-5).all())
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "single"])
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("single", marks=pytest.mark.nightly)])  # covered: fsdp
 @pytest.mark.parametrize("arch", nightly_but(NEW, ("gpt_oss", "deepseek_v32"), megatron=False))
 def test_engines_without_megatron_train_it_too(arch: str, engine: str, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint, result = case_checkpoint(parity_folder, arch), tmp_path / "result.json"

@@ -66,10 +66,10 @@ IN_CI = (
     ("qwen3_vl", "padded", "train"),
     ("qwen3_vl", "TP2 + SP", "train"),
     ("qwen3_vl", "PP2", "frozen"),
-    ("qwen3_vl", "DP2", "train"),
     ("qwen3_vl_moe", "EP2", "train"),
 )
-"""Both ways in which the tower is used, and each way in which a layout divides the model; the others are nightly."""
+"""Both ways in which the tower is used, and each way in which a layout divides the model; the others are nightly. DP2:
+:func:`test_rank_without_images_changes_no_number`."""
 MATRIX = [
     pytest.param(
         dataclasses.replace(case, arch=arch),

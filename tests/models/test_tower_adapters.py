@@ -102,7 +102,8 @@ def assert_equals_peft(
 
 @pytest.mark.nightly_cases(
     "1-*",  # covered: two adapters
-    "2-qwen3_vl: single",  # covered: TP2 + SP; qwen3_5: single
+    "2-qwen3_vl: single",  # covered: TP2 + SP
+    "2-qwen3_5: single",  # covered: qwen3_vl, which has the same tower
 )
 @pytest.mark.parametrize("case", family_params(LAYOUTS, IN_CI))
 @pytest.mark.parametrize("tenants", [1, 2])

@@ -57,6 +57,7 @@ def test_training_has_the_past_losses_and_norms(version: Path, run: str, layout:
     assert_equal(trained(version, run, layout), stored(version, run))
 
 
+@pytest.mark.nightly_cases("dense-fsdp-*")  # covered: experts and adapters on fsdp
 @pytest.mark.parametrize(("run", "layout"), CASES)
 def test_past_checkpoint_resumes_with_the_past_losses_and_norms(version: Path, run: str, layout: str) -> None:
     rows = trained(version, run, layout, version / f"checkpoint-{run}")

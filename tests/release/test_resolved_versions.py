@@ -28,7 +28,6 @@ LATER = ("stack-0-18", "stack-0-19")  # their Megatron-Core needs Python 3.12
 CASES = [(extras, "3.12" if any(stack in extras for stack in LATER) else "3.11") for extras in EXTRAS]
 CASES += [("stack-0-16", "3.10"), ("stack-0-16", "3.13"), ("", "3.12")]
 OFTEN = [
-    ("stack-0-16", "3.10"),
     ("stack-0-16,npu,track", "3.11"),
     ("stack-0-19", "3.12"),
 ]  # the others at night: each asks the registry for some 60 packages

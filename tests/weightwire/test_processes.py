@@ -209,6 +209,7 @@ else:
 
 
 @pytest.mark.parametrize("state", ["committed", "receiving"])
+@pytest.mark.nightly_cases("committed")  # covered: receiving
 def test_a_process_ends_when_its_receivers_have_left(state):
     """End right after a commit or within a transfer: a thread within torch's code would abort the process."""
     completed = subprocess.run(

@@ -77,7 +77,11 @@ def described(backend: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
     return [(name, tensor.shape, tensor.dtype) for name, tensor in weights]
 
 
-@pytest.mark.nightly_cases("MoE TP2 x EP2, ETP1")  # covered: ETP2
+@pytest.mark.nightly_cases(
+    "MoE TP2 x EP2, ETP1",  # covered: ETP2
+    "MoE EP2",  # covered: MoE EP2 x PP2, shared expert
+    "TP2 + SP",  # covered: TP2 x PP2
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_stream_is_the_checkpoint_bit_for_bit(parity_folder, name):
     world_size, parallel, arch, overrides = LAYOUTS[name]

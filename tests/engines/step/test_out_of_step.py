@@ -117,6 +117,7 @@ def assert_positions_named(messages, pair):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.nightly_cases("CP2", "PP2")  # covered: DP2, TP2
 def test_every_rank_raises_and_nothing_changes(checkpoint, tmp_path, layout):
     def on_rank():
         backend = make_backend(checkpoint, LAYOUTS[layout])

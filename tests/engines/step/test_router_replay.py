@@ -34,7 +34,7 @@ CASES = [
     Case("PP2, full recompute", 2, Parallel(pipeline=2), recompute=Recompute(granularity="full")),
     Case("grouped experts", experts="grouped"),
 ]
-IN_CI = ("single", "full recompute", "TP2 + SP", "CP2", "PP2, full recompute")
+IN_CI = ("full recompute", "TP2 + SP", "CP2", "PP2, full recompute")
 
 
 def choices(arch: str, layers: int = 4) -> list[torch.Tensor]:

@@ -250,6 +250,7 @@ def test_gradient_beyond_float32_of_one_token_is_skipped_by_all_and_reported_onc
 
 @every_layout
 @pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.nightly_cases("False-CP2", "False-DP2", "False-PP2")  # covered: packed; padded under TP2 + SP
 def test_forward_returns_each_samples_logprobs_in_the_callers_order(checkpoint, parity_folder, layout, packing):
     world_size, parallel = LAYOUTS[layout]
     tokens = token_lists()

@@ -217,6 +217,7 @@ def test_engine_with_another_limit_differs(limit: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.nightly_cases("qwen3_vl", "qwen3_5")  # covered: qwen3_vl_moe, qwen3_5_moe
 def test_models_with_vision_towers_are_compared_with_an_image(arch: str) -> None:
     settings = tiny_config(arch)
     for subject in (SingleSubject(None), FsdpSubject(None, packing=False, context=1, npu=False)):

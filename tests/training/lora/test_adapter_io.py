@@ -333,6 +333,7 @@ def test_layers_without_factors_are_no_targets_of_a_loaded_adapter(dense, tmp_pa
     ("arch", "layout"),
     [("odd", "TP2 + SP"), ("dense", "PP2"), ("moe", "EP2"), ("moe", "ETP2")],
 )
+@pytest.mark.nightly_cases("moe-EP2")  # covered: moe-ETP2
 def test_exported_weights_are_the_bases_plus_the_product_of_the_saved_factors(request, tmp_path, arch, layout):
     checkpoint = request.getfixturevalue(arch)
     world_size, parallel = LAYOUTS[layout]
