@@ -44,6 +44,7 @@ def checkpoint(parity_folder: Path) -> Path:
     return case_checkpoint(parity_folder, "parrot", num_hidden_layers=2)
 
 
+@pytest.mark.nightly  # covered: models/test_outside_family.py; its adapters, below, on its layers
 def test_registered_architecture_trains_like_hugging_face(parity_folder: Path, checkpoint: Path) -> None:
     case = Case("parrot TP2 + SP", 2, Parallel(tensor=2, sequence=True), arch="parrot")
     tokens = token_lists()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -37,7 +35,6 @@ from megascend.runtime.distributed.process_groups import (
 )
 from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed
-from support.forked_programs import environment
 
 pytestmark = pytest.mark.waiting
 
@@ -119,49 +116,28 @@ def test_large_world_connects_ranks_when_they_communicate(runtime: Runtime, monk
         assert totals == [6.0]
 
 
-LIMITS = """
-import os, resource, sys
-import megascend
-from megascend.config import Parallel
-from megascend.runtime.distributed.process_groups import initialize
-from megascend.errors import ProcessGroupError
-from megascend.runtime.topology.topology import plan
+def with_limits(runtime: Runtime, soft: int, hard: int) -> list[str]:
+    """Start two ranks under limits of open files; return what each is told, or its limit afterwards."""
 
-runtime, (soft, hard) = megascend.bootstrap("cpu"), map(int, sys.argv[1:])
-# Less than what is open already: the first group would fail with "Too many open files".
-resource.setrlimit(resource.RLIMIT_NOFILE, (soft or len(os.listdir("/proc/self/fd")) - 1, hard))
-try:
-    initialize(plan(Parallel(), 2), runtime.platform, 60).destroy()
-except ProcessGroupError as error:
-    print(error)
-else:
-    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-"""
+    def start() -> str:
+        # Less than what is open already: the first group would fail with "Too many open files".
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft or len(os.listdir("/proc/self/fd")) - 1, hard))
+        try:
+            initialize(plan(Parallel(), 2), runtime.platform, 60).destroy()
+        except ProcessGroupError as error:
+            return str(error)
+        return str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+    return run_distributed(start, 2, init=False)
 
 
-def with_limits(folder: Path, soft: int, hard: int) -> list[str]:
-    """Start two new processes under limits of open files; return what each prints."""
-    (folder / "program.py").write_text(LIMITS)
-    command = [sys.executable, str(folder / "program.py"), str(soft), str(hard)]
-    variables = environment() | {"WORLD_SIZE": "2", "MEGASCEND_STORE": str(folder / "store")}
-    ranks = [
-        subprocess.Popen(command, env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=-1, text=True)
-        for rank in range(2)
-    ]
-    try:
-        return [rank.communicate(timeout=120)[0].splitlines()[-1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-
-
-def test_limit_of_open_files_is_raised_as_far_as_needed(tmp_path: Path) -> None:
+def test_limit_of_open_files_is_raised_as_far_as_needed(runtime: Runtime) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    assert with_limits(tmp_path, 0, hard) == [str((WORLD_GROUPS + 2) * 2 + OTHER_FILES)] * 2
+    assert with_limits(runtime, 0, hard) == [str((WORLD_GROUPS + 2) * 2 + OTHER_FILES)] * 2
 
 
-def test_hard_limit_of_open_files_is_named_before_groups_are_created(tmp_path: Path) -> None:
-    for rank, message in enumerate(with_limits(tmp_path, 200, 200)):
+def test_hard_limit_of_open_files_is_named_before_groups_are_created(runtime: Runtime) -> None:
+    for rank, message in enumerate(with_limits(runtime, 200, 200)):
         assert message.startswith(f"rank {rank}: in a world of 2 ranks a process has up to 266 open files and sockets")
         assert "allows 200 (ulimit -Hn)" in message
 
