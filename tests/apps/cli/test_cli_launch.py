@@ -87,11 +87,11 @@ class TwoDevices(CpuPlatform):
 
 
 def test_signal_during_start_ends_launcher_and_ranks(tmp_path: Path) -> None:
-    """Send a signal while 16 ranks import torch, before they can handle signals."""
+    """Send a signal while 8 ranks import torch, before they can handle signals."""
     program = (
         "from megascend.apps.cli.launch import launch\n"
         "from test_cli_launch import ranks_see_torchrun_variables\n"
-        "launch(ranks_see_torchrun_variables, 'hello', nproc=16)"
+        "launch(ranks_see_torchrun_variables, 'hello', nproc=8)"
     )
     command = [sys.executable, "-c", program]
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])

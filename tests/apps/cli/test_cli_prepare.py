@@ -16,7 +16,9 @@ from megascend.apps.data.samples import SampleLimits, build_samples
 from megascend.apps.train.run_samples import RunSamples
 from megascend.config import load_config
 from megascend.models.checkpoint_files.tokenizer import load_tokenizer
-from support.forked_programs import environment, run_command
+from support.forked_programs import COMMAND, environment, run_forked
+
+WITHOUT_DEVICES = f"import os\nos.environ['CUDA_VISIBLE_DEVICES'] = ''\n{COMMAND}"
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +32,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = {"model": "model", "output": "run", "data": {"sources": sources}, "validation": {"path": "held_out.jsonl"}}
     (folder / "run.yaml").write_text(json.dumps(run | {"parallel": {"tensor": 2}}))
     command = ("prepare", "run.yaml", "--output", "tokens")
-    variables = environment(MEGASCEND_CACHE=str(folder / "cache"), CUDA_VISIBLE_DEVICES="")
-    process = run_command(*command, directory=folder, variables=variables)
+    variables = environment(MEGASCEND_CACHE=str(folder / "cache"))
+    process = run_forked(WITHOUT_DEVICES, *command, directory=folder, variables=variables)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == [
         "learned: 8 samples, 24 tokens",
         "held out: 2 samples, 20 tokens",
         "written to tokens: set data.prepared: tokens where the run starts",
     ]
-    repeated = run_command(*command, directory=folder, variables=variables)
+    repeated = run_forked(WITHOUT_DEVICES, *command, directory=folder, variables=variables)
     assert repeated.returncode == 2
     assert "--output: tokens exists and is not an empty directory" in repeated.stderr
     return folder

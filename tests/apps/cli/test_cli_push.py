@@ -39,11 +39,13 @@ def variables(hub: HubState, token: str | None) -> dict[str, str]:
     return names | ({} if token is None else {"HF_TOKEN": token})
 
 
-# A fork has imported huggingface_hub, which reads these variables when it is imported.
+# A fork has imported huggingface_hub, which reads some of these variables when it is imported.
 FORKED = f"""
-import os
+import json, os
 from huggingface_hub import constants
 
+os.environ.pop("HF_TOKEN", None)
+os.environ.update(json.loads(os.environ.pop("HUB_VARIABLES")))
 constants.ENDPOINT, constants.HF_HUB_DISABLE_XET = os.environ["HF_ENDPOINT"], True
 constants.HF_TOKEN_PATH = os.environ["HF_TOKEN_PATH"]
 {COMMAND}
@@ -53,7 +55,8 @@ constants.HF_TOKEN_PATH = os.environ["HF_TOKEN_PATH"]
 def forked(
     hub: HubState, folder: Path, *arguments: str, token: str | None = "writer"
 ) -> subprocess.CompletedProcess[str]:
-    return run_forked(FORKED, *arguments, directory=folder, variables=environment(**variables(hub, token)))
+    names = environment(HUB_VARIABLES=json.dumps(variables(hub, token)))
+    return run_forked(FORKED, *arguments, directory=folder, variables=names)
 
 
 CHECKS = """

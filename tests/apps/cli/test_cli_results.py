@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import GenerationConfig
 
-from support import forked_programs
+from support.forked_programs import PLUGGED_COMMAND, run_forked
 from support.runs import chats, sets, write_lines, write_run
 
 FAULT = """
@@ -34,8 +34,8 @@ def folder(small_model: Path, tmp_path: Path) -> Path:
 
 def test_failed_export_leaves_a_checkpoint_from_which_resume_exports(megascend, folder):
     (folder / "late_fault.py").write_text(FAULT)
-    path = f"{folder}:{forked_programs.environment()['PYTHONPATH']}"
-    completed = megascend("train", "run.yaml", *sets("plugins=[late_fault]"), cwd=folder, code=2, PYTHONPATH=path)
+    completed = run_forked(PLUGGED_COMMAND, "train", "run.yaml", *sets("plugins=[late_fault]"), directory=folder)
+    assert completed.returncode == 2, completed.stderr
     [checkpoint] = (folder / "out" / "checkpoints").glob("step-*")
     message = " ".join(completed.stderr.split())
     assert "No space left on device" in message

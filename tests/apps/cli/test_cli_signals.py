@@ -81,9 +81,12 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def plugin_settings(run: Path, output: str, number: int) -> dict[str, str]:
+    return {"OUTPUT": output, "SIGNAL": str(number), "RUN": str(run)}
+
+
 def variables(folder: Path, run: Path, output: str = "kept", number: int = 0) -> dict[str, str]:
-    plugin_settings = {"OUTPUT": output, "SIGNAL": str(number), "RUN": str(run)}
-    inherited = forked_programs.environment(**plugin_settings)
+    inherited = forked_programs.environment(**plugin_settings(run, output, number))
     return inherited | {"PYTHONPATH": f"{folder}:{inherited['PYTHONPATH']}"}
 
 
@@ -109,11 +112,12 @@ def test_signal_saves_and_stops_even_if_output_is_lost(
     folder: Path, tmp_path: Path, number: signal.Signals, output: str
 ) -> None:
     run = tmp_path / "run"
-    completed = forked_programs.run_command(
+    completed = forked_programs.run_forked(
+        forked_programs.PLUGGED_COMMAND,
         *arguments(run, ENDLESS),
         directory=folder,
         timeout_s=DEADLINE_S,
-        variables=variables(folder, run, output, number),
+        variables=forked_programs.environment(**plugin_settings(run, output, number)),
     )
     assert completed.returncode == 75, completed.stderr
     assert_saved(run, number.name)
