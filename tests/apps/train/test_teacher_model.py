@@ -23,7 +23,7 @@ from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.testing import run_distributed
 from megascend.testing.parity import PROMPT, Case, case_backend, case_checkpoint, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
-from support.forked_programs import run_forked, run_launched
+from support.forked_programs import run_forked
 from support.gradients import Gradients, differences, step_gradients
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -90,6 +90,7 @@ def taught(teacher: TeacherModel, batch: list[Sample]) -> list[Sample]:
     ]
 
 
+@pytest.mark.nightly_cases("DP2")  # covered: a rank without samples
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients_of_megatron_are_those_of_plain_float64(
     case: Case, models: Models, expected: dict[str, dict[str, torch.Tensor]]
@@ -161,26 +162,29 @@ import torch
 from torch.distributed.tensor import DTensor
 import megascend
 from megascend.apps.train.teacher_model import TeacherModel
+from megascend.testing import run_distributed
 sys.path.insert(0, sys.argv[5])
 from test_teacher_model import BETA, LOSSES, samples, taught
 checkpoint, like, other, result = sys.argv[1:5]
 batching = megascend.Batching(micro_batch_tokens=64)
-gradients = {}
-with megascend.make_backend("fsdp", model=checkpoint, precision="fp32", platform="cpu", batching=batching,
-                            optimizer=megascend.Adam(lr=0.0, max_grad_norm=1e9), self_check=False) as backend:
-    for kind, path in (("like", like), ("other", other)):
-        teacher = TeacherModel(backend, Path(path), "teacher.model")
-        assert (teacher._engine is None) == (kind == "like")
-        for name in LOSSES:
-            batch = taught(teacher, backend.shard(samples()))
-            gradients[f"{kind}/{name}"] = backend.forward_backward(batch, teacher.loss(name, BETA)).loss
-            for key, parameter in backend.engine.model.named_parameters():
-                gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-                gradients[f"{kind}/{name}/{key}"] = gradient.clone()
-            backend.optimizer_step()
-        teacher.close()
-    if backend.rank == 0:
-        torch.save(gradients, result)
+def on_rank():
+    gradients = {}
+    with megascend.make_backend("fsdp", model=checkpoint, precision="fp32", platform="cpu", batching=batching,
+                                optimizer=megascend.Adam(lr=0.0, max_grad_norm=1e9), self_check=False) as backend:
+        for kind, path in (("like", like), ("other", other)):
+            teacher = TeacherModel(backend, Path(path), "teacher.model")
+            assert (teacher._engine is None) == (kind == "like")
+            for name in LOSSES:
+                batch = taught(teacher, backend.shard(samples()))
+                gradients[f"{kind}/{name}"] = backend.forward_backward(batch, teacher.loss(name, BETA)).loss
+                for key, parameter in backend.engine.model.named_parameters():
+                    gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                    gradients[f"{kind}/{name}/{key}"] = gradient.clone()
+                backend.optimizer_step()
+            teacher.close()
+        if backend.rank == 0:
+            torch.save(gradients, result)
+run_distributed(on_rank, 2, init=False, timeout_s=240)
 """
 
 
@@ -191,7 +195,7 @@ def test_gradients_of_fsdp_are_those_of_plain_float64(
     program, result = tmp_path / "program.py", tmp_path / "result.pt"
     program.write_text(TRANSFORMERS_PROGRAM, encoding="utf-8")
     arguments = (models.student, models.like, models.other, result, Path(__file__).parent)
-    completed = run_launched(program, 2, *arguments)
+    completed = run_forked(program, *arguments)
     assert completed.returncode == 0, completed.stderr[-3000:]
     results = torch.load(result)
     for kind in ("like", "other"):
@@ -223,7 +227,7 @@ with megascend.make_backend("fsdp", model=checkpoint, **settings) as backend:
 def test_frozen_engine_beside_muon_and_compile_matches_transformers(models: Models, tmp_path: Path) -> None:
     program, result = tmp_path / "program.py", tmp_path / "result.pt"
     program.write_text(BESIDE_PROGRAM, encoding="utf-8")
-    completed = run_launched(program, 1, models.student, models.other, result, Path(__file__).parent)
+    completed = run_forked(program, models.student, models.other, result, Path(__file__).parent)
     assert completed.returncode == 0, completed.stderr[-3000:]
     reference = AutoModelForCausalLM.from_pretrained(models.other, dtype=torch.float32)
     for sample, states in zip(samples(), torch.load(result), strict=True):
