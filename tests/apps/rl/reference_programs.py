@@ -1,4 +1,4 @@
-"""Runs of learn() with a reference model on an engine's ranks, in a process of its own; for test_reference.
+"""Runs of learn() with a reference model on an engine's ranks, in a process of its own; for test_kl_reference.
 
 python reference_programs.py ENGINE RANKS OPTIONS CHECKPOINT GROUPS CASES full|lora RESULT
 

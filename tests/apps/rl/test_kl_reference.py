@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import megascend
+from apps.rl import reference_programs
 from megascend.apps.rl.learn import step_samples
 from megascend.apps.rl.reference import ESTIMATORS, KL_WEIGHTS, ReferenceModel, check_reference, with_kl
 from megascend.apps.rl.rollout.group import Trajectory, TrajectoryGroup
@@ -33,7 +34,6 @@ from support.rl_runs import settings as loop_settings
 from weightwire.engine import RoutedExperts
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
-PROGRAM = Path(__file__).with_name("reference_programs.py")
 VOCABULARY = 120
 CASES = [
     (
@@ -93,8 +93,12 @@ def run_cases(
     values = [group.to_json() for group in groups or recorded()]
     (folder / "groups.json").write_text(json.dumps(values), encoding="utf-8")
     job = [engine, ranks, json.dumps(options), checkpoint, folder / "groups.json", json.dumps(cases)]
-    completed = run_forked(PROGRAM, *job, "lora" if lora else "full", folder / "result", timeout_s=400)
-    assert completed.returncode == 0, completed.stderr[-6000:]
+    job += ["lora" if lora else "full", folder / "result"]
+    if engine == "megatron":  # its ranks are forks of this process, which has imported it
+        reference_programs.main(*map(str, job))
+    else:
+        completed = run_forked(Path(reference_programs.__file__), *job, timeout_s=400)
+        assert completed.returncode == 0, completed.stderr[-6000:]
     return torch.load(folder / "result", weights_only=True)
 
 
