@@ -293,8 +293,10 @@ def test_tasks_that_do_not_exist_are_refused() -> None:
             environment._task(example)
 
 
+@pytest.mark.nightly_cases("12")  # covered: 2, but for the reward that grows
+@pytest.mark.parametrize("steps", [2, 12])
 @pytest.mark.usefixtures("megatron_imported")
-def test_model_learns_from_a_package_without_a_prompt_file(tmp_path: Path) -> None:
+def test_model_learns_from_a_package_without_a_prompt_file(steps: int, tmp_path: Path) -> None:
     size = ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=128)
     write_checkpoint(tmp_path / "model", size, 0)
     (tmp_path / "held_out.jsonl").write_text('{"idx": 40}\n{"idx": 41}\n', encoding="utf-8")
@@ -302,7 +304,7 @@ def test_model_learns_from_a_package_without_a_prompt_file(tmp_path: Path) -> No
     config = settings(
         tmp_path,
         "letters",
-        steps=12,
+        steps=steps,
         optimizer={"lr": 0.03},
         evaluation={"prompts": tmp_path / "held_out.jsonl", "every": 12, "samples": 8, "temperature": 1.0},
         rollout={
@@ -316,11 +318,12 @@ def test_model_learns_from_a_package_without_a_prompt_file(tmp_path: Path) -> No
         },
     )
     result = in_a_fork(lambda: run(config))[0]
-    assert result.steps == 12
+    assert result.steps == steps
     metrics = rows(config)
     # Engine and trainer agree on what the engine sampled, with weights of the same version.
     assert metrics[0]["mismatch_max"] < 1e-5
-    assert result.totals.reward_after > result.totals.reward_before + 0.3
+    if steps == 12:
+        assert result.totals.reward_after > result.totals.reward_before + 0.3
     lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text().splitlines()]
     assert all(line["rewards"] == {"letters": line["reward"]} for line in lines)
     learned = [line for line in lines if line["outcome"] != "evaluated"]
