@@ -14,19 +14,14 @@ from megascend.models.registry import BUILT_IN
 from support.forked_programs import run_command, run_forked
 from support.stacks import stack_marks
 
-IN_CI = ("deepseek_v3", "gpt_oss")
-"""A whole family and one that Megatron-Core does not divide by tensor parallelism alone."""
 OLDER_STACK = (
     r"VersionError: \w+: Megatron-Core has its layers from \S+ on, and \S+ is installed; use Python \S+ and .+"
 )
 NOT_BUILT = r"CheckpointError: \S+ mcore-bridge \S+ has no model for model_type '\w+'; .+"
 
 
-def marks(arch: str) -> list[pytest.MarkDecorator]:
-    return [] if arch in IN_CI else [pytest.mark.nightly]
-
-
-ALL = [pytest.param(name, marks=marks(name)) for name in BUILT_IN]
+# Covered: a whole family.
+ALL = [name if name == "deepseek_v3" else pytest.param(name, marks=pytest.mark.nightly) for name in BUILT_IN]
 
 # The mean loss of the samples that the run trains on in its first step, computed by plain transformers.
 SCORE = """
@@ -61,7 +56,6 @@ def make_model(arch: str, folder: Path) -> Path:
     return model
 
 
-@pytest.mark.nightly  # covered: new-model and train: test_cookbook.py, apps/cli; numbers: test_families.py
 @pytest.mark.parametrize("arch", ALL)
 def test_model_by_name_trains_from_the_loss_of_transformers(arch: str, tmp_path: Path) -> None:
     model, data = make_model(arch, tmp_path), tmp_path / "chats.jsonl"
