@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,8 @@ def folder(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     rollout = {"prompts": "prompts.jsonl", "reward": "operator:eq", "max_tokens": 8}
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(run | {"rollout": rollout}, sort_keys=False))
     monkeypatch.chdir(tmp_path)
+    # A command in this process adds its directory: with another path, the next one of its own would wait for another server.
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return tmp_path
