@@ -133,7 +133,7 @@ def _has_te_kernel(core: Any, settings: tuple[float | None, int | None, Tensor |
     """Check whether Transformer Engine has a kernel: cuDNN's on Hopper, 1.3 times as fast as torch's, forward and backward."""
     _, window, sinks = settings
     return (
-        query.is_cuda
+        query.device.type == "cuda"
         and query.dtype in (torch.float16, torch.bfloat16)
         and torch.cuda.get_device_capability(query.device) == TE_KERNEL_CAPABILITY
         and window is None
