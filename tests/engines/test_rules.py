@@ -245,8 +245,8 @@ CASES_OF_MEGATRON_MODELS: list[Case] = [
         {"batching": GRAPHS, "config": {"num_moe_experts": 4}, "grouped": True},
     ),
     *(
-        ("batching.cuda_graphs with some_model", {"batching": GRAPHS, "config": dropout}, {"config": dropout})
-        for dropout in ({"hidden_dropout": 0.1}, {"attention_dropout": 0.1})
+        ("batching.cuda_graphs with some_model", {"batching": GRAPHS, "config": config}, {"config": config})
+        for config in ({"hidden_dropout": 0.1}, {"attention_dropout": 0.1}, {"softmax_type": "learnable"})
     ),
     (
         "batching.cuda_graphs with rope_type dynamic",

@@ -63,7 +63,7 @@ def randomise(model: Any, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # of routers; some transformers have it as a buffer
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
-            elif name.endswith("layer_scalar"):  # of a layer's output; not trained, and the authors' are bf16
+            elif name.endswith("layer_scalar"):  # of a layer's output; not trained; values of a bf16 checkpoint
                 buffer.copy_((1 + 0.2 * torch.randn(buffer.shape, generator=generator)).bfloat16())
 
 

@@ -35,6 +35,8 @@ from megascend.engines.rules import ROPE_OF_LENGTH
 from megascend.runtime.topology.topology import Topology
 from megascend.training.batch.micro_batch import MicroBatch
 
+AttentionSettings = tuple[float | None, int | None, Tensor | None]
+"""Scale of products, window in tokens, sinks [heads]; None: the default scale, no window, no sinks."""
 CONVOLUTION, DELTA_RULE = "causal_conv1d", "chunk_gated_delta_rule"
 """Names of fla's functions in mcore-bridge's module."""
 
@@ -78,8 +80,8 @@ def is_delta_rule(module: Any) -> bool:
     return code is not None and {CONVOLUTION, DELTA_RULE} <= set(code.co_names)
 
 
-def attention_settings(layer: Any, config: Any) -> tuple[float | None, int | None, Tensor | None]:
-    """Return a layer's scale of products, window in tokens and sinks [heads]; None: the default scale, no window, no sinks."""
+def attention_settings(layer: Any, config: Any) -> AttentionSettings:
+    """Return the settings of a layer's attention."""
     core = layer.self_attention.core_attention
     # Transformer Engine's window does not count the token itself; -1: no window.
     left, _ = getattr(core, "window_size", None) or (-1, 0)

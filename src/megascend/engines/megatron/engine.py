@@ -277,7 +277,7 @@ class MegatronEngine(Engine):
         gated_silu.install()
         if self.config.attention_dropout == 0:
             attention_dropout.skip_stream_switch(self.bare_chunks)
-        if self.config.softmax_type == "learnable":
+        if self.config.softmax_type != "vanilla":
             packed_sinks.install(self.decoders, self.config)
 
     def _check_slice(self, checker: Worker | None, *, enabled: bool) -> Verdict:

@@ -45,8 +45,6 @@ class ExpertSegments(Segments):
 class ExpertWeights:
     """Stacked views of the weights ``weight0``, ``weight1``... of one grouped layer, which remain Megatron's parameters.
 
-    Its biases, if it has any, are stacked when it runs.
-
     Attributes:
         parameters: parameters of each expert, [out, in].
         stacked: [experts, out, in], a view of all of them; of quantised ones only while the layer runs.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megascend.changes import patch
-from megascend.engines.megatron.cached_attention import attention_settings
+from megascend.engines.megatron.cached_attention import AttentionSettings, attention_settings
 from megascend.training.kernels import varlen
 
 
@@ -23,7 +23,7 @@ def install(chunks: Sequence[Any], config: Any) -> None:
 
 
 def _attend(
-    settings: tuple[float | None, int | None, Tensor | None],
+    settings: AttentionSettings,
     forward: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,

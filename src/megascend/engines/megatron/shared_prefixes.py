@@ -19,16 +19,14 @@ from torch import Tensor
 
 from megascend.changes import patch
 from megascend.engines.common.sample_attention import prefix_attention
-from megascend.engines.megatron.cached_attention import attention_settings
+from megascend.engines.megatron.cached_attention import AttentionSettings, attention_settings
 from megascend.engines.rules import ROPE_OF_LENGTH
 from megascend.training.batch.micro_batch import MicroBatch
 from megascend.training.kernels.prefix_attention import PrefixLayout
 
 REASON = "prefixes that samples have in common are computed once"
-TE_KERNEL_CAPABILITY = (9, 0)
-"""Hopper's, where it was compared."""
-TE_KERNEL_WIDTH = 128
-"""Widest head of cuDNN's kernel for packed sequences, whose backward pass takes no wider ones on Hopper."""
+TE_KERNEL_CAPABILITY, TE_KERNEL_WIDTH = (9, 0), 128
+"""Where cuDNN's kernel was compared, Hopper, and its widest head for packed sequences in a backward pass there."""
 
 
 def unshared_reason(engine: Any) -> str | None:
@@ -108,7 +106,7 @@ class PrefixParams(PackedSeqParams):
 
 def _attend(
     core: Any,
-    settings: tuple[float | None, int | None, Tensor | None],
+    settings: AttentionSettings,
     forward: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
@@ -129,7 +127,7 @@ def _attend(
     return mixed if query.dim() == 3 else mixed[:, None]
 
 
-def _has_te_kernel(core: Any, settings: tuple[float | None, int | None, Tensor | None], query: Tensor) -> bool:
+def _has_te_kernel(core: Any, settings: AttentionSettings, query: Tensor) -> bool:
     """Check whether Transformer Engine has a kernel: cuDNN's on Hopper, 1.3 times as fast as torch's, forward and backward."""
     _, window, sinks = settings
     return (
