@@ -1,4 +1,4 @@
-"""Quantised base weights, 8-bit moments, uneven pipelines and reward models on GPUs, against the CPU, peft and transformers."""
+"""Features of engine megatron on GPUs, against the CPU, peft and transformers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megascend import Adapters, Parallel
+from megascend import Adapters, Batching, Parallel
 from megascend.engines.common.blockwise_adamw import QUANTISED, BlockwiseAdamW
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     STEPS,
     Case,
+    TrainingCurve,
+    case_backend,
     case_checkpoint,
+    causal_samples,
     differences,
     first_of_equals,
     hf_reference,
@@ -35,6 +38,8 @@ QUANTISED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pro
 SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 PADDED: dict[str, Any] = {"packing": False, "micro_batch_tokens": 200}
 """Transformer Engine has no packed attention in fp32."""
+GROUPS = [[*range(1, 101), *range(number, number + 20 * number)] for number in range(1, 6)]
+"""Samples that begin with the same hundred tokens."""
 CASES = {
     "nf4": (Case("nf4", overrides=SIZES | {"intermediate_size": 256}, **PADDED), "nf4"),
     "experts, fp8": (
@@ -67,8 +72,6 @@ def dequantised_checkpoint(checkpoint: Path, method: Any, dtype: torch.dtype = t
 
 def train_adapter(case: Case, checkpoint: Path, adapter: Path, out: Path, method: Any) -> Any:
     """Train an adapter on one rank, on weights in the format ``method``."""
-    from megascend.testing.parity import case_backend
-
     with case_backend(case, checkpoint, adapters=Adapters(base_weights=method), platform="cuda") as backend:
         return train_one(backend, adapter, STEPS, out)
 
@@ -113,6 +116,30 @@ def test_sinks_and_biases_of_experts_train_packed_as_in_transformers(folder: Pat
     print(f"{case.name}: {difference}")
     assert difference.loss <= 2e-2
     assert difference.grad_norm <= 0.1
+
+
+def train_shared(case: Case, checkpoint: Path, platform: Any) -> TrainingCurve:
+    """Train three steps on one rank, which computes the common tokens once."""
+    losses, norms = [], []
+    batching = Batching(micro_batch_tokens=512, share_prefixes=64)
+    with case_backend(case, checkpoint, platform=platform, batching=batching) as backend:
+        for _ in range(3):
+            result = backend.forward_backward(causal_samples(GROUPS))
+            assert result.shared_tokens >= 4 * 98
+            losses.append(result.loss)
+            norms.append(backend.optimizer_step().grad_norm)
+    return TrainingCurve(losses, norms, [])
+
+
+def test_megatron_trains_as_transformers_which_shares_nothing(folder: Path) -> None:
+    """With heads of 64 the kernel is cuDNN's on Hopper."""
+    case = Case("shared", precision="bf16", overrides={"head_dim": 64})
+    checkpoint = case_checkpoint(folder, case.arch, **case.overrides)
+    (curve,) = run_distributed(train_shared, 1, case, checkpoint, "cuda", init=False)
+    reference = hf_reference(folder, checkpoint, GROUPS, steps=3)
+    difference = differences(curve, TrainingCurve(reference.losses, reference.grad_norms, []))
+    assert difference.loss <= 2e-2, difference
+    assert difference.grad_norm <= 0.3, difference
 
 
 @two_gpus

@@ -18,7 +18,7 @@ from megascend.apps.train.object_storage import ObjectStorage, Uploads, fetch_ch
 from megascend.apps.train.train import train
 from megascend.config import RunConfig
 from megascend.config.run import Checkpoint
-from megascend.errors import CheckpointError, ConfigError, MissingDependencyError
+from megascend.errors import CheckpointError, ConfigError, DistributedTestError, MissingDependencyError
 from megascend.testing import faults, run_distributed
 from megascend.training.checkpoint import manifest
 from megascend.training.checkpoint.retention import Retention
@@ -317,7 +317,7 @@ def test_restarted_run_keeps_the_copies_of_its_own_checkpoints(
 
     fault = faults.Fault("raise", rank=0, phase="forward and backward", step=6, attempt=0)
     with faults.inject(fault):
-        with pytest.raises(Exception):  # noqa: B017
+        with pytest.raises(DistributedTestError, match="rank 0"):
             attempt(0)
         assert ObjectStorage(remote).steps() == [2, 4]
         attempt(1)
