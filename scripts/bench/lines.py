@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.gate import Row
 
 Figures = Mapping[str, Any]
+
+PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bf16 peak in FLOP/s by a part of the device's name."""
 
 DISK = 0.25
 """Noise of figures that involve a disk."""
@@ -40,6 +43,23 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Published:
+    """A figure that others have published for a line's work, by GPU.
+
+    Attributes:
+        tokens_per_s: of one GPU.
+        on: their hardware and layout.
+        source: file and date, or commit.
+        goal: what is expected of this package, in multiples of the figure.
+    """
+
+    tokens_per_s: float
+    on: str
+    source: str
+    goal: float
+
+
+@dataclass(frozen=True)
 class Line:
     """One line of the suite.
 
@@ -58,6 +78,7 @@ class Line:
     """At full scale."""
     about: str
     sizes: tuple[Size, ...] = ()
+    published: Published | None = None
 
 
 def training(name: str, figures: Figures) -> list[Row]:
@@ -69,6 +90,55 @@ def training(name: str, figures: Figures) -> list[Row]:
         Row(f"{name}/{run['run']}", tokens / ms, "tokens/s", medians[0] / ms if index else None, runs[0]["run"])
         for index, (run, ms) in enumerate(zip(runs, medians, strict=True))
     ]
+
+
+def beside(published: Published) -> Callable[[str, Figures], list[Row]]:
+    """Return a builder of rows of train: tokens per second of every kind of run relative to a published figure."""
+
+    def rows(name: str, figures: Figures) -> list[Row]:
+        work, ms = figures["work"], dict[str, list[float]]()
+        on_gpu = work["platform"] == "cuda" or None
+        for run in figures["runs"]:
+            ms.setdefault(run["run"], []).extend(run["ms"])
+        tokens = 1000 * work["sequences"] * work["length"] / work["ranks"]
+        return [
+            Row(f"{name}/{run}", speed, "tokens/s", on_gpu and speed / published.tokens_per_s, published.on)
+            for run, times in ms.items()
+            for speed in [tokens / statistics.median(times)]
+        ]
+
+    return rows
+
+
+def card(line: Line, figures: Figures) -> dict[str, Any]:
+    """Return what is stored of a published line: the work, both figures, and each run with its losses."""
+    work, published = figures["work"], line.published
+    assert published is not None
+    runs = []
+    for run in figures["runs"]:
+        seconds = statistics.median(run["ms"]) / 1000
+        tflops = figures["model_flops"] / seconds / work["ranks"] / 1e12
+        peak = next((peak for part, peak in PEAK_BF16.items() if part in run["device"]), None)
+        runs.append(
+            {
+                "run": run["run"],
+                "tokens/s": round(work["sequences"] * work["length"] / seconds / work["ranks"]),
+                "TFLOP/s": round(tflops, 1),
+                "MFU": peak and round(tflops * 1e12 / peak, 3),
+                "peak GiB": round(run["peak_gib"], 1),
+                "loss": [round(run["losses"][index], 4) for index in (0, -1)],
+                "norm": [round(run["norms"][index], 4) for index in (0, -1)],
+            }
+        )
+    return {
+        "line": line.name,
+        "command": " ".join(["python scripts/bench.py", line.bench, *line.full]),
+        "device": figures["runs"][0]["device"],
+        "versions": figures["runs"][0]["versions"],
+        **{name: work[name] for name in ("ranks", "sequences", "length", "documents", "lora", "precision")},
+        "published": asdict(published),
+        "runs": runs,
+    }
 
 
 def small(name: str, figures: Figures) -> list[Row]:
@@ -143,7 +213,19 @@ def layers(count: int, gib: float) -> Size:
     return Size(f"{count}-layers", gib, ("--layers", str(count)))
 
 
+def published(name: str, work: str, run: str, figure: Published, *, gib: float, deadline_s: float) -> Line:
+    """Return a line of train whose work others have published; its run is done twice."""
+    tiny = f"--tiny --sequences 2 --steps 2 --run megascend {'--lora 4' if '--lora' in work else ''}"
+    return Line(
+        name, "published", "train", words(f"{work} --run {run} --run {run}"), words(tiny), beside(figure), deadline_s,
+        f"{work.split()[1]}, {figure.on}", (Size("whole", gib, ()),), figure,
+    )  # fmt: skip
+
+
 words = str.split
+PACKS = "--sequences 32 --length 2048 --documents 5"
+CARDS = "Megatron-Bridge 067f987d, examples/model_verification_cards"
+BASELINES = "prime-rl 559b4477, benchmarks/baselines (2026-01-15), recompute"
 DENSE = "--run bare --run megascend --run megascend:graphs=true"
 TINY = "--tiny --steps 2 --run bare --run megascend"
 
@@ -190,6 +272,48 @@ LINES = (
         "a checkpoint with optimizer state, 1.7B shapes",
     ),
     Line("start", "start", "start", [], [], start, 200, "a tiny model: until ready, until its first step is done"),
+    published(
+        "lora-8b",
+        f"--model 8b --lora 8 --targets q_proj,k_proj,v_proj,o_proj {PACKS} --warmup 2 --steps 5",
+        "megascend:micro_batch_tokens=8192",
+        Published(8429.3, "one H100, packs of 2048", f"{CARDS}/qwen3-8b, peft", 1.2),
+        gib=76, deadline_s=300,
+    ),
+    published(
+        "lora-4b-16k",
+        "--model 4b --lora 16 --sequences 2 --length 16384 --warmup 2 --steps 4",
+        "megascend:recompute=layernorm+mlp",
+        Published(6229.2, "one H100", f"{BASELINES}, 16384", 1.5),
+        gib=60, deadline_s=240,
+    ),
+    published(
+        "lora-4b-64k",
+        "--model 4b --lora 16 --sequences 2 --length 65536 --warmup 1 --steps 2",
+        "megascend:recompute=layernorm+mlp",
+        Published(4164.1, "one H100", f"{BASELINES}, 65536", 1.5),
+        gib=120, deadline_s=360,
+    ),
+    published(
+        "lora-30b-a3b-16k",
+        "--model 30b-a3b --lora 16 --sequences 2 --length 16384 --warmup 1 --steps 2",
+        "megascend:recompute=full",
+        Published(4137.5, "each of 8 H100", f"{BASELINES}, 16384", 3.0),
+        gib=79, deadline_s=480,
+    ),
+    published(
+        "lora-gpt-oss-20b",
+        f"--model tests/models/published/gpt-oss-20b.json --lora 32 {PACKS} --warmup 2 --steps 4",
+        "megascend:micro_batch_tokens=8192",
+        Published(5171.5, "one H100, packs of 2048", f"{CARDS}/gpt-oss-20b, peft", 2.0),
+        gib=120, deadline_s=480,
+    ),
+    published(
+        "nemotron-4b",
+        "--model tests/models/published/nemotron-3-nano-4b.json --sequences 8 --length 4096 --warmup 3 --steps 5",
+        "megascend",
+        Published(19581.2, "each of 8 H100, DP8", f"{CARDS}/nemotron-3-nano-4b, pretrain", 1.0),
+        gib=120, deadline_s=300,
+    ),
 )  # fmt: skip
 
 

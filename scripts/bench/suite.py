@@ -31,7 +31,7 @@ from typing import Any
 
 from bench import gate
 from bench.gate import Row
-from bench.lines import Line, select, sized
+from bench.lines import Line, card, select, sized
 from bench.runner import SCRIPTS, command, this_device, versions, write
 from bench.running import Outcome, run
 
@@ -174,4 +174,7 @@ def main(arguments: Sequence[str]) -> int:
         before = gate.read(path) if path.is_file() else None
         gate.write(path, gate.merged(before, rows, device, scale, versions()))
         print(f"stored: {path}")
+        for line in lines if scale == "full" else ():
+            if line.published and (figures := report["lines"][line.name]["figures"]):
+                write(BENCHMARKS / "published" / f"{line.name.partition('@')[0]}-{path.name}", card(line, figures))
     return 1 if failed else code

@@ -6,6 +6,7 @@
     python scripts/bench.py train --model 30b-a3b --layers 8 --ranks 2 --run plain --run fsdp --run megascend:expert=2
     python scripts/bench.py train --model 30b-a3b --lora 16 --length 16384 --sequences 4 --run megascend:recompute=full --run peft
     python scripts/bench.py train --model tests/models/published/gpt-oss-20b.json --layers 4 --shape vocab_size=32768
+    python scripts/bench.py train --model 8b --lora 8 --targets q_proj,v_proj --length 2048 --documents 5 --run megascend
 
 Every ``--run`` is one fresh process on the same device, one after the other: same weights (a random checkpoint in
 Hugging Face format, written to a temporary directory), same data, same optimizer settings. Warm-up steps come first,
@@ -24,6 +25,9 @@ With ``--lora`` the model is frozen, and an adapter of that rank on all linear l
 ``base=nf4`` and ``base=fp8`` of ``megascend`` quantise the model. ``peft`` is transformers' model with peft's adapter and torch's
 fused AdamW, on one rank. Each library draws the adapter's first values in its own way, so the bounds are those of bf16.
 
+With ``--documents`` every sequence is a pack of that many samples of random lengths (``megascend`` and ``fsdp`` only), and
+attention counts in MFU within each sample.
+
 The bare loop uses megatron-core, mcore-bridge and Transformer Engine only: padded [batch, sequence] micro batches,
 Transformer Engine's fused cross entropy, Megatron DDP with fp32 gradients, Megatron's optimizer (fp32 main parameters,
 TE FusedAdam) and Megatron's schedule. ``fusions`` enables further fusions of Megatron-Core. On a CPU there is
@@ -40,9 +44,11 @@ rank 0's. The time of a step is a constant part (embedding, output layer) plus a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -51,6 +57,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from bench.lines import PEAK_BF16
 from bench.models import add_model, random_tokens, shape_of, write_checkpoint
 from bench.runner import command, environment, peak_gib, timed, versions
 
@@ -60,8 +67,7 @@ if TYPE_CHECKING:
 COMMON = ("platform", "tiny", "warmup", "steps", "seed")
 DEFAULTS = {"model": "1.7b", "length": 4096, "warmup": 4, "steps": 12, "lr": 1e-5}
 TINY = {"model": "tiny", "length": 32, "warmup": 1, "steps": 4, "lr": 1e-3}
-PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bf16 peak in FLOP/s by a part of the device's name."""
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 TOLERANCE = {
     "bf16": {"first_loss": 2e-3, "last_loss": 1e-2, "first_norm": 3e-2},
@@ -72,7 +78,13 @@ TOLERANCE = {
 
 @dataclass(frozen=True)
 class Work:
-    """Workload that every run performs; ``lora``: the rank of the adapter that is trained, 0: all parameters are."""
+    """Workload that every run performs.
+
+    Attributes:
+        lora: the rank of the adapter that is trained; 0: all parameters are.
+        targets: layers of the adapter; empty: all linear layers and experts.
+        documents: samples of which each sequence consists.
+    """
 
     shape: dict[str, Any]
     platform: str
@@ -85,11 +97,21 @@ class Work:
     seed: int
     ranks: int = 1
     lora: int = 0
+    targets: tuple[str, ...] = ()
+    documents: int = 1
 
     @property
     def tokens(self) -> int:
         """Tokens of one optimizer step."""
         return self.sequences * self.length
+
+    def document_lengths(self) -> list[list[int]]:
+        """Return the lengths of the samples of each sequence of a step; they add up to ``length``."""
+        drawn, lengths = random.Random(self.seed), []
+        for _ in range(self.sequences):
+            cuts = [0, *sorted(drawn.sample(range(1, self.length), self.documents - 1)), self.length]
+            lengths.append([end - start for start, end in itertools.pairwise(cuts)])
+        return lengths
 
 
 @dataclass
@@ -301,8 +323,8 @@ class PeftSteps(Steps):
             LoraConfig(
                 r=work.lora,
                 lora_alpha=2 * work.lora,
-                target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-                **(experts if "num_experts" in work.shape else {}),
+                target_modules=list(work.targets or LINEAR),
+                **(experts if "num_experts" in work.shape and not work.targets else {}),
             ),
         ).train()
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -349,8 +371,7 @@ class MegascendSteps(Steps):
             ),
             batching=megascend.Batching(
                 micro_batch_tokens=budget,
-                # Transformer Engine takes no packed samples where attention has sinks.
-                packing=options.get("packing", str(work.shape["model_type"] != "gpt_oss")).lower() != "false",
+                packing=options.get("packing") != "false",
                 cuda_graphs=megascend.CudaGraphs(max_tokens=budget) if options.get("graphs") == "true" else None,
             ),
             seed=work.seed,
@@ -358,7 +379,9 @@ class MegascendSteps(Steps):
         )
         self.adapter = "adapter" if work.lora else None
         if self.adapter is not None:
-            self.backend.add_adapter(self.adapter, megascend.Lora(rank=work.lora, alpha=2 * work.lora))
+            lora = megascend.Lora(rank=work.lora, alpha=2 * work.lora, targets=work.targets or "all-linear")
+            self.backend.add_adapter(self.adapter, lora)
+        self.document_lengths = work.document_lengths()
 
     def settings(self, options: dict[str, str]) -> dict[str, Any]:
         """Return the settings that only this engine has, or has in its own way."""
@@ -375,7 +398,12 @@ class MegascendSteps(Steps):
     def step(self, batch: torch.Tensor) -> tuple[float, float]:
         import megascend
 
-        samples = self.backend.shard([megascend.Sample.causal(row) for row in batch])
+        documents = [
+            row[start : start + length + 1]
+            for row, lengths in zip(batch, self.document_lengths, strict=True)
+            for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False)
+        ]
+        samples = self.backend.shard([megascend.Sample.causal(document) for document in documents])
         result = self.backend.forward_backward(samples, adapter=self.adapter)
         step = self.backend.optimizer_step(self.adapter)
         if step.skipped:
@@ -546,6 +574,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", action="append", help="one of the above, with options; default: bare, megascend")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on cuda, fp32 on cpu")
     parser.add_argument("--lora", type=int, default=0, help="rank of an adapter to train in place of the model")
+    parser.add_argument(
+        "--targets", default="", metavar="NAMES", help="its layers, with commas between them; default: all"
+    )
+    parser.add_argument("--documents", type=int, default=1, help="samples that a sequence packs")
     parser.add_argument("--ranks", type=int, default=1, help="processes of every run, a GPU each")
     parser.add_argument("--sequences", type=int, default=8, help="sequences of one optimizer step")
     parser.add_argument("--length", type=int, help="tokens of a sequence; default: 4096, tiny: 32")
@@ -568,6 +600,8 @@ def work_of(options: argparse.Namespace) -> Work:
         seed=options.seed,
         ranks=options.ranks,
         lora=options.lora,
+        targets=tuple(filter(None, options.targets.split(","))),
+        documents=options.documents,
     )
 
 
@@ -604,7 +638,8 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
                 print(f"{name}: failed with exit code {error.returncode}", flush=True)
         from megascend.models.checkpoint_files.info import inspect_checkpoint
 
-        flops = work.tokens * inspect_checkpoint(model_dir).flops_per_token(work.length, frozen=work.lora > 0)
+        info, lengths = inspect_checkpoint(model_dir), itertools.chain(*work.document_lengths())
+        flops = sum(length * info.flops_per_token(length, frozen=work.lora > 0) for length in lengths)
     agree = bool(results) and report(work, results, flops)
     figures = {"work": asdict(work), "model_flops": flops, "runs": [asdict(result) for result in results]}
     return figures, agree and len(results) == len(runs)
@@ -614,6 +649,8 @@ def check_runs(work: Work, runs: list[str]) -> None:
     """Refuse runs that cannot do the work."""
     for run in runs:
         name = parse_run(run)[0]
+        if name in ("bare", "peft", "plain") and work.documents > 1:
+            raise SystemExit(f"--run {name} packs no samples: leave out --documents")
         if name in ("bare", "peft") and work.ranks > 1:
             raise SystemExit(f"--run {name} is for one rank")
         if (name == "peft") != bool(work.lora) and name in ("peft", "bare", "plain"):

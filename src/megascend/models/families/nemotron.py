@@ -59,7 +59,7 @@ class NemotronH(Architecture):
             "layer_types": kinds,
             "num_hidden_layers": len(kinds),
             "mlp_layer_types": ["sparse" if kind == EXPERTS else "dense" for kind in kinds],
-            "n_routed_experts": normalised.get("n_routed_experts") if EXPERTS in kinds else None,
+            **({} if EXPERTS in kinds else {"n_routed_experts": None, "num_experts_per_tok": None}),
         }
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
