@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from megascend.testing.reference import IMPORTED, ProgramServer
+from megascend.testing.reference import IMPORTED, ProgramServer, as_before_imports
 
 PACKAGES = [
     *(module for modules in IMPORTED.values() for module in modules),
@@ -21,7 +21,6 @@ PACKAGES = [
     *("typer", "typer.rich_utils"),
 ]
 """Third-party modules that megascend and mcore-bridge import."""
-PROCESS_VARIABLES = ("TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_CACHE_DIR")
 COMMAND = "import runpy\nrunpy.run_module('megascend.apps.cli.main', run_name='__main__', alter_sys=True)"
 PLUGGED_COMMAND = f"import sys\nsys.path.insert(0, '')\n{COMMAND}"
 """The command, which also finds plug-ins in its working directory: another PYTHONPATH would start another server."""
@@ -30,13 +29,9 @@ _server = ProgramServer(PACKAGES)
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment of a program with this process's import path and one thread.
-
-    Excludes what the bootstrap, torch or setuptools may have set in this process: another value would start another server.
-    """
-    path = os.pathsep.join(entry for entry in sys.path if entry and not entry.endswith("setuptools/_vendor"))
-    variables = {name: value for name, value in os.environ.items() if name not in PROCESS_VARIABLES}
-    return variables | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | changes
+    """Return the environment of a program with this process's import path and one thread."""
+    variables = as_before_imports({**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    return variables | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | changes
 
 
 def run_forked(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from megascend.testing import hf_reference
@@ -25,6 +26,15 @@ def test_program_gets_its_arguments_and_a_clean_state(tmp_path: Path) -> None:
         state, module, rest = completed.stdout.split(maxsplit=2)
         assert (state, module) == ("clean", "__main__")
         assert rest == f"{[name, '1', 'two words']} False\n"
+
+
+def test_what_imports_set_starts_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import os; print(os.getppid())"
+    server = run_reference(program).stdout
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "changed")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "changed")
+    monkeypatch.syspath_prepend("/elsewhere/setuptools/_vendor")
+    assert run_reference(program).stdout == server
 
 
 def test_fp64_reference_turns_fp32_casts_into_fp64() -> None:

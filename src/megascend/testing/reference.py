@@ -40,6 +40,8 @@ READ_AT_START = (
     *("OMP_", "MKL_", "ONEDNN_", "ATEN_", "TORCH", "CUDA", "NVTE_", "ASCEND", "SIMNPU", "HF_", "TRANSFORMERS_"),
 )
 """Beginnings of variables that an interpreter or a package reads once: a fork cannot be given others."""
+SET_BY_IMPORTS = ("TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that the bootstrap and torch set in their process."""
 MAX_PROCESSES = 2
 """Processes that a server keeps: one for most programs, and one for those with other variables in between."""
 
@@ -188,8 +190,15 @@ def run_reference(
     Raises:
         subprocess.TimeoutExpired: the program took longer; it is killed.
     """
-    environment = {name: value for name, value in plain_environment().items() if name != "PYTEST_CURRENT_TEST"}
+    environment = as_before_imports(plain_environment())
     return _SERVER.run(program, arguments, environment, stdin, timeout_s, modules, hidden=KERNEL_PACKAGES)
+
+
+def as_before_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what imports of this process have added, for which programs would need another server."""
+    path = environment.get("PYTHONPATH", "").split(os.pathsep)
+    kept = {name: value for name, value in environment.items() if name not in (*SET_BY_IMPORTS, "PYTEST_CURRENT_TEST")}
+    return kept | {"PYTHONPATH": os.pathsep.join(entry for entry in path if not entry.endswith("setuptools/_vendor"))}
 
 
 def _packages(text: str) -> list[str]:
