@@ -15,7 +15,7 @@ from megascend.apps.cli.random_checkpoint import byte_tokenizer
 from megascend.apps.data.files import iterate_documents, read_documents
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.samples import SampleLimits
-from megascend.apps.data.splits import folder_splits
+from megascend.apps.data.splits import read_folder
 from megascend.apps.train.run_samples import RunSamples
 from megascend.config import RunConfig
 from megascend.errors import DataError
@@ -122,7 +122,7 @@ def test_splits_match_datasets(name: str, tmp_path: Path) -> None:
     texts = {str(split): sorted({row["text"] for row in rows}) for split, rows in reference.items()}
     assert {
         split: sorted(document.text or "" for document in iterate_documents(folder, split, None, Findings()))
-        for split in folder_splits(folder, None, "data.path")
+        for split in read_folder(folder, None, "data.path").splits
     } == texts
     if "train" in texts:
         assert sorted(document.text or "" for document in read_documents(folder)) == texts["train"]

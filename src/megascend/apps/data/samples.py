@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -28,6 +28,19 @@ from megascend.training.batch.sample import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class Tokens(NamedTuple):
+    """Token ids with the weight of each as a target, and the images among them or a teacher's candidates for each."""
+
+    ids: list[int]
+    weights: list[float]
+    images: ImageSources | None = None
+    candidates: Candidates | None = None
+
+    def upto(self, length: int) -> Tokens:
+        candidates = None if self.candidates is None else self.candidates[:length]
+        return Tokens(self.ids[:length], self.weights[:length], self.images, candidates)
 
 
 TooLong = Literal["error", "truncate", "skip"]
@@ -95,16 +108,13 @@ class Encoder:
         template_date: date | None = None,
         image_processor: ImageProcessor | None = None,
     ) -> None:
-        """Report omitted and cut documents to ``findings``; ``on_too_long`` does not apply to texts, which are cut into pieces.
-
-        Args:
-            image_processor: loads the images of samples (:class:`ImageSources`); None: the model takes none.
-        """
+        """Report omitted and cut documents to ``findings``; texts are cut into pieces, whatever ``on_too_long`` says."""
         self._image_processor = image_processor
         self._tokenizer, self._limits, self._findings = with_whole_offsets(tokenizer), limits, findings
         self._train_on_prompt, self._on_too_long = train_on_prompt, on_too_long
         self._template = ChatTemplate(tokenizer, template_options, template_date)
         eos: Any = tokenizer.eos_token_id
+        self.classifies = limits.labels is not None
         self._ends: set[int] = set() if eos is None else {eos}
         if tokenizer.chat_template:
             with contextlib.suppress(
@@ -112,18 +122,13 @@ class Encoder:
             ):  # a template that refuses the data's conversations, too, is reported there
                 self._ends |= self._template.turn_ends()
 
-    @property
-    def classifies(self) -> bool:
-        return self._limits.labels is not None
-
     def encode(self, document: Document, number: int = 0) -> list[Sample]:
         """Return the samples of a document: one of a conversation, two of a pair or of a labelled completion, identified by
         ``number``, any number of a text.
         """
         try:
             if self._limits.labels is not None:
-                sample = self._classified(document, self._limits.labels)
-                return [] if sample is None else [sample]
+                return self._classified(document, self._limits.labels)
             self._check_label(document)
             if document.text is not None:
                 return self._text(document, document.text)
@@ -131,12 +136,11 @@ class Encoder:
                 return self._pair(document, number)
             if document.label is not None:
                 return self._labelled(document, number)
-            sample = self._single(document)
+            return self._single(document)
         except DataError as error:
             if str(error).startswith(document.source):
                 raise
             raise DataError(f"{document.source}: {error}") from error.__cause__
-        return [] if sample is None else [sample]
 
     # --- kinds of documents ---
 
@@ -152,7 +156,7 @@ class Encoder:
             "classification, else leave it out (data.columns)"
         )
 
-    def _classified(self, document: Document, labels: LabelSet) -> Sample | None:
+    def _classified(self, document: Document, labels: LabelSet) -> list[Sample]:
         """Return a sample with its label, tokenised by the tokenizer or the chat template."""
         if document.is_pair:
             raise DataError(
@@ -164,7 +168,7 @@ class Encoder:
                 "no 'label', from which classification learns; name a column of another name with data.columns: {label: COLUMN, "
                 "...}, with all others that are read"
             )
-        label, images = labels.parse(document.class_label), None
+        label = labels.parse(document.class_label)
         if document.loss_weights is not None:
             raise DataError("'loss' and 'weight' have no meaning for a classifier: leave them out")
         # The first token is never a target: 0 by default.
@@ -172,18 +176,17 @@ class Encoder:
             columns = "'weights' and 'prompt_length'" if document.candidates is None else "'top_ids' and 'top_logprobs'"
             raise DataError(f"{columns} have no meaning for a classifier: leave them out (data.columns)")
         if document.messages is not None:
-            kind = "conversation"
-            tokens, _, images = self._conversation(document, document.messages, None, learn_all=True)
+            kind, tokens = "conversation", self._conversation(document, document.messages, None, learn_all=True)
         elif document.token_ids is not None:
-            kind, tokens = "sequence of tokens", list(document.token_ids)
+            kind, tokens = "sequence of tokens", Tokens(list(document.token_ids), [])
         else:
-            kind = "text"
             text = document.text if document.text is not None else f"{document.prompt or ''}{document.completion or ''}"
-            tokens = self._ids(text)[0]
-        sample = self._within_limit(tokens, [1.0] * len(tokens), kind, document.source, images)
-        if sample is not None:
+            kind, tokens = "text", Tokens(self._ids(text)[0], [])
+        tokens = tokens._replace(weights=[1.0] * len(tokens.ids))
+        samples = self._within_limit(tokens, kind, document.source)
+        for sample in samples:
             sample.label = label if isinstance(label, int) else torch.tensor(label)
-        return sample
+        return samples
 
     def _text(self, document: Document, text: str) -> list[Sample]:
         """Cut a text into pieces; neighbours share one token, the last target of one being the first input of the next."""
@@ -202,41 +205,38 @@ class Encoder:
             self._findings.remark("texts of fewer than two tokens have nothing to predict", document.source)
         return [Sample.causal(tokens[start : start + self._limits.length + 1]) for start in starts]
 
-    def _single(self, document: Document) -> Sample | None:
+    def _single(self, document: Document) -> list[Sample]:
         if document.token_ids is not None:
-            tokens, weights, candidates = (
-                list(document.token_ids),
-                list(document.token_weights or ()),
-                document.candidates,
-            )
-            return self._within_limit(tokens, weights, "sequence of tokens", document.source, candidates=candidates)
-        images = None
-        if document.messages is not None:
-            tokens, weights, images = self._conversation(document, document.messages, document.loss_weights)
-            kind = "conversation"
+            kind, weights = "sequence of tokens", list(document.token_weights or ())
+            tokens = Tokens(list(document.token_ids), weights, candidates=document.candidates)
+        elif document.messages is not None:
+            kind, tokens = "conversation", self._conversation(document, document.messages, document.loss_weights)
         else:
-            tokens, weights = self._completion(document.prompt or "", document.completion or "", document.source)
             kind = "prompt with its completion"
-        return self._within_limit(tokens, weights, kind, document.source, images)
+            tokens = self._completion(document.prompt or "", document.completion or "", document.source)
+        return self._within_limit(tokens, kind, document.source)
+
+    def _response(self, document: Document, prompt: Any, answer: Any, first: int = 0) -> Tokens:
+        """Encode an answer to a prompt, both text or both messages; of these only the assistant's from ``first`` on count."""
+        if isinstance(prompt, str) and isinstance(answer, str):
+            # Losses that average over a response's tokens would include the prompt's.
+            return self._completion(prompt, answer, document.source, learn_prompt=False)
+        assert not isinstance(answer, str), "with_mismatches() takes documents of one form"
+        messages = (*prompt, *(answer or ()))
+        learned = [float(index >= first and message["role"] == "assistant") for index, message in enumerate(messages)]
+        return self._conversation(document, messages, learned, learn_all=False)
 
     def _pair(self, document: Document, number: int) -> list[Sample]:
-        samples = []
+        is_text = isinstance(document.chosen, str)
+        # The common beginning cancels out in the loss of a pair, so it gets no weight.
+        shared = 0 if is_text else common_messages(document.chosen, document.rejected)
+        samples: list[Sample] = []
         for side in (document.chosen, document.rejected):
-            images = None
-            if isinstance(side, str):
-                # Losses that average over a response's tokens would include the prompt's.
-                tokens, weights = self._completion(document.prompt or "", side, document.source, learn_prompt=False)
-            else:
-                # The common beginning cancels out in the loss of a pair, so it gets no weight.
-                shared = common_messages(document.chosen, document.rejected)
-                learned = tuple(
-                    float(index >= shared and m["role"] == "assistant") for index, m in enumerate(side or ())
-                )
-                tokens, weights, images = self._conversation(document, side or (), learned, learn_all=False)
-            sample = self._within_limit(tokens, weights, "conversation of the pair", document.source, images)
-            if sample is None:
+            tokens = self._response(document, (document.prompt or "") if is_text else (), side, shared)
+            sample = self._within_limit(tokens, "conversation of the pair", document.source)
+            if not sample:
                 return []
-            samples.append(sample)
+            samples += sample
         # Both sides must be in one micro batch, because the loss compares them.
         tokens, budget = self._limits.pair_tokens([len(sample) for sample in samples]), self._limits.budget
         if budget is not None and tokens > budget:
@@ -261,32 +261,22 @@ class Encoder:
     def _labelled(self, document: Document, number: int) -> list[Sample]:
         """Return the sample with its label, and the one of its prompt with another document's completion."""
         prompt, completion = document.parts
-        samples = []
+        samples: list[Sample] = []
         for answer in (completion, document.mismatch):
-            images = None
-            if isinstance(prompt, str):
-                tokens, weights = self._completion(prompt, str(answer), document.source, learn_prompt=False)
-            else:
-                assert not isinstance(answer, str), "with_mismatches() takes documents of one form"
-                messages = (*prompt, *(answer or ()))
-                learned = tuple(
-                    float(index >= len(prompt) and message["role"] == "assistant")
-                    for index, message in enumerate(messages)
-                )
-                tokens, weights, images = self._conversation(document, messages, learned, learn_all=False)
+            tokens = self._response(document, prompt, answer, len(prompt))
             if samples:
                 # It is used for an estimate only, for which the beginning suffices.
-                tokens, weights = tokens[: self._limits.length + 1], weights[: self._limits.length + 1]
-                if not any(weights[1:]):
-                    self._findings.remark(
-                        "left out: the prompt leaves no room for another's completion, which kto needs", document.source
-                    )
+                tokens = tokens.upto(self._limits.length + 1)
+                if not any(tokens.weights[1:]):
+                    remark = "left out: the prompt leaves no room for another's completion, which kto needs"
+                    self._findings.remark(remark, document.source)
                     return []
-            sample = self._within_limit(tokens, weights, "prompt with its completion", document.source, images)
-            if sample is None:
+            sample = self._within_limit(tokens, "prompt with its completion", document.source)
+            if not sample:
                 return []
-            sample.pair, sample.label = number, None if samples else int(bool(document.label))
-            samples.append(sample)
+            samples += sample
+        for sample, label in zip(samples, (int(bool(document.label)), None), strict=True):
+            sample.pair, sample.label = number, label
         return samples
 
     # --- tokens and weights ---
@@ -298,12 +288,8 @@ class Encoder:
         loss_weights: Sequence[float] | None,
         *,
         learn_all: bool | None = None,
-    ) -> tuple[list[int], list[float], ImageSources | None]:
-        """Return token ids, their weights as targets, and the images among them.
-
-        Args:
-            learn_all: learn every message; by default ``train_on_prompt``.
-        """
+    ) -> Tokens:
+        """Encode messages; with ``learn_all``, by default ``train_on_prompt``, each of them is learned."""
         images = self._decoded(messages, document.source)
         learn_all = self._train_on_prompt if learn_all is None else learn_all
         tools, options = document.tools, document.template_options
@@ -313,12 +299,8 @@ class Encoder:
             message_weights = list(loss_weights or [1.0] * len(messages))
             if not learn_all:
                 message_weights[: document.prompt_messages] = [0.0] * document.prompt_messages
-            separate = (
-                len(
-                    {message_weights[index] for index, message in enumerate(messages) if message["role"] == "assistant"}
-                )
-                > 1
-            )
+            pairs = zip(messages, message_weights, strict=True)
+            separate = len({weight for message, weight in pairs if message["role"] == "assistant"}) > 1
             turns = self._template.assistant_spans(conversation, tools, options, separate=separate)
             spans = [(start, end, message_weights[index]) for index, pieces in turns for start, end in pieces]
             weighted_turns = [(index, pieces) for index, pieces in turns if message_weights[index]]
@@ -330,10 +312,10 @@ class Encoder:
             self._findings.remark(SHARED_WITH_TEMPLATE, document.source)
         weights = token_weights(offsets, spans, elsewhere=float(learn_all))
         if self._image_processor is None or images is None:
-            return tokens, weights, None
+            return Tokens(tokens, weights)
         # After the weights: their spans are those of the template's text, which has one token for each image.
         tokens, weights = images.expand(tokens, weights, self._image_processor.layout.token)
-        return tokens, weights, images.sources if images.tokens else None
+        return Tokens(tokens, weights, images.sources if images.tokens else None)
 
     def _decoded(self, messages: Messages, source: str) -> EncodedImages | None:
         """Return the images of a conversation, each decoded once; None for a model of text."""
@@ -349,14 +331,8 @@ class Encoder:
             return None
         return processor.encode(sources, folder_of(source))
 
-    def _completion(
-        self, prompt: str, completion: str, source: str, *, learn_prompt: bool | None = None
-    ) -> tuple[list[int], list[float]]:
-        """Return the token ids of both together, closed by the end of sequence, and their weights.
-
-        Args:
-            learn_prompt: give the prompt weight 1, not 0; by default ``train_on_prompt``.
-        """
+    def _completion(self, prompt: str, completion: str, source: str, *, learn_prompt: bool | None = None) -> Tokens:
+        """Encode both together, closed by the end of sequence; the prompt is learned, too, with ``learn_prompt``."""
         learn_prompt = self._train_on_prompt if learn_prompt is None else learn_prompt
         self._check_placeholders(source, prompt, completion)
         tokens, offsets = self._ids(prompt + completion, offsets=True)
@@ -370,7 +346,7 @@ class Encoder:
         weights += [1.0] * (len(closed) - len(tokens))
         # The end of sequence is always learned, also where the tokenizer itself has added it.
         weights[-1] = 1.0
-        return closed, weights
+        return Tokens(closed, weights)
 
     def _closed(self, tokens: list[int]) -> list[int]:
         eos = self._tokenizer.eos_token_id
@@ -411,66 +387,56 @@ class Encoder:
 
     # --- limits ---
 
-    def _within_limit(
-        self,
-        tokens: list[int],
-        weights: list[float],
-        kind: str,
-        source: str,
-        images: ImageSources | None = None,
-        candidates: Candidates | None = None,
-    ) -> Sample | None:
-        """Return a sample, cut to the limit if allowed; None if it is skipped."""
-        self._check_vocabulary(tokens)
-        if candidates is not None:
-            self._check_vocabulary([int(candidates.ids.max())])
-        if not self._learns(weights):
+    def _within_limit(self, tokens: Tokens, kind: str, source: str) -> list[Sample]:
+        """Return a sample, cut to the limit if allowed; none if it is skipped."""
+        self._check_vocabulary(tokens.ids)
+        if tokens.candidates is not None:
+            self._check_vocabulary([int(tokens.candidates.ids.max())])
+        if not self._learns(tokens):
             raise DataError(
                 "no assistant turn to learn from, or none whose loss counts; add one, or set data.train_on_prompt: true"
             )
-        tokens, weights = self._without_padding(tokens, weights)
+        tokens = self._without_padding(tokens)
         targets, limit = self._limits.targets, self._limits.length
-        length = len(tokens) - targets
+        length = len(tokens.ids) - targets
         if length <= limit:
-            return self._sample(tokens, weights, images, candidates)
+            return [self._sample(tokens)]
         if self._on_too_long == "error":
             raise DataError(
                 f"the {kind} has {length} tokens and the limit is {limit} ({self._limits.setting}): shorten or remove it, raise "
                 "the limit, or set data.on_too_long: truncate or skip"
             )
-        rest = tokens[limit:]
-        # limit + 1 ids give `limit` inputs with a target each.
-        tokens, weights = self._without_padding(tokens[: limit + targets], weights[: limit + targets])
+        processor = self._image_processor
         cuts_image = (
-            images is not None and self._image_processor is not None and self._image_processor.layout.token in rest
+            tokens.images is not None and processor is not None and processor.layout.token in tokens.ids[limit:]
         )
+        # limit + 1 ids give `limit` inputs with a target each.
+        tokens = self._without_padding(tokens.upto(limit + targets))
         # Truncation may cut off everything that is learned.
-        if self._on_too_long == "skip" or cuts_image or not self._learns(weights):
+        if self._on_too_long == "skip" or cuts_image or not self._learns(tokens):
             effect = "an image would be cut" if cuts_image else "nothing to learn stays"
             setting = "skip" if self._on_too_long == "skip" else f"truncate, and {effect}"
             self._findings.remark(f"left out: more than {limit} tokens (data.on_too_long: {setting})", source)
-            return None
+            return []
         self._findings.remark(f"cut to {limit} tokens (data.on_too_long: truncate)", source)
-        candidates = None if candidates is None else candidates[: limit + targets]
-        return self._sample(tokens, weights, images, candidates)
+        return [self._sample(tokens)]
 
-    def _without_padding(self, tokens: list[int], weights: list[float]) -> tuple[list[int], list[float]]:
-        """Return tokens and weights of a scored sample up to the last token that is not padding."""
-        while self._limits.scored and len(tokens) > 1 and tokens[-1] == self._limits.padding:
-            tokens, weights = tokens[:-1], weights[:-1]
-        return tokens, weights
+    def _without_padding(self, tokens: Tokens) -> Tokens:
+        """Return tokens of a scored sample up to the last one that is not padding."""
+        count = len(tokens.ids)
+        while self._limits.scored and count > 1 and tokens.ids[count - 1] == self._limits.padding:
+            count -= 1
+        return tokens.upto(count)
 
-    def _learns(self, weights: Sequence[float]) -> bool:
-        """Return True if something is learned of tokens with these weights: the first one is never a target."""
-        return any(weights if self._limits.labels is not None else weights[1:])
+    def _learns(self, tokens: Tokens) -> bool:
+        # The first token is never a target.
+        return any(tokens.weights if self._limits.labels is not None else tokens.weights[1:])
 
-    def _sample(
-        self, tokens: list[int], weights: list[float], images: ImageSources | None, candidates: Candidates | None
-    ) -> Sample:
+    def _sample(self, tokens: Tokens) -> Sample:
         if self._limits.scored:  # engines refuse scalar heads on models that take images
-            return Sample.scored(tokens)
-        self._note_ends(tokens, weights)
-        return Sample.causal(tokens, weights=weights, images=images, candidates=candidates)
+            return Sample.scored(tokens.ids)
+        self._note_ends(tokens.ids, tokens.weights)
+        return Sample.causal(tokens.ids, weights=tokens.weights, images=tokens.images, candidates=tokens.candidates)
 
     def _check_vocabulary(self, tokens: list[int]) -> None:
         size = self._limits.vocab_size
@@ -564,12 +530,7 @@ def opening_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def common_messages(first: Any, second: Any) -> int:
     """Return the length of the common prefix of two conversations, in messages."""
-    count = 0
-    for message, counterpart in zip(first, second, strict=False):
-        if message != counterpart:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -582,28 +543,15 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     if processor is None:
         return tokenizer
     # tokenizers gives a post-processor's settings only as its pickled state, which is JSON.
-    state = json.loads(processor.__getstate__())
-    if not _trims(state):
+    state = processor.__getstate__()
+    trimmed = state.replace(b'"trim_offsets":true', b'"trim_offsets":false')
+    if trimmed == state:
         return tokenizer
     from tokenizers.processors import ByteLevel
 
     changed = ByteLevel()
     # __setstate__ turns it into a processor of the state's kind.
-    changed.__setstate__(json.dumps(_untrimmed(state)).encode())
+    changed.__setstate__(trimmed)
     untrimmed: Any = copy.deepcopy(tokenizer)
     untrimmed.backend_tokenizer.post_processor = changed
     return untrimmed
-
-
-def _trims(state: Any) -> bool:
-    if isinstance(state, list):
-        return any(map(_trims, state))
-    return isinstance(state, dict) and (bool(state.get("trim_offsets")) or any(map(_trims, state.values())))
-
-
-def _untrimmed(state: Any) -> Any:
-    if isinstance(state, list):
-        return [_untrimmed(entry) for entry in state]
-    if not isinstance(state, dict):
-        return state
-    return {name: False if name == "trim_offsets" else _untrimmed(entry) for name, entry in state.items()}

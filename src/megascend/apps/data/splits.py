@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.images import file_state
@@ -71,8 +71,7 @@ class SplitFiles:
     """The files that a split is read from, and what their folder's card says of them (``dataset_info``).
 
     Attributes:
-        path: the file or folder of the data.
-        setting: setting that names it.
+        setting: setting that names the file or folder ``path``.
         files: in the order in which datasets reads them; of a folder that datasets saved its splits' folders.
         features: datasets' types of the columns; empty if the card has none.
         count: number of examples of the split; None if the card does not say.
@@ -96,12 +95,34 @@ class SplitFiles:
         setting = findings.setting
         if is_saved(path):
             return cls(path, setting, _saved_splits(path, split, config_name, setting))
-        files = _split_files(path, split, config_name, findings)
-        features, counts = _read_card(path, config_name, setting, split)
-        count = None
-        if counts and (split in (None, ALL) or split in counts):
-            count = sum(counts.values()) if split == ALL else counts[choose_split(path, split, counts, setting)]
-        return cls(path, setting, files, features, count, split == ALL)
+        # A dangling link is neither a file nor a folder, and would get a misleading message below.
+        if path.is_symlink() and not path.exists():
+            raise DataError(
+                f"no training data at {path} ({setting}): it is a link to {path.readlink()}, which does not exist"
+            )
+        if path.is_file():
+            _check_file(path, split, config_name, setting)
+            return cls(path, setting, _complete([path], findings))
+        if not path.is_dir():
+            raise DataError(f"no training data at {path.absolute()} ({setting}): neither a file nor a folder")
+        readable = _readable_files(path, findings)
+        if findings.problems:
+            return cls(path, setting, [])
+        if not readable:
+            raise DataError(f"no training data in {path} ({setting}): no file in it ends in {KNOWN_SUFFIXES}")
+        if split == ALL and config_name is None:
+            folder = Folder({})
+            if any((path / name).is_file() for name in (CARD, "dataset_infos.json")):  # the latter of old versions
+                with contextlib.suppress(DataError):  # every file is read, also where datasets cannot tell their splits
+                    folder = read_folder(path, None, setting)
+            names, files = list(folder.counts), readable
+        else:
+            folder = read_folder(path, config_name, setting, text=all(is_text(file) for file in readable))
+            names = list(folder.splits) if split == ALL else [choose_split(path, split, list(folder.splits), setting)]
+            files = _files_of(path, readable, folder.splits, names, findings)
+        known = names and all(name in folder.counts for name in names)
+        count = sum(folder.counts[name] for name in names) if known else None
+        return cls(path, setting, _complete(files, findings), folder.features, count, split == ALL)
 
     def count_problem(self, count: int) -> str | None:
         """Return a message if the files do not hold as many records as the card says, as datasets has an error then."""
@@ -121,48 +142,12 @@ def is_saved(path: Path) -> bool:
     )
 
 
-def _split_files(path: Path, split: str | None, config_name: str | None, findings: Findings) -> list[Path]:
-    """Return the files of a split of a file, or of a folder that datasets has not saved."""
-    # A dangling link is neither a file nor a folder, and would get a misleading message below.
-    if path.is_symlink() and not path.exists():
-        raise DataError(
-            f"no training data at {path} ({findings.setting}): it is a link to {path.readlink()}, which does not exist"
-        )
-    if path.is_file():
-        if not is_readable(path):
-            raise DataError(
-                f"{path}: files ending in {path.suffix!r} are not read ({findings.setting}); known: {KNOWN_SUFFIXES}"
-            )
-        if split not in (None, "train", ALL):
-            raise DataError(
-                f"{path} is one file and has no split {split!r} ({_split_setting(findings.setting)}): leave it out"
-            )
-        _check_config_name(path, config_name, findings.setting)
-        return _complete([path], findings)
-    if not path.is_dir():
-        raise DataError(f"no training data at {path.absolute()} ({findings.setting}): neither a file nor a folder")
-    readable = _readable_files(path, findings)
-    if findings.problems:
-        return []
-    if not readable:
-        raise DataError(f"no training data in {path} ({findings.setting}): no file in it ends in {KNOWN_SUFFIXES}")
-    if split == ALL and config_name is None:
-        return _complete(readable, findings)
-    splits = folder_splits(path, config_name, findings.setting, text=all(is_text(file) for file in readable))
-    names = list(splits) if split == ALL else [choose_split(path, split, list(splits), findings.setting)]
-    files = []
-    for name in names:
-        for file in splits[name]:
-            if is_readable(file):
-                files.append(file)
-            else:
-                findings.problem(
-                    f"{file}: datasets counts it to split {name!r}, and {file.suffix!r} files are not read; known: "
-                    f"{KNOWN_SUFFIXES}"
-                )
-    files = list(dict.fromkeys(files))
-    _compare(path, readable, files, splits, names, findings)
-    return _complete(files, findings)
+def _check_file(path: Path, split: str | None, config_name: str | None, setting: str) -> None:
+    if not is_readable(path):
+        raise DataError(f"{path}: files ending in {path.suffix!r} are not read ({setting}); known: {KNOWN_SUFFIXES}")
+    if split not in (None, "train", ALL):
+        raise DataError(f"{path} is one file and has no split {split!r} ({_split_setting(setting)}): leave it out")
+    _check_config_name(path, config_name, setting)
 
 
 def _check_config_name(path: Path, config_name: str | None, setting: str) -> None:
@@ -207,8 +192,16 @@ def _split_setting(setting: str) -> str:
     return "validation.split" if setting.startswith("validation") else "data.split"
 
 
-def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bool = False) -> dict[str, list[Path]]:
-    """Return the files of each split of a folder, as datasets resolves them; ``text``: the folder holds text files only."""
+class Folder(NamedTuple):
+    """The files of each split of a folder, and what its card says: types of columns, and examples of each split."""
+
+    splits: dict[str, list[Path]]
+    features: Mapping[str, Any] = {}
+    counts: Mapping[str, int] = {}
+
+
+def read_folder(path: Path, config_name: str | None, setting: str, *, text: bool = False) -> Folder:
+    """Inspect a folder as datasets does; ``text``: it holds text files only."""
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
 
@@ -225,8 +218,10 @@ def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bo
             # For texts, datasets' builder would choose among modules by file count; the patterns alone give the splits.
             if text and not configs:
                 split_files = DataFilesDict.from_patterns(get_data_patterns(str(root)), str(root), list(TEXT_SUFFIXES))
+                info = datasets.DatasetInfo()
             else:
-                split_files = datasets.load_dataset_builder(str(root), name=chosen, cache_dir=cache).config.data_files
+                builder = datasets.load_dataset_builder(str(root), name=chosen, cache_dir=cache)
+                split_files, info = builder.config.data_files, builder.info
     except DataError:
         raise
     except Exception as error:  # datasets, YAML and the card's reader raise many kinds of error
@@ -240,40 +235,12 @@ def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bo
         paths = dict.fromkeys(Path(file) for file in files)
         if paths:
             splits[str(name)] = [path / file.relative_to(root) if file.is_relative_to(root) else file for file in paths]
-    return splits
+    return Folder(
+        splits, info.features or {}, {name: entry.num_examples for name, entry in (info.splits or {}).items()}
+    )
 
 
 # --- the card ---
-
-
-def _read_card(
-    path: Path, config_name: str | None, setting: str, split: str | None
-) -> tuple[Mapping[str, Any], Mapping[str, int]]:
-    """Return the columns' types and the splits' numbers of examples by a folder's card.
-
-    Both are empty of a file, of a folder without a card, or of all files where it cannot be read.
-    """
-    if not any((path / name).is_file() for name in (CARD, "dataset_infos.json")):  # the latter of old versions
-        return {}, {}
-    from datasets.info import DatasetInfosDict
-
-    try:
-        configs = card_configs(path)  # first: it bounds what aliases repeat
-        with _quiet():
-            infos = DatasetInfosDict.from_directory(str(path))
-            if len(infos) > 1 or configs:
-                config_name = config_name if config_name in configs else _chosen_config(path, configs, None)
-                infos = {config_name: infos.get(config_name or "default")}
-    except DataError:
-        return {}, {}  # no config can be chosen, which counts only where one is needed
-    except Exception as error:  # datasets, YAML and the card's reader raise many kinds of error
-        if split == ALL and config_name is None:
-            return {}, {}
-        raise DataError(f"{path / CARD} ({setting}): datasets cannot read it: {error}; correct it") from error
-    info = next(iter(infos.values()), None)
-    if info is None:
-        return {}, {}
-    return info.features or {}, {name: split.num_examples for name, split in (info.splits or {}).items()}
 
 
 def card_configs(root: Path) -> dict[str, dict[str, Any]]:
@@ -381,15 +348,23 @@ def _complete(files: Sequence[Path], findings: Findings) -> list[Path]:
     return list(names.values())
 
 
-def _compare(
+def _files_of(
     path: Path,
     readable: Collection[Path],
-    files: Collection[Path],
     splits: Mapping[str, Collection[Path]],
     names: Collection[str],
     findings: Findings,
-) -> None:
-    """Report the readable files of a folder that no selected split contains, and why."""
+) -> list[Path]:
+    """Return the files of the named splits; report the readable files of the folder that none of them has, and why."""
+    files = list(dict.fromkeys(file for name in names for file in splits[name]))
+    for name in names:
+        for file in splits[name]:
+            if not is_readable(file):
+                findings.problem(
+                    f"{file}: datasets counts it to split {name!r}, and {file.suffix!r} files are not read; known: "
+                    f"{KNOWN_SUFFIXES}"
+                )
+    files = [file for file in files if is_readable(file)]
     split_of_file = {file: split for split, split_files in splits.items() if split not in names for file in split_files}
     no_split = [file for file in readable if file not in set(files) and file not in split_of_file]
     texts = [file for file in files if is_text(file)]
@@ -405,6 +380,7 @@ def _compare(
             findings.remark(f"belongs to split {split_of_file[file]!r} and is not read", str(file))
     for file in no_split:
         findings.remark("is not read: datasets counts it to no split", str(file))
+    return files
 
 
 def file_states(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
