@@ -95,11 +95,16 @@ def application_of(path: Path | str) -> str | None:
 
 def backend_tests(room: str | None = None) -> set[str]:
     """Return the tests of a change of a room of the backend, or of any: all but the applications' and those of rooms below."""
-    left_out = ["apps", "__pycache__"]
+    left_out = ["apps"]
     if room in backend() and backend().index(room) >= backend().index("models"):
         left_out += LOWEST
+    return all_tests() - {f"tests/{name}" for name in left_out}
+
+
+def all_tests() -> set[str]:
+    """Return the folders and files in tests."""
     children = [path for path in (ROOT / "tests").iterdir() if path.is_dir() or path.name.startswith("test_")]
-    return {f"tests/{path.name}" for path in children if path.name not in left_out}
+    return {f"tests/{path.name}" for path in children if path.name != "__pycache__"}
 
 
 def application_tests(changed: str) -> set[str]:
@@ -129,7 +134,8 @@ def select(paths: Iterable[str]) -> tuple[set[str], str]:
     """Return the tests that changed files concern, and the reason.
 
     A change of the backend runs the backend's tests and of the applications, all of which import it, only those marked ``core``;
-    a change of an application runs the core of the backend, which does not import it.
+    a change of an application runs the core of the backend, which does not import it. ``tests`` alone is everything, installation
+    included; a change of code below all rooms concerns all tests and no installation.
     """
     tests, reasons = set[str](), dict[str, None]()
     for path in paths:
@@ -154,8 +160,11 @@ def select(paths: Iterable[str]) -> tuple[set[str], str]:
         elif room in backend() and room not in UNDER_ALL and (path.startswith("src/") or folder == "tests"):
             tests |= backend_tests(room)
             reasons[f"backend ({room})"] = None
+        elif path.startswith(("src/", "tests/")):  # UNDER_ALL, megascend.testing, helpers of tests
+            tests |= all_tests()
+            reasons[f"every room, for {path}"] = None
         else:
-            return {"tests"}, f"everything: {path} concerns every room"
+            return {"tests"}, f"everything: {path} concerns every room and its installation"
     if not tests:
         return {"tests"}, "everything: nothing differs from the base"
     folders = tuple(f"{path}/" for path in tests)

@@ -124,19 +124,22 @@ def test_lowest_tests_import_no_higher_room() -> None:
     [
         "src/megascend/config/run.py",
         "src/megascend/runtime/io/paths.py",
-        "pyproject.toml",
-        ".ci/run",
-        "scripts/_venv.sh",
-    ]
-    + [
         "tests/conftest.py",
         "tests/support/stacks.py",
         "src/megascend/testing/parity.py",
         "src/megascend/__init__.py",
-        "new/file",
     ],
 )
-def test_change_under_every_room_selects_everything(path: str) -> None:
+def test_change_under_every_room_selects_all_tests_and_no_installation(path: str) -> None:
+    tests, reason = select(["docs/serve.md", path])
+    files = [file.relative_to(changed_rooms.ROOT) for file in (changed_rooms.ROOT / "tests").rglob("test_*.py")]
+    assert {"/".join(file.parts[:2]) for file in files} <= tests
+    assert "tests" not in tests
+    assert path in reason
+
+
+@pytest.mark.parametrize("path", ["pyproject.toml", ".ci/run", "scripts/_venv.sh", "new/file"])
+def test_change_of_the_installation_selects_everything(path: str) -> None:
     tests, reason = select(["docs/serve.md", path])
     assert tests == {"tests"}
     assert path in reason
