@@ -34,13 +34,7 @@ BEGINNING: Position = (0, 0)
 
 
 class Record(NamedTuple):
-    """Content of a record.
-
-    Attributes:
-        source: ``file:line``, ``file[row]`` or the file.
-        value: what it holds, or the :class:`Document` that it is.
-        end: position after it.
-    """
+    """What a record holds, or the :class:`Document` that it is; its source is ``file:line``, ``file[row]`` or the file."""
 
     source: str
     value: Any
@@ -48,10 +42,10 @@ class Record(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Types of a table's columns, a schema of pyarrow, and the number of its rows."""
+    """The number of a table's rows, and the types of its columns as datasets knows them."""
 
-    schema: Any
     rows: int
+    features: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,12 +55,10 @@ class Format:
     Attributes:
         read: yields the records of a file from a position on; with True, as a stream does.
         table: describes a file whose records are rows of typed columns; None for other formats.
-        name: name for messages of a format with a table.
     """
 
     read: Callable[[Path, Findings, Position, bool], Iterator[Record]]
     table: Callable[[Path], Table] | None = None
-    name: str = ""
 
 
 # Written by Windows tools at the start of UTF-8 files; json.loads refuses it.
@@ -107,7 +99,7 @@ def iterate_documents(
     findings: Findings,
     config_name: str | None = None,
 ) -> Iterator[Document]:
-    """Yield documents; problems with others go to ``findings``. Arguments as of ``split_files`` and ``parse_record``."""
+    """Yield documents; problems with others go to ``findings``."""
     empty = True
     for source, value, _ in iterate_records(path, split, findings, config_name):
         empty = False
@@ -149,9 +141,9 @@ def read_file(
     """
     kind = _format(path)
     try:
-        features = {**_stored_features(path, kind, findings), **card_features}
-    except ValueError as error:  # pyarrow's errors, too
-        findings.file_problem(f"{path}: {error}")
+        features = {**(kind.table(path).features if kind.table is not None else {}), **card_features}
+    except DataError as error:
+        findings.file_problem(str(error))
         return
     encoded = kind not in (JSON, JSONL)
     converters = {name: convert for name, inner in features.items() if (convert := _converter(inner, encoded))}
@@ -170,9 +162,16 @@ def _format(path: Path) -> Format:
     return SAVED if path.is_dir() else load(DATA_FORMATS[data_ending(path)])
 
 
+def stream_length(path: Path) -> int:
+    """Return the position after the last record of one of the files of a split; 0 if it is unknown."""
+    if (table := _format(path).table) is not None:
+        return table(path).rows
+    return 0 if path.suffix in COMPRESSIONS else path.stat().st_size
+
+
 def has_rows(path: Path) -> bool:
     """Check whether the records of one of the files of a split are rows, whose number is known without reading them."""
-    return path.is_dir() or _format(path).table is not None
+    return _format(path).table is not None
 
 
 def _open(path: Path, offset: int = 0) -> io.BufferedReader:
@@ -191,25 +190,6 @@ def _open(path: Path, offset: int = 0) -> io.BufferedReader:
 
 
 # --- values as datasets' features declare them ---
-
-
-def _stored_features(path: Path, kind: Format, findings: Findings) -> Mapping[str, Any]:
-    """Return the types of a table's columns; none of other files."""
-    if kind == SAVED:
-        return _loaded(path, findings).features
-    if kind.table is None:
-        return {}
-    import datasets
-
-    try:
-        schema = kind.table(path).schema
-    except ValueError as error:
-        raise ValueError(f"not {kind.name} that can be read: {error}") from error
-    try:
-        return datasets.Features.from_arrow_schema(schema)
-    except ValueError as error:
-        columns = " ".join(str(schema).split())
-        raise ValueError(f"datasets cannot load one of its columns: {columns:.80}; leave it out: {error}") from error
 
 
 def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:
@@ -413,11 +393,28 @@ def _delimiter_hint(path: Path) -> str:
     return ""
 
 
-def _parquet_table(path: Path) -> Table:
+def _table(path: Path, kind: str, describe: Callable[[Path], tuple[int, Any]]) -> Table:
+    """Describe a table by the number of its rows and its schema, which ``describe`` reads."""
+    import datasets
+
+    try:
+        rows, schema = describe(path)
+    except ValueError as error:  # pyarrow's errors, too
+        raise DataError(f"{path}: not {kind} that can be read: {error}") from error
+    try:
+        return Table(rows, datasets.Features.from_arrow_schema(schema))
+    except ValueError as error:
+        columns = " ".join(str(schema).split())
+        raise DataError(
+            f"{path}: datasets cannot load one of its columns: {columns:.80}; leave it out: {error}"
+        ) from error
+
+
+def _parquet_description(path: Path) -> tuple[int, Any]:
     from pyarrow import parquet
 
     metadata = parquet.read_metadata(path)
-    return Table(metadata.schema.to_arrow_schema(), metadata.num_rows)
+    return metadata.num_rows, metadata.schema.to_arrow_schema()
 
 
 def _parquet_records(path: Path, findings: Findings, start: Position, streaming: bool) -> Iterator[Record]:
@@ -434,12 +431,7 @@ def _parquet_records(path: Path, findings: Findings, start: Position, streaming:
                     yield from _rows(path, file.iter_batches(batch_size=ROWS, row_groups=[group]), number, start[0])
                 number += count
     except pyarrow.ArrowException as error:
-        findings.file_problem(f"{path}: not {PARQUET.name} that can be read: {error}")
-
-
-def _arrow_table(path: Path) -> Table:
-    content = _arrow_content(path)
-    return Table(content.schema, len(content))
+        findings.file_problem(f"{path}: not a parquet file that can be read: {error}")
 
 
 def _arrow_records(path: Path, findings: Findings, start: Position, streaming: bool) -> Iterator[Record]:
@@ -457,20 +449,25 @@ def _arrow_content(path: Path) -> Any:
             return pyarrow.ipc.open_file(content).read_all()
 
 
+def _arrow_description(path: Path) -> tuple[int, Any]:
+    content = _arrow_content(path)
+    return len(content), content.schema
+
+
 def _saved_records(path: Path, findings: Findings, start: Position, streaming: bool) -> Iterator[Record]:
-    rows = _loaded(path, findings)
+    rows = _loaded(path)
     remaining = rows.select(range(start[0], len(rows))).with_format("arrow")
     yield from _rows(path, remaining.iter(batch_size=SAVED_ROWS), start[0], start[0])
 
 
-def _loaded(path: Path, findings: Findings) -> Any:
+def _loaded(path: Path) -> Any:
     """Return what datasets has saved in the folder of a split."""
     import datasets
 
     try:
         return datasets.load_from_disk(str(path))
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{path} ({findings.setting}): datasets cannot load it: {error}") from error
+        raise DataError(f"{path}: datasets cannot load it: {error}") from error
 
 
 def _rows(path: Path, batches: Iterable[Any], number: int, first: int) -> Iterator[Record]:
@@ -487,23 +484,10 @@ TEXT = Format(_text_records)
 JSONL = Format(_jsonl_records)
 JSON = Format(_json_records)
 CSV = Format(_csv_records)
-PARQUET = Format(_parquet_records, _parquet_table, "a parquet file")
-ARROW = Format(_arrow_records, _arrow_table, "an Arrow file")
-SAVED = Format(_saved_records)
+PARQUET = Format(_parquet_records, lambda path: _table(path, "a parquet file", _parquet_description))
+ARROW = Format(_arrow_records, lambda path: _table(path, "an Arrow file", _arrow_description))
+SAVED = Format(_saved_records, lambda path: Table(len(rows := _loaded(path)), rows.features))
 """Of a split that datasets has saved; ``DATA_FORMATS`` names the others by the endings of files."""
-
-
-def stream_length(path: Path) -> int:
-    """Return the position after the last record of one of the files of a split; 0 if it is unknown."""
-    kind = _format(path)
-    if kind == SAVED:
-        return len(_loaded(path, Findings()))
-    if kind.table is None:
-        return 0 if path.suffix in COMPRESSIONS else path.stat().st_size
-    try:
-        return kind.table(path).rows
-    except ValueError as error:  # pyarrow's errors, too
-        raise DataError(f"{path}: not {kind.name} that can be read: {error}") from None
 
 
 LARGE = 32 * 2**20
