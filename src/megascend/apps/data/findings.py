@@ -21,19 +21,14 @@ VARIES = re.compile(r"(?<=found )(?!:).*|(?<=got ).*|\(\.\..*?\)|\d+", re.DOTALL
 
 @dataclass
 class Kind:
-    """Problems or remarks of one kind, with their sources.
-
-    Attributes:
-        text: the first one.
-        sources: the first ones, in order; none for a message that names its source elsewhere.
-    """
+    """Problems or remarks of one kind: the text of the first, their number, and the first sources in order."""
 
     text: str
     count: int = 0
     sources: list[str] = field(default_factory=list)
 
     def add(self, source: str) -> None:
-        """Count another source; the same one again is listed once."""
+        """Count another source; the same one again is listed once, and none of a message that names it elsewhere."""
         self.count += 1
         if source and len(self.sources) < PLACES and source not in self.sources:
             self.sources.append(source)
@@ -41,14 +36,12 @@ class Kind:
 
 @dataclass
 class Findings:
-    """Problems and remarks, gathered while data are read and turned into tokens.
+    """Problems and remarks by kind, gathered while data are read and turned into tokens.
 
     Attributes:
         setting: setting that names the data.
-        problems: data that cannot be trained on, by kind.
-        more: number of further problems.
-        remarks: data that was left out, cut or converted, by kind.
-        more_remarks: number of further remarks.
+        problems, more_problems: data that cannot be trained on, and the number of problems of further kinds.
+        remarks, more_remarks: data that was left out, cut or converted.
         incomplete: a file could not be read to its end.
         kinds: number of documents of each kind.
         ends: tokens that end an answer or a text, and are learned.
@@ -62,6 +55,11 @@ class Findings:
     incomplete: bool = False
     kinds: dict[str, int] = field(default_factory=dict)
     ends: set[int] = field(default_factory=set)
+
+    @property
+    def count(self) -> int:
+        """Return the number of problems."""
+        return sum(kind.count for kind in self.problems.values()) + self.more_problems
 
     def problem(self, message: str) -> None:
         """Record a problem, whose message begins with its source (``file:line: ``); of a known kind, it is counted."""
@@ -103,7 +101,7 @@ class Findings:
         """Raise DataError with all problems, if any; ``subject``: the source of the problems; default: the setting's data."""
         if not self.problems:
             return
-        count = sum(kind.count for kind in self.problems.values()) + self.more_problems
+        count = self.count
         lines = [_line(kind) for kind in self.problems.values()]
         if count == 1:
             raise DataError(lines[0])

@@ -16,10 +16,9 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -50,32 +49,19 @@ EDGE = 2**16
 
 
 class BadRecords:
-    """Records that could not be read or tokenised, over all sources.
-
-    Attributes:
-        count: number of them so far.
-    """
+    """Number of records that could not be read or tokenised, over all sources, of which at most ``limit`` are skipped."""
 
     def __init__(self, limit: int, findings: Findings) -> None:
-        """
-        Args:
-            limit: most that are skipped.
-            findings: collects problems.
-        """
         self.count, self._limit, self.findings = 0, limit, findings
 
     def check(self, *, single: bool = False) -> int:
-        """Count the records with problems since the last call, and return their number.
-
-        Args:
-            single: all problems are of one record; else each is of its own.
+        """Count the records with problems since the last call, and return their number; ``single``: all are of one record.
 
         Raises:
             DataError: there are more than the limit, or a file could not be read to its end.
         """
         findings = self.findings
-        new = sum(kind.count for kind in findings.problems.values()) + findings.more_problems
-        new = min(new, 1) if single else new
+        new = min(findings.count, 1) if single else findings.count
         self.count += new
         # The rest of a file is not a record.
         if findings.incomplete:
@@ -93,14 +79,7 @@ class BadRecords:
 
 
 class SourceFiles:
-    """Files of a source, which must not change while a run reads them.
-
-    Attributes:
-        split: the files, and what their card says.
-        files: in the order in which they are read without shuffling.
-        remarks: descriptions of files that are not read.
-        identity: digest of them, see :func:`file_identity`.
-    """
+    """Files of a source, which must not change while a run reads them, and a digest of them (:func:`file_identity`)."""
 
     def __init__(self, source: DataSource) -> None:
         findings = Findings(source.setting)
@@ -136,7 +115,10 @@ class SourceFiles:
 
 
 class SampleStream:
-    """Endless units of one source, block by block: a sample, or the two of a preference pair."""
+    """Endless units of one source, block by block: a sample, or the two of a preference pair.
+
+    ``key`` seeds the orders of files and blocks, with the epoch.
+    """
 
     def __init__(
         self,
@@ -144,32 +126,20 @@ class SampleStream:
         key: str,
         bad: BadRecords,
         encoder: Encoder,
-        load: Callable[..., Any],
-        files: SourceFiles | None = None,
+        image_processor: ImageProcessor | None,
+        files: SourceFiles,
     ) -> None:
-        """
-        Args:
-            key: seeds the orders of files and blocks, with the epoch.
-            load: loads the images of a sample.
-            files: those of the source, as they were when the run began; default: now.
-        """
         self._data, self._path, self._setting = source.data, source.path, source.setting
-        self._key, self._bad, self._encoder, self._load = key, bad, encoder, load
-        self._source = SourceFiles(source) if files is None else files
-        self._lengths = [stream_length(file) for file in self._source.files]
+        self._key, self._bad, self._encoder, self._image_processor = key, bad, encoder, image_processor
+        self._source = files
+        self._lengths = [stream_length(file) for file in files.files]
         # Rows are known; records of other files are counted while they are read.
-        if all(has_rows(file) for file in self._source.files) and (
-            problem := self._source.split.count_problem(sum(self._lengths))
-        ):
+        if all(has_rows(file) for file in files.files) and (problem := files.split.count_problem(sum(self._lengths))):
             raise DataError(problem)
         self.begin(0)
 
     def begin(self, epoch: int, file: int = 0, position: Position = BEGINNING, records: int | None = 0) -> None:
-        """Continue with a block that begins at a position of the epoch's file.
-
-        Args:
-            records: number of records of the epoch before it; None: unknown.
-        """
+        """Continue with a block at a position of the epoch's file, before which there are ``records``; None: unknown."""
         self._epoch, self._file, self._position, self._count = epoch, file, position, records
         self._order = list(range(len(self._source.files)))
         if self._data.shuffle:
@@ -179,22 +149,17 @@ class SampleStream:
 
     def __next__(self) -> list[Sample]:
         self._bad.findings.setting = self._setting
-        first_epoch = self.epoch
+        first_epoch = self._beginning[0]
         while self._taken == len(self._units):
             if self._consumed == len(self._block):
                 self._read_block()
             self._consumed += 1
             self._units, self._taken = self._encode(self._block[self._consumed - 1]), 0
             # After a complete pass without a sample, there would be endless further ones.
-            if self.epoch > first_epoch + 1:
+            if self._beginning[0] > first_epoch + 1:
                 raise DataError(f"no training samples: {self._path} holds no token to predict{self._remarks()}")
         self._taken += 1
         return self._units[self._taken - 1]
-
-    @property
-    def epoch(self) -> int:
-        """Return the number of passes before the one of the last record."""
-        return self._beginning[0]
 
     @property
     def epochs(self) -> float:
@@ -204,16 +169,9 @@ class SampleStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, as JSON; ``units``: those drawn of the last record, if some are left."""
-        epoch, file, position, records = self._beginning
+        state = dict(zip(("epoch", "file", "position", "records"), self._beginning, strict=True))
         units = self._taken if self._taken < len(self._units) else 0
-        return {
-            "epoch": epoch,
-            "file": file,
-            "position": list(position),
-            "records": records,
-            "consumed": self._consumed,
-            "units": units,
-        }
+        return state | {"position": list(state["position"]), "consumed": self._consumed, "units": units}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position."""
@@ -282,7 +240,8 @@ class SampleStream:
             self._bad.findings.remark(problem, "")
 
     def _count_records(self, number: int) -> None:
-        self._count = None if self._count is None else self._count + number
+        if self._count is not None:
+            self._count += number
 
     def _remarks(self) -> str:
         return "".join(f"; {line}" for line in self._bad.findings.lines())
@@ -301,8 +260,8 @@ class SampleStream:
             samples = self._encoder.encode(document)
         self._bad.check(single=True)
         for sample in samples:
-            if isinstance(sources := sample.images, ImageSources):
-                sample.images = DeferredImages(lambda sources=sources: self._load(sources))
+            if isinstance(sources := sample.images, ImageSources) and (processor := self._image_processor) is not None:
+                sample.images = DeferredImages(lambda sources=sources: processor.load(sources))
         return [samples] if samples and samples[0].pair is not None else [[sample] for sample in samples]
 
 
@@ -323,11 +282,11 @@ class StreamedBatches:
         encoder: Callable[[Findings], Encoder],
         inputs: Mapping[str, str],
         image_processor: ImageProcessor | None = None,
-        files: Sequence[SourceFiles] = (),
+        files: Sequence[SourceFiles] | None = None,
     ) -> None:
         """
         Args:
-            encoder: makes the encoder of a source, with its findings.
+            encoder: makes the encoder of the sources, with their findings.
             inputs: what the samples are made from, by name.
             files: of each source, as they were when the run began; default: now.
         """
@@ -343,11 +302,11 @@ class StreamedBatches:
             "weights": [source.weight for source in sources],
         }
         self._turns = SourceTurns([1 if source.weight is None else source.weight for source in sources])
-        load = image_processor.load if image_processor is not None else _no_images
         encode = encoder(self._findings)
+        files = [SourceFiles(source) for source in sources] if files is None else files
         self._streams = [
-            SampleStream(source, f"{seed}/source {number}", self._bad, encode, load, source_files)
-            for number, (source, source_files) in enumerate(zip_longest(sources, files))
+            SampleStream(source, f"{seed}/source {number}", self._bad, encode, image_processor, source_files)
+            for number, (source, source_files) in enumerate(zip(sources, files, strict=True))
         ]
         self.shares = self._turns.shares
         self.kind: tuple[bool, bool, bool] | None = None
@@ -421,27 +380,12 @@ class StreamedBatches:
         self._bad.count = state["bad"]
 
 
-@dataclass(frozen=True)
-class StreamedBatch:
-    """A global batch, and the progress of its stream after it.
-
-    Attributes:
-        digest: of the tokens and their weights.
-    """
+class StreamedBatch(NamedTuple):
+    """A global batch, a digest of its tokens and weights, and the progress of its stream after it."""
 
     samples: list[Sample]
     digest: int
     progress: Progress
-
-    @classmethod
-    def read(cls, stream: StreamedBatches) -> StreamedBatch:
-        """Read and tokenise the next batch of a stream."""
-        samples = next(stream)
-        state = xxhash.xxh3_64()
-        for sample in samples:
-            for values in (sample.input_ids, sample.target_ids, sample.weights):
-                state.update(values.numpy().tobytes())
-        return cls(samples, state.intdigest(), stream.progress)
 
 
 class PrefetchedBatches:
@@ -465,7 +409,7 @@ class PrefetchedBatches:
         self._closed = False
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state``, before the first batch is taken; see :meth:`StreamedBatches.load_state_dict`."""
+        """Resume from ``state``, before the first batch is taken."""
         assert self._thread is None, "a stream that is read ahead cannot be moved"
         self._stream.load_state_dict(state)
         self.changes, self.progress = self._stream.changes, self._stream.progress
@@ -490,7 +434,12 @@ class PrefetchedBatches:
     def _read(self) -> None:
         while self._room.acquire() and not self._closed:
             try:
-                self._results.put(StreamedBatch.read(self._stream))
+                samples = next(self._stream)
+                state = xxhash.xxh3_64()
+                for sample in samples:
+                    for values in (sample.input_ids, sample.target_ids, sample.weights):
+                        state.update(values.numpy().tobytes())
+                self._results.put(StreamedBatch(samples, state.intdigest(), self._stream.progress))
             except BaseException as error:  # noqa: BLE001  raised where the batch is taken
                 self._results.put(error)
                 return
@@ -504,10 +453,6 @@ class PrefetchedBatches:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
                 logger.warning("the data are still being read after %g s; the process ends without them", CLOSE_S)
-
-
-def _no_images(sources: ImageSources) -> Any:
-    raise DataError("this model takes no images")
 
 
 def file_identity(path: Path) -> str:
