@@ -25,8 +25,7 @@ class Progress:
 
     Attributes:
         state: the position and what it depends on, as JSON.
-        epochs: number of passes over the data, with the fraction of the present one.
-        source_epochs: number of passes over each source.
+        epochs, source_epochs: passes over the data, and over each source, with the fraction of the present one.
         bad_records: number of records that were skipped because they cannot be trained on.
         remarks: what was left out, cut or converted since the run or its resumption began.
     """
@@ -46,15 +45,11 @@ class SourceTurns:
     share x n times, rounded up or down: scheduling by earliest deadline is P-fair (Baruah et al. 1996, Algorithmica 15(6)).
 
     Attributes:
-        shares: share of each source in all draws.
-        counts: draws of each source so far.
+        shares, counts: share of each source in all draws, and its draws so far.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """
-        Args:
-            weights: above 0, of each source; shares are these divided by their sum.
-        """
+        """Take the weights of the sources, above 0; shares are these divided by their sum."""
         # Integers of decimals: 0.1 is a tenth, and rounded shares would drift over millions of draws.
         exact = [Fraction(str(weight)) for weight in weights]
         denominator = math.lcm(*(weight.denominator for weight in exact))
@@ -76,11 +71,7 @@ class SourceTurns:
 
 
 class SampleOrder(Generic[T]):
-    """Endless samples of one source: epoch after epoch, each in an order that follows from a key and the epoch alone.
-
-    Attributes:
-        epoch, position: number of complete passes, and of samples drawn in the present one.
-    """
+    """Endless samples of one source: epoch after epoch, each in an order that follows from a key and the epoch alone."""
 
     def __init__(self, samples: Sequence[T], key: str, shuffle: bool) -> None:
         self.samples, self._key, self._shuffle = samples, key, shuffle
@@ -138,13 +129,10 @@ class Batches(Generic[T]):
         """
         if not samples:
             raise DataError("no training samples: the data holds nothing to train on (data.path)")
-        self._size = global_batch_size
-        self._seed = seed
-        self._shuffle = shuffle
-        self._fingerprint = fingerprint
+        self._size, self._fingerprint, self._on_changed = global_batch_size, fingerprint, on_changed
         self._sources = dict(sources or {})
-        self._on_changed = on_changed
-        self._weights = [weight for _, weight in mixture]
+        weights = [weight for _, weight in mixture] or None
+        self._settings = {"seed": seed, "shuffle": shuffle, "weights": weights}
         parts = [part for part, _ in mixture] or [samples]
         self._turns = SourceTurns([weight or len(part) for part, weight in mixture] or [1])
         # Sources of equal length get different orders; a single one has the order of runs before there could be several.
@@ -178,14 +166,13 @@ class Batches(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the fingerprints that it depends on, as JSON."""
-        mixture = [{"epoch": order.epoch, "position": order.position} for order in self._orders]
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            **self._kind(),
-            **({"mixture": mixture, "turns": self._turns.counts[:]} if self._weights else {}),
-            "sources": self._sources,
-        }
+        state = self._settings | self._samples | {"epoch": self._epoch, "position": self._position}
+        if self._settings["weights"] is None:
+            del state["weights"]
+        else:
+            state["mixture"] = [{"epoch": order.epoch, "position": order.position} for order in self._orders]
+            state["turns"] = self._turns.counts[:]
+        return state | {"sources": self._sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``; :attr:`changes` describes differences of the samples, if these are allowed."""
@@ -193,61 +180,62 @@ class Batches(Generic[T]):
             raise DataError(
                 "cannot resume the data order: the checkpoint is of a run with data.streaming: true; set that, or begin a new run"
             )
-        # Checkpoints of one source have no weights.
-        changed = [key for key, value in self._kind().items() if state.get(key) != value]
-        if "weights" in state and not self._weights:
-            changed.append("weights")
+        check_settings(state, self._settings)
         epoch, position = state["epoch"], state["position"]
-        for key in changed:
-            if key in ("seed", "shuffle", "weights"):
-                before, now = state.get(key), self._kind().get(key)
-                key = f"{key} of data.sources" if key == "weights" else key
-                raise DataError(f"cannot resume the data order: {key} was {before} when it was saved and is {now} now")
         # Checkpoints of earlier versions have no sources.
         saved = state.get("sources") or {}
-        sources = [name for name, value in self._sources.items() if saved.get(name, value) != value]
-        if sources and not changed and self._on_changed is None:
-            raise DataError(
-                f"cannot resume the data order: the samples changed and the data did not, by: {', '.join(sources)}"
-            )
-        if changed:
-            report = changed_samples(state, self._kind(), state.get("sources") or {}, self._sources)
+        begins = state.get("samples") != self._samples["samples"]
+        if begins or state.get("fingerprint") != self._fingerprint:
+            report = changed_samples(state, self._samples, saved, self._sources)
             if self._on_changed != "continue":
-                raise DataError(f"cannot resume the data order: {report}{self._advice(state)}")
-            if "samples" in changed:
+                raise DataError(f"cannot resume the data order: {report}{self._advice(saved)}")
+            if begins:
                 # A position has no meaning in other samples; an epoch that had begun counts as done.
                 epoch, position = epoch + (position > 0), 0
                 report += "; a new epoch begins"
             self.changes = report
+        elif self._on_changed is None:
+            changed = [name for name, value in self._sources.items() if saved.get(name, value) != value]
+            if changed:
+                raise DataError(
+                    f"cannot resume the data order: the samples changed and the data did not, by: {', '.join(changed)}"
+                )
         self._epoch, self._position = epoch, position
         parts = state.get("mixture") or [{"epoch": epoch, "position": position}]
-        begins = "samples" in changed
         for order, part in zip(self._orders, parts, strict=True):
             order.start(part["epoch"] + (begins and part["position"] > 0), 0 if begins else part["position"])
         self._turns.counts = (
             [0] * len(parts) if begins else list(state.get("turns") or [epoch * self._count + position])
         )
 
-    def _advice(self, state: dict[str, Any]) -> str:
+    def _advice(self, saved: Mapping[str, str]) -> str:
         """Return a hint how to resume although samples have changed."""
         if self._on_changed is None:
             return ""
-        day, saved = "date in the chat template", state.get("sources") or {}
+        day = "date in the chat template"
         same_day = f"; template_date: {saved[day]} is that of the checkpoint" if day in saved else ""
         return (
             ". Bring back what the run began with, or set data.on_changed: continue to train on with the samples as they are now"
             f"{same_day if self._sources.get(day) != saved.get(day) else ''}"
         )
 
-    def _kind(self) -> dict[str, Any]:
-        """Return what must be equal for a position to mean the same."""
+    @property
+    def _samples(self) -> dict[str, Any]:
+        """Return what must be equal for a position to be of the same samples."""
         return {
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "samples": self.sizes if self._weights else self._count,
+            "samples": self.sizes if self._settings["weights"] else self._count,
             "fingerprint": self._fingerprint,
-            **({"weights": self._weights} if self._weights else {}),
         }
+
+
+def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise DataError if a setting that decides the order is another than in a checkpoint."""
+    for key, value in now.items():
+        if saved.get(key) != value:
+            name = f"{key} of data.sources" if key == "weights" else key
+            raise DataError(
+                f"cannot resume the data order: {name} was {saved.get(key)} when it was saved and is {value} now"
+            )
 
 
 def changed_samples(

@@ -27,7 +27,7 @@ from megascend.apps.data.document import Document
 from megascend.apps.data.files import BEGINNING, Position, Record, has_rows, read_file, stream_length
 from megascend.apps.data.findings import Findings
 from megascend.apps.data.images import ImageProcessor
-from megascend.apps.data.order import Progress, SourceTurns
+from megascend.apps.data.order import Progress, SourceTurns, check_settings
 from megascend.apps.data.samples import Encoder
 from megascend.apps.data.splits import SplitFiles, file_states
 from megascend.config.data import DataSource
@@ -353,12 +353,7 @@ class StreamedBatches:
                 "cannot resume the data order: the checkpoint is of a run with data.streaming: false; set that, or begin a new "
                 "run"
             )
-        for key, value in self._settings.items():
-            if state[key] != value:
-                name = f"{key} of data.sources" if key == "weights" else key
-                raise DataError(
-                    f"cannot resume the data order: {name} was {state[key]} when it was saved and is {value} now"
-                )
+        check_settings(state, self._settings)
         saved = state["sources"]
         changed = [name for name in {**saved, **self._inputs} if saved.get(name) != self._inputs.get(name)]
         if changed:
