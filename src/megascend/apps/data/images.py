@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import io
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,9 +47,8 @@ KEYS = ("image", "path", "url", "base64", "bytes")
 def image_part(part: dict[str, Any], label: str) -> dict[str, Any]:
     """Return a part of a message's content that is an image; without a source, it takes the next one of the column of images.
 
-    Args:
-        part: ``{"type": "image", "image": ...}``, with another of :data:`KEYS`, or OpenAI's ``{"type": "image_url", ...}``.
-        label: begins every error.
+    It is ``{"type": "image", "image": ...}``, with another of :data:`KEYS`, or OpenAI's ``{"type": "image_url", ...}``; ``label``
+    begins every error.
     """
     if part["type"] == "image_url":
         url = part.get("image_url")
@@ -97,24 +97,18 @@ def _from_base64(text: str, label: str) -> bytes:
 
 
 def with_images(document: Document, column: Any, source: str) -> Document:
-    """Return a document whose parts without a source have the images of its column, in order.
-
-    Args:
-        column: an image, a list of them, or None.
-    """
+    """Return a document whose parts without a source have the images of its column, one or a list of them, in order."""
     values = [] if column is None or column == [] else column if isinstance(column, list) else [column]
     images = [image_source(value, f"{source}: images[{number}]") for number, value in enumerate(values)]
 
     # Each side of a preference pair has the prompt with its images, and takes all of them.
     sides = {name: getattr(document, name) for name in ("messages", "chosen", "rejected")}
-    return replace(
-        document,
-        **{
-            name: _placed(messages, images, f"{source}: {name}")
-            for name, messages in sides.items()
-            if isinstance(messages, tuple)
-        },
-    )
+    placed = {
+        name: _placed(messages, images, f"{source}: {name}")
+        for name, messages in sides.items()
+        if isinstance(messages, tuple)
+    }
+    return replace(document, **placed)
 
 
 def _placed(messages: Messages, images: Sequence[ImageSource], label: str) -> Messages:
@@ -175,10 +169,7 @@ def folder_of(source: str) -> Path:
 
 
 def location(source: ImageSource, folder: Path | None, limits: ImageLimits) -> Path:
-    """Return the absolute path of an image's file, links followed.
-
-    Args:
-        folder: that a path is relative to.
+    """Return the absolute path of an image's file, links followed; paths are relative to ``folder``.
 
     Raises:
         DataError: the path leads nowhere, or out of the folder that all images must be in.
@@ -201,11 +192,7 @@ def location(source: ImageSource, folder: Path | None, limits: ImageLimits) -> P
 
 
 def encoded(source: ImageSource, limits: ImageLimits, folder: Path | None = None) -> bytes:
-    """Return the bytes of an image's file.
-
-    Args:
-        folder: that a path is relative to.
-    """
+    """Return the bytes of an image's file; paths are relative to ``folder``."""
     if source.data is not None:
         content, size = source.data, len(source.data)
     else:
@@ -232,11 +219,8 @@ def encoded(source: ImageSource, limits: ImageLimits, folder: Path | None = None
 def decode(content: bytes, name: str, limits: ImageLimits, formats: Sequence[str] = FORMATS) -> Image:
     """Decode a still image to RGB, upright, as transformers' processors do; of 16 bits a channel, the upper 8 are taken.
 
-    Args:
-        formats: Pillow's names of those that it may have.
-
     Raises:
-        DataError: it has more pixels than the limit, which is read before they are decoded; or is damaged, or none.
+        DataError: it has more pixels than the limit, which is read before they are decoded; is damaged; or of other ``formats``.
     """
     from PIL import Image, ImageOps
 
@@ -286,11 +270,7 @@ class ImageProcessor:
     """
 
     def __init__(self, model: Path, layout: ImageLayout, limits: ImageLimits) -> None:
-        """Read the processor's settings; DataError if the checkpoint has none.
-
-        Args:
-            model: directory of the checkpoint.
-        """
+        """Read the processor's settings in a checkpoint's directory; DataError if it has none."""
         self.layout, self.limits = layout, limits
         self._processor = _image_processor(model)
 
@@ -305,9 +285,6 @@ class ImageProcessor:
 
     def encode(self, sources: Sequence[ImageSource], folder: Path) -> EncodedImages:
         """Read and decode the images of a sample, so that a damaged one is refused, and count their tokens.
-
-        Args:
-            folder: that their paths are relative to.
 
         Raises:
             DataError: one of them, or their number, is not within the limits.
@@ -328,12 +305,9 @@ class ImageProcessor:
         return EncodedImages(ImageSources(tuple(sources), folder, tuple(identities)), tuple(tokens))
 
     def _tokens(self, image: Image, name: str) -> int:
-        try:
-            # Counted, not made: samples are stored without patches, which are made again when a batch needs them.
-            patches = self._processor.get_number_of_image_patches(image.height, image.width)
-        except ValueError as error:
-            raise DataError(f"image {name} of {image.width} x {image.height} pixels: {error}") from error
-        return patches // self.layout.merge**2
+        # Counted, not made: samples are stored without patches, which are made again when a batch needs them.
+        with _named(image, name):
+            return self._processor.get_number_of_image_patches(image.height, image.width) // self.layout.merge**2
 
     def images(self, contents: Sequence[bytes], names: Sequence[str]) -> SampleImages:
         """Return the patches of a sample's images, from their files."""
@@ -357,10 +331,8 @@ class ImageProcessor:
         return frames, rows, columns
 
     def _patches(self, image: Image, name: str) -> Any:
-        try:
+        with _named(image, name):
             return self._processor(images=[image], return_tensors="pt")
-        except ValueError as error:
-            raise DataError(f"image {name} of {image.width} x {image.height} pixels: {error}") from error
 
     def deferred(self, sources: ImageSources) -> SampleImages:
         """Return the images of a sample, decoded when they are first used."""
@@ -372,6 +344,15 @@ class ImageProcessor:
         """Return the patches of a sample's images, from where they are."""
         contents = [encoded(source, self.limits, sources.folder) for source in sources.sources]
         return self.images(contents, [source.name for source in sources.sources])
+
+
+@contextlib.contextmanager
+def _named(image: Image, name: str) -> Iterator[None]:
+    """Name the image that a processor refuses within the context."""
+    try:
+        yield
+    except ValueError as error:
+        raise DataError(f"image {name} of {image.width} x {image.height} pixels: {error}") from error
 
 
 def image_digest(content: bytes) -> int:
@@ -409,12 +390,7 @@ def _image_processor(model: Path) -> Any:
 
 @dataclass(frozen=True)
 class EncodedImages:
-    """Images of a sample while it is made.
-
-    Attributes:
-        sources: sources of the images.
-        tokens: number of tokens of each.
-    """
+    """Images of a sample while it is made, and the number of tokens of each."""
 
     sources: ImageSources
     tokens: tuple[int, ...]
@@ -422,8 +398,7 @@ class EncodedImages:
     def expand(self, ids: Sequence[int], weights: Sequence[float], token: int) -> tuple[list[int], list[float]]:
         """Return ids and weights with as many tokens for each image as it has features, none of which is learned.
 
-        Args:
-            token: id of the token that stands for a feature; the chat template writes one for each image.
+        The chat template writes one ``token``, which stands for a feature, for each image.
         """
         count = ids.count(token)
         if count != len(self.tokens):

@@ -14,15 +14,7 @@ from megascend.training.batch.sample import Sample
 
 @dataclass(frozen=True)
 class SampleStatistics:
-    """Figures of some samples; lengths are in tokens.
-
-    Attributes:
-        samples: number of samples, of both sides of pairs and both samples of labelled completions.
-        supervised: tokens that have a weight in the loss.
-        p95: length that 95 % of the samples do not exceed.
-        members: samples of a unit that is drawn.
-        unit: name of several of them.
-    """
+    """Figures of some samples, both sides of pairs counted; lengths are in tokens, ``supervised`` have a weight in the loss."""
 
     samples: int
     tokens: int
@@ -81,12 +73,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class SamplePiece:
-    """Neighbouring tokens of one weight.
-
-    Attributes:
-        weight: loss weight of each token; 0: carries no loss.
-        tokens: number of tokens.
-    """
+    """Neighbouring tokens of one loss weight, as text, and their number."""
 
     text: str
     weight: float
@@ -96,10 +83,8 @@ class SamplePiece:
 def pieces(sample: Sample, decode: Decode, *, scored: bool = False) -> list[SamplePiece]:
     """Return the tokens read and predicted, in order, by weight; the first, which nothing predicts, has weight 0.
 
-    A character whose tokens differ in weight shows as the replacement character in each piece.
-
-    Args:
-        scored: the sample is for a scalar head, whose tokens are read only.
+    A character whose tokens differ in weight shows as the replacement character in each piece. Of a sample for a scalar head
+    (``scored``), tokens are read only.
     """
     ids, weights = sample.input_ids.tolist(), sample.weights.tolist()
     if not scored:

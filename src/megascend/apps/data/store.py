@@ -69,25 +69,15 @@ BATCH_BYTES = 2**24
 class Samples(Sequence[Sample]):
     """Samples that are read on access, with what is known of all of them without reading.
 
-    Args:
-        table: rows of :data:`SCHEMA`.
-        about: what :func:`write_store` keeps of all of them.
-        path: directory of the store, if it is not in memory.
-        processor: decodes images on access; None: the model takes none.
-
     Attributes:
         path: the directory of the store; of several the first one's.
-        fingerprint: digest that distinguishes these samples from others, see
-            :func:`megascend.apps.data.order.fingerprint_of`.
+        fingerprint: digest that distinguishes these samples from others (:func:`megascend.apps.data.order.fingerprint_of`).
         sources: inputs of the samples: name for messages, to a digest or the value.
         scored: the samples are for a scalar head (:meth:`Sample.scored`).
-        remarks: remarks of the tokenisation.
-        kinds: number of documents of each kind.
-        ends: tokens that end an answer or a text, and are learned.
+        remarks, kinds, ends: those of :class:`Findings` after the tokenisation.
         has_pairs, has_margins, has_labels, has_candidates: some samples are of preference pairs, have a margin, are of labelled
-            documents, have a teacher's candidates.
+            documents, have a teacher's candidates; ``partial``: not all of them are.
         has_sources: they are of several sources.
-        partial: what only some samples have, of pairs, margins, labels and candidates.
         members: samples of a unit that is drawn: 2 of a preference pair or a labelled document.
         unit: name of several units, for messages.
     """
@@ -159,12 +149,7 @@ class Samples(Sequence[Sample]):
         return joined
 
     def select(self, chosen: np.ndarray, fingerprint: str | None = None) -> Samples:
-        """Return some of the samples, in their order.
-
-        Args:
-            chosen: bool [samples], True for the members.
-            fingerprint: theirs; default: the same, as documents keep their numbers.
-        """
+        """Return the samples where ``chosen``, bool [samples], is True; their fingerprint is the same by default."""
         selected = copy.copy(self)
         selected._rows = self._rows[chosen]
         selected.fingerprint = self.fingerprint if fingerprint is None else fingerprint
@@ -279,9 +264,7 @@ class Samples(Sequence[Sample]):
 
     @property
     def digests(self) -> np.ndarray:
-        """Return a digest of each sample's content without a classifier's label, int64 [samples]; 0 of one that has another
-        document's completion.
-        """
+        """Return a digest of each sample's content without a classifier's label; 0 of one with another's completion."""
         return np.where(self._column("kind") == MISMATCHED, 0, self._column("content_digest"))
 
     @property
@@ -303,10 +286,7 @@ def write_store(
     *,
     scored: bool = False,
 ) -> None:
-    """Write documents, given as (number, samples), to a new directory, with the remarks of ``findings`` and ``sources``.
-
-    Images that are files stay where they are; others are copied. ``scored``: the samples are for a scalar head.
-    """
+    """Write documents, given as (number, samples), to a new directory; images that are files stay where they are."""
     path.mkdir()
     about: dict[str, Any] = {}
     with pyarrow.OSFile(os.fspath(path / ROWS), "wb") as file, pyarrow.ipc.new_file(file, SCHEMA) as writer:
