@@ -417,9 +417,8 @@ class ChatTemplate:
         silent: dict[str, None] = {}
         for index, message in enumerate(conversation.messages):
             words, role = tail(message), message["role"]
-            left_out = conversation.positions.is_left_out(index, "words")
-            if left_out is None:
-                left_out = bool(words) and words not in conversation.text
+            unmarked = bool(words) and words not in conversation.text
+            left_out = conversation.positions.is_left_out(index, "words", unmarked)
             # An assistant's message may begin with its reasoning, in tags that templates remove from earlier turns.
             is_cut = role != "assistant" and conversation.positions.is_cut(index, "words")
             if not left_out and not is_cut:
@@ -444,11 +443,9 @@ class ChatTemplate:
         message, positions = conversation.messages[index], conversation.positions
         if positions.is_cut(index, "thought") or (message["role"] == "assistant" and positions.is_cut(index, "words")):
             return True
-        left_out = positions.is_left_out(index, "thought")
-        if left_out is not None:
-            return left_out
         reasoning = str(message.get("reasoning_content", "")).strip()
-        return bool(reasoning) and reasoning not in conversation.text
+        unmarked = bool(reasoning) and reasoning not in conversation.text
+        return bool(positions.is_left_out(index, "thought", unmarked))
 
     def check_endings(
         self, rendered: str, turns: Sequence[tuple[int, list[Span]]], source: str, findings: Findings
@@ -457,16 +454,13 @@ class ChatTemplate:
         # The last span of each turn: a turn may have several generation blocks.
         last = [max(pieces) for _, pieces in turns if pieces]
         ended = [rendered[start:end].rstrip().endswith(tuple(self._ends)) for start, end in last]
-        if ended and not any(ended):
+        if not all(ended):
+            turns_end, then = "no turn of the assistant ends with", ""
+            if any(ended):
+                turns_end, then = "some of the assistant's turns end without", " after them"
             findings.remark(
-                "no turn of the assistant ends with a special token that is trained on, so the model does not learn to stop; a "
-                "template with {% generation %} blocks (data.chat_template) can say where turns end",
-                source,
-            )
-        elif not all(ended):
-            findings.remark(
-                "some of the assistant's turns end without a special token that is trained on, so the model does not learn to "
-                "stop after them; a template with {% generation %} blocks (data.chat_template) can say where turns end",
+                f"{turns_end} a special token that is trained on, so the model does not learn to stop{then}; a template with "
+                "{% generation %} blocks (data.chat_template) can say where turns end",
                 source,
             )
 

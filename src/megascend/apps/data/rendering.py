@@ -30,33 +30,14 @@ TAGGED = re.compile(r"<(\w+)>\s*(?P<inner>.*?)\s*</\1>", re.DOTALL)
 THOUGHT_TAG = re.compile(r"\s*<think>")
 
 
-@dataclass(frozen=True)
-class MarkKinds:
-    """Kinds of text to mark. Templates that test the beginning of a text, or whether it is empty, allow fewer marks."""
-
-    beginnings: bool = True
-    empty: bool = True
-    calls: bool = True
-    outside_tags: bool = True
-
-
-MARK_KINDS = (
-    MarkKinds(),
-    MarkKinds(empty=False),
-    MarkKinds(empty=False, outside_tags=False),
-    MarkKinds(beginnings=False, empty=False, calls=False, outside_tags=False),
-)
-"""Kinds of marks in the order in which they are tried, from the most to the fewest."""
+LEVELS = range(4)
+"""From the most marks to the fewest, as templates test whether a text is empty and how it begins: 0 marks all, 1 no empty texts,
+2 only what is within tags, 3 neither beginnings nor the names of calls."""
 
 
 @dataclass
 class MarkedText:
-    """One text of a message, and the offsets of the marks around it; none where the rendered text does not have it.
-
-    Attributes:
-        is_empty: the text is empty, and only its position can be found.
-        has_beginning: the beginning is marked, too.
-    """
+    """One text of a message, which may be empty, and the offsets of the marks around it; none where the template omits it."""
 
     message: int
     part: Part
@@ -86,10 +67,10 @@ class WordPositions:
         ]
         return max(ends) if ends and max(ends) >= 0 else None
 
-    def is_left_out(self, message: int, part: Part) -> bool | None:
-        """Check whether a text of a part is missing from the rendered text, or cut at its end; None if unknown."""
+    def is_left_out(self, message: int, part: Part, unknown: bool | None = None) -> bool | None:
+        """Check whether a text of a part is missing from the rendered text, or cut at its end; ``unknown`` if it is unmarked."""
         texts = [text for text in self.texts if (text.message, text.part, text.is_empty) == (message, part, False)]
-        return any(not text.ends for text in texts) if texts else None
+        return any(not text.ends for text in texts) if texts else unknown
 
     def is_cut(self, message: int, part: Part) -> bool:
         """Return True if some text of a part is in the rendered text without its beginning."""
@@ -129,16 +110,9 @@ class WordPositions:
 
 
 class Rendering:
-    """A conversation as a chat template writes it.
-
-    Attributes:
-        messages: messages of the conversation.
-        text: the template's output.
-        blocks: positions of the template's generation blocks in ``text``.
-    """
+    """A conversation as a chat template writes it, and the spans of the template's generation blocks in the text."""
 
     def __init__(self, messages: Sequence[Message], render: Render) -> None:
-        """Render a conversation."""
         self.messages, self._render = messages, render
         self.text, self.blocks = render(messages)
 
@@ -153,20 +127,18 @@ class Rendering:
 
     def _marked_texts(self, chosen: Sequence[int]) -> list[MarkedText]:
         """Mark the texts of some messages together; bisect if one message prevents marking the rest."""
-        for marking in MARK_KINDS:
-            if (positions := self._attempt(chosen, marking)) is not None:
-                return positions.texts
+        for level in LEVELS:
+            if (texts := self._attempt(chosen, level)) is not None:
+                return texts
         # A template may branch on the content of one message; the others can still be marked.
         half = len(chosen) // 2
         return self._marked_texts(chosen[:half]) + self._marked_texts(chosen[half:]) if half else []
 
-    def _attempt(self, chosen: Sequence[int], marking: MarkKinds) -> WordPositions | None:
-        """Return the positions found with one kind of marking; None if the marks change the text."""
-        positions = WordPositions()
+    def _attempt(self, chosen: Sequence[int], level: int) -> list[MarkedText] | None:
+        """Return the texts found with one level of marks; None if the marks change what the template writes."""
+        texts: list[MarkedText] = []
         marked = [
-            _Marker(index, marking, positions.texts, self._open, self._close).marked(message)
-            if index in chosen
-            else message
+            _Marker(index, level, texts, self._open, self._close).marked(message) if index in chosen else message
             for index, message in enumerate(self.messages)
         ]
         try:
@@ -180,10 +152,10 @@ class Rendering:
         removed = 0
         for match in mark.finditer(text):
             # Even numbers are beginnings, odd ones are ends.
-            marked_text = positions.texts[int(match[1]) // 2]
+            marked_text = texts[int(match[1]) // 2]
             (marked_text.ends if int(match[1]) % 2 else marked_text.begins).append(match.start() - removed)
             removed += len(match[0])
-        return positions
+        return texts
 
 
 @dataclass
@@ -191,7 +163,7 @@ class _Marker:
     """Puts marks into a message, and lists the texts that have them."""
 
     index: int
-    marking: MarkKinds
+    level: int
     texts: list[MarkedText]
     open: str
     close: str
@@ -210,7 +182,7 @@ class _Marker:
         thoughts = [key for key in REASONING if isinstance(message.get(key), str)]
         if thoughts:
             changes |= dict.fromkeys(thoughts, self._text(message[thoughts[0]], "thought"))
-        if self.marking.calls and "tool_calls" in message:
+        if self.level < 3 and "tool_calls" in message:
             changes["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
         return message | changes
 
@@ -227,15 +199,15 @@ class _Marker:
     def _text(self, text: str, part: Part) -> str:
         """Mark where a text begins and ends, within the white space around it that a template may trim."""
         first, last = len(text) - len(text.lstrip()), len(text.rstrip())
-        if first >= last and not self.marking.empty:
+        if first >= last and self.level > 0:
             return text
         # A template may test startswith("<tool_response>"), so the marks go inside the tags.
-        if not self.marking.outside_tags and (tagged := TAGGED.fullmatch(text, first, last)):
+        if self.level > 1 and (tagged := TAGGED.fullmatch(text, first, last)):
             first, last = tagged.span("inner")
         is_empty = first >= last
         first = last if is_empty else first
         number = 2 * len(self.texts)
-        has_beginning = self.marking.beginnings and not is_empty
+        has_beginning = self.level < 3 and not is_empty
         self.texts.append(MarkedText(self.index, part, is_empty, has_beginning))
         beginning = self._mark(number) if has_beginning else ""
         return f"{text[:first]}{beginning}{text[first:last]}{self._mark(number + 1)}{text[last:]}"
