@@ -122,10 +122,6 @@ class ChatTemplate:
             )
         return template
 
-    def marks_turns(self, tools: Tools = None) -> bool:
-        """Return True if the template has ``{% generation %}`` blocks."""
-        return bool(GENERATION.search(self.source(tools)))
-
     def rendering(
         self,
         messages: Sequence[Message],
@@ -262,7 +258,7 @@ class ChatTemplate:
         """
         messages = conversation.messages
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if self.marks_turns(tools):
+        if GENERATION.search(self.source(tools)):
             spans = (
                 [(turns[0], conversation.blocks)]
                 if turns and not separate

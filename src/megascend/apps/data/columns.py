@@ -1,25 +1,12 @@
-"""Convert records to documents by their columns. Pure.
-
-| columns | becomes |
-|---|---|
-| ``messages`` | a conversation |
-| ``conversations`` | one, also as ShareGPT has it (``from``, ``value``) |
-| ``prompt``, ``completion`` | text of which the completion is learned, or a conversation, if both are lists of messages |
-| ``prompt``, ``completion``, ``label`` | the same, labelled desirable (true) or undesirable (false) |
-| any of them but pairs, and ``label`` | the same with a label, for classifiers |
-| ``instruction``, ``output`` (and ``input``, ``system``, ``history``) | Alpaca's: a conversation |
-| ``chosen``, ``rejected`` (and ``prompt``, ``margin``) | a preference pair, of conversations or of text |
-| ``text`` | a text |
-| ``token_ids`` (and ``prompt_length``, ``weights``, ``top_ids``, ``top_logprobs``) | tokens, with a teacher's likeliest ones |
-"""
+"""Convert records to documents by their columns, which docs/data.md describes. Pure."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megascend.apps.data.document import Document, Messages
 from megascend.apps.data.findings import Findings
@@ -42,16 +29,6 @@ from megascend.errors import DataError
 if TYPE_CHECKING:
     from megascend.training.batch.candidates import Candidates
 
-FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "chosen": (("chosen", "rejected"), ("prompt", "margin")),
-    "messages": (("messages",), ("label",)),
-    "conversations": (("conversations",), ("system", "label")),
-    "completion": (("prompt", "completion"), ("label",)),
-    "output": (("instruction", "output"), ("input", "system", "history", "label")),
-    "text": (("text",), ("label",)),
-    "token_ids": (("token_ids",), ("prompt_length", "weights", "top_ids", "top_logprobs", "label")),
-}
-"""Columns that each form must have, and those that it may have."""
 CHAT_COLUMNS = ("tools", "chat_template_kwargs")
 TOP = ("top_ids", "top_logprobs")
 IMAGES = ("images", "image")
@@ -66,10 +43,6 @@ PRINTED_MESSAGES = re.compile(
     re.DOTALL,
 )
 """Beginning of a conversation in another form than a list in JSON: as Python or NumPy prints it, JSON in JSON, JSON Lines."""
-KNOWN_FORMS = (
-    "'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', 'chosen' and 'rejected', "
-    "'text', or 'token_ids'"
-)
 
 
 def parse_record(
@@ -91,22 +64,21 @@ def parse_record(
         names = {column: name for name, column in columns.items()}
         values = {names.get(key, ""): value for key, value in values.items() if key in names}
     # A record that fits several forms is refused: guessing would train on the wrong columns.
-    forms = [name for name, (must, _) in FORMS.items() if all(column in values for column in must)]
+    forms = [form for form in FORMS if all(column in values for column in form.must)]
     if len(forms) != 1:
         keys = ", ".join(sorted(map(str, record))) or "nothing"
         remedy = "choose the ones to read" if forms else "map columns of other names"
         advice = f"; {remedy} with data.columns, such as {{text: YOURS}}"
         raise DataError(f"{source}: expected exactly one of the keys {KNOWN_FORMS}, found: {keys}{advice}")
     form = forms[0]
-    must, may = FORMS[form]
-    chat = () if form in ("text", "token_ids") else (*CHAT_COLUMNS, *IMAGES)
+    chat = () if form.must in (("text",), ("token_ids",)) else (*CHAT_COLUMNS, *IMAGES)
     if findings is not None:
-        read_columns = set(columns.values()) if columns else {*must, *may, *chat}
+        read_columns = set(columns.values()) if columns else {*form.must, *form.may, *chat}
         for key in record:
             if key not in read_columns:
                 findings.remark(f"{key!r} is not read", source)
-    document = _PARSERS[form](values, source)
-    if "label" in may and "label" in values:
+    document = form.parse(values, source)
+    if "label" in form.may and "label" in values:
         document = replace(document, class_label=values["label"])
     if document.messages is not None or isinstance(document.chosen, tuple):
         columns_of_images = [name for name in IMAGES if values.get(name) not in (None, [])]
@@ -137,10 +109,6 @@ def text_column(values: Mapping[str, Any], name: str, source: str, *, empty: boo
         kind = "a string" if empty else "a string that is not empty"
         raise DataError(f"{source}: {name!r} must be {kind}, found {text!r:.60}")
     return text
-
-
-def _parse_text(values: Mapping[str, Any], source: str) -> Document:
-    return Document(source, text=text_column(values, "text", source))
 
 
 def _parse_tokens(values: Mapping[str, Any], source: str) -> Document:
@@ -358,12 +326,22 @@ def _chat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {"tools": parse_tools(values.get("tools"), f"{source}: tools"), "template_options": options or None}
 
 
-_PARSERS = {
-    "text": _parse_text,
-    "token_ids": _parse_tokens,
-    "messages": _parse_chat,
-    "conversations": _parse_chat,
-    "completion": _parse_completion,
-    "output": _parse_alpaca,
-    "chosen": _parse_pair,
-}
+class Form(NamedTuple):
+    """Columns that a form of record must have, those that it may have, and the function that reads them."""
+
+    must: tuple[str, ...]
+    may: tuple[str, ...]
+    parse: Callable[[Mapping[str, Any], str], Document]
+
+
+FORMS = (
+    Form(("messages",), ("label",), _parse_chat),
+    Form(("conversations",), ("system", "label"), _parse_chat),
+    Form(("prompt", "completion"), ("label",), _parse_completion),
+    Form(("instruction", "output"), ("input", "system", "history", "label"), _parse_alpaca),
+    Form(("chosen", "rejected"), ("prompt", "margin"), _parse_pair),
+    Form(("text",), ("label",), lambda values, source: Document(source, text=text_column(values, "text", source))),
+    Form(("token_ids",), ("prompt_length", "weights", "top_ids", "top_logprobs", "label"), _parse_tokens),
+)
+_NAMES = [" and ".join(map(repr, form.must)) for form in FORMS]
+KNOWN_FORMS = f"{', '.join(_NAMES[:-1])}, or {_NAMES[-1]}"
