@@ -213,12 +213,12 @@ def layers(count: int, gib: float) -> Size:
     return Size(f"{count}-layers", gib, ("--layers", str(count)))
 
 
-def published(name: str, work: str, run: str, figure: Published, *, gib: float, deadline_s: float) -> Line:
+def published(name: str, work: str, run: str, figure: Published, size: Size, deadline_s: float) -> Line:
     """Return a line of train whose work others have published; its run is done twice."""
     tiny = f"--tiny --sequences 2 --steps 2 --run megascend {'--lora 4' if '--lora' in work else ''}"
     return Line(
         name, "published", "train", words(f"{work} --run {run} --run {run}"), words(tiny), beside(figure), deadline_s,
-        f"{work.split()[1]}, {figure.on}", (Size("whole", gib, ()),), figure,
+        f"{work.split()[1]}, {figure.on}", (size,), figure,
     )  # fmt: skip
 
 
@@ -277,42 +277,42 @@ LINES = (
         f"--model 8b --lora 8 --targets q_proj,k_proj,v_proj,o_proj {PACKS} --warmup 2 --steps 5",
         "megascend:micro_batch_tokens=8192",
         Published(8429.3, "one H100, packs of 2048", f"{CARDS}/qwen3-8b, peft", 1.2),
-        gib=76, deadline_s=300,
+        Size("36-layers", 76, ()), deadline_s=300,
     ),
     published(
         "lora-4b-16k",
         "--model 4b --lora 16 --sequences 2 --length 16384 --warmup 2 --steps 4",
         "megascend:recompute=layernorm+mlp",
         Published(6229.2, "one H100", f"{BASELINES}, 16384", 1.5),
-        gib=60, deadline_s=240,
+        Size("36-layers", 60, ()), deadline_s=240,
     ),
     published(
         "lora-4b-64k",
         "--model 4b --lora 16 --sequences 2 --length 65536 --warmup 1 --steps 2",
         "megascend:recompute=layernorm+mlp",
         Published(4164.1, "one H100", f"{BASELINES}, 65536", 1.5),
-        gib=120, deadline_s=360,
+        Size("36-layers", 120, ()), deadline_s=360,
     ),
     published(
         "lora-30b-a3b-16k",
         "--model 30b-a3b --lora 16 --sequences 2 --length 16384 --warmup 1 --steps 2",
         "megascend:recompute=full",
         Published(4137.5, "each of 8 H100", f"{BASELINES}, 16384", 3.0),
-        gib=79, deadline_s=480,
+        Size("48-layers", 79, ()), deadline_s=480,
     ),
     published(
         "lora-gpt-oss-20b",
         f"--model tests/models/published/gpt-oss-20b.json --lora 32 {PACKS} --warmup 2 --steps 4",
         "megascend:micro_batch_tokens=8192",
         Published(5171.5, "one H100, packs of 2048", f"{CARDS}/gpt-oss-20b, peft", 2.0),
-        gib=120, deadline_s=480,
+        Size("24-layers", 120, ()), deadline_s=480,
     ),
     published(
         "nemotron-4b",
         "--model tests/models/published/nemotron-3-nano-4b.json --sequences 8 --length 4096 --warmup 3 --steps 5",
         "megascend",
         Published(19581.2, "each of 8 H100, DP8", f"{CARDS}/nemotron-3-nano-4b, pretrain", 1.0),
-        gib=120, deadline_s=300,
+        Size("42-layers", 120, ()), deadline_s=300,
     ),
 )  # fmt: skip
 

@@ -72,7 +72,8 @@ def this_device(platform: str) -> tuple[str, float]:
 def versions() -> dict[str, str]:
     """Return the versions of packages that affect speed."""
     installed = {
-        distribution.metadata["Name"].lower(): distribution.version for distribution in metadata.distributions()
+        distribution.metadata["Name"].lower().replace("_", "-"): distribution.version
+        for distribution in metadata.distributions()
     }
     return {package: installed.get(package, "none") for package in PACKAGES}
 

@@ -142,10 +142,17 @@ def _elements(shape: tuple[int, ...]) -> int:
     return product
 
 
-# DeepSeek-V3's main model without scales, OLMoE's and Nemotron 3 Nano's, by public audits of their files.
+# DeepSeek-V3's main model without scales, OLMoE's and Nemotron 3 Nano's, by public audits of their files; the last one's by
+# Megatron-Bridge's card.
 @pytest.mark.nightly_cases("deepseek-v3*")  # covered: the others, by the same count
 @pytest.mark.parametrize(
-    ("name", "count"), [("deepseek-v3", 45_395), ("olmoe-1b-7b-0924", 3_219), ("nemotron-3-nano-30b-a3b", 6_243), ("nemotron-3-nano-4b", 263)]
+    ("name", "count"),
+    [
+        ("deepseek-v3", 45_395),
+        ("olmoe-1b-7b-0924", 3_219),
+        ("nemotron-3-nano-30b-a3b", 6_243),
+        ("nemotron-3-nano-4b", 263),
+    ],
 )
 def test_tensors_are_as_many_as_in_the_published_files(name: str, count: int, describe: Any) -> None:
     assert len(describe(name).info.tensors) == count
