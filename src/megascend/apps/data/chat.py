@@ -60,6 +60,7 @@ def fixed_date(template: str, day: date) -> Iterator[None]:
     with DATED:
         variables = _compile_jinja_template(template).globals
         # The date would otherwise be that of the day on which a sample is tokenised, and a resumed run would see other samples.
+        # Not a variable of the call: transformers (5.24) passes templates plain data only, and the name of a function's type.
         clock = variables[CLOCK]
         variables[CLOCK] = datetime.combine(day, time()).strftime
         try:

@@ -20,21 +20,19 @@ class Document:
 
     Attributes:
         source: ``file:line``, ``file[row]`` or the file; every error about the document begins with it.
-        messages: a conversation, in the form that the chat template receives.
+        messages: a conversation, in the form that the chat template receives; the first ``prompt_messages`` are a prompt, which
+            is not learned unless prompts are.
         text: plain text; every token of it is learned.
         begins, ends: False for a block of a longer text, which does not begin or end there: it gets no special tokens.
-        prompt, completion: plain text of which only the completion is learned. If ``chosen`` and ``rejected`` are plain text,
-            ``prompt`` precedes both.
+        prompt, completion: plain text of which only the completion is learned. ``prompt`` also precedes ``chosen`` and
+            ``rejected`` of plain text.
         chosen, rejected: the sides of a preference pair, both plain text or both complete conversations.
-        margin: least difference of the rewards of a pair's sides, for reward models; None: none is named.
+        margin: least difference of the rewards of a pair's sides, for reward models.
         loss_weights: loss weight of each message; None: 1 for the assistant's, 0 for all others.
-        prompt_messages: number of ``messages`` that are a prompt, which is not learned unless prompts are.
-        tools: functions that the conversation may call, for the chat template.
-        token_ids: a sequence of tokens, with the weight of each as a target in ``token_weights``.
-        candidates: a teacher's candidates for each of ``token_ids``, or None.
-        template_options: further variables of the chat template, ``{"enable_thinking": False}`` for example.
-        label: True for a desirable completion, False for an undesirable one; None: not labelled.
-        class_label: content of the column ``label``, for classifiers; None: there is none.
+        tools, template_options: functions that the conversation may call, and further variables, for the chat template.
+        token_ids: a sequence of tokens, with the weight of each as a target, and perhaps a teacher's ``candidates`` for it.
+        label: True for a desirable completion, False for an undesirable one.
+        class_label: content of the column ``label``, for classifiers.
         mismatch: another document's completion to the prompt of a labelled one: plain text or messages, as its own.
     """
 

@@ -48,12 +48,7 @@ def label_name(feature: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class LabelSet:
-    """Labels of a classifier.
-
-    Attributes:
-        names: their names, in the order of their ids.
-        problem_type: transformers' name for what a label is.
-    """
+    """Labels of a classifier, in the order of their ids, and transformers' name for what a label is."""
 
     names: tuple[str, ...]
     problem_type: ProblemType
@@ -172,9 +167,7 @@ class LabelSet:
     def remarks(self, labels: np.ndarray, subject: str) -> list[str]:
         """Return how often each label occurs, and warnings of labels that nothing can be learned about.
 
-        Args:
-            labels: float32 [samples, 1], ids; or [samples, labels], a number for each.
-            subject: name of the samples.
+        ``labels``: float32 [samples, 1], ids; or [samples, labels], a number for each.
         """
         total = len(labels)
         if self.problem_type == "regression":

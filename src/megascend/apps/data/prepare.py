@@ -72,8 +72,7 @@ def prepare_samples(
 ) -> Samples:
     """Return the samples of a source, tokenised once on this machine and kept in the cache folder.
 
-    One rank of a machine writes, the others wait for it, without a process group. ``model``: directory of the tokenizer;
-    ``template_date``: date for the chat template, by default today.
+    One rank of a machine writes, the others wait for it, without a process group. ``model``: directory of the tokenizer.
     """
     path, data, setting = source.path, source.data, source.setting
     if data.prepared is not None:
@@ -134,11 +133,7 @@ def check_store(store: Samples, path: Path) -> None:
 def write_prepared(
     folder: Path, stores: Mapping[str, Samples], limits: SampleLimits, paths: Mapping[str, Path]
 ) -> None:
-    """Write stores, by the setting that names their data, to a new folder for ``data.prepared``.
-
-    Args:
-        paths: the data's, by the same settings.
-    """
+    """Write stores to a new folder for ``data.prepared``; they and the paths of their data are by the setting that names them."""
 
     def make(fresh: Path) -> None:
         fresh.mkdir()
@@ -166,10 +161,7 @@ def prepared_store(
     model: Path,
     template_date: date | None,
 ) -> Samples:
-    """Return the samples that :func:`write_prepared` has written, after comparing what they were made from.
-
-    The data themselves are compared if they are there.
-    """
+    """Return the samples of :func:`write_prepared`, after comparing what they were made from, and the data if they are there."""
     path, data, setting, folder = source.path, source.data, source.setting, source.data.prepared
     assert folder is not None
     try:
@@ -273,12 +265,7 @@ def sample_inputs(
     template_date: date,
     image_processor: ImageProcessor | None,
 ) -> dict[str, str]:
-    """Return what samples are made from, by name: digests or values.
-
-    Args:
-        content: identifies the data.
-        files: digests of the model's files, see :func:`tokenizer_of`.
-    """
+    """Return what samples are made from, by name: digests or values; of the data ``content``, of the model's ``files`` theirs."""
     settings = data.model_dump(
         mode="json",
         include={"split", "config_name", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}

@@ -33,12 +33,7 @@ class AppendedTurns:
         bos: str,
         eos: str,
     ) -> None:
-        """
-        Args:
-            render: renders messages; with True, up to the assistant's continuation.
-            special: tokens that may end a turn.
-            bos, eos: tokens at the beginning and end of a sequence; "": none.
-        """
+        """``render`` writes messages, with True up to the assistant's continuation; the tokens ``special`` may end a turn."""
         self._conversation, self._render, self._bos, self._eos = conversation, render, bos, eos
         # The longest first: one token may be the ending, or the beginning, of another.
         self._special = tuple(sorted(special, key=len, reverse=True))
