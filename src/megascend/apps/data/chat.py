@@ -106,9 +106,7 @@ class ChatTemplate:
     def source(self, tools: Tools = None) -> str:
         """Return the template's text; a tokenizer may have one for conversations with tools."""
         if not self._tokenizer.chat_template:
-            raise DataError(
-                "'messages' need a chat template, and the model's tokenizer has none; name one with data.chat_template"
-            )
+            raise DataError("'messages' need a chat template, and the tokenizer has none; set data.chat_template")
         try:
             template = str(self._tokenizer.get_chat_template(None, list(tools) if tools else None))
         except ValueError:  # several templates, and no default
@@ -174,10 +172,8 @@ class ChatTemplate:
                     rendered, marked = attempt(textual)  # for example DeepSeek's templates
         except Exception as error:
             line = syntax_error_line(error)
-            location = "" if line is None else f" in line {line}"
-            raise DataError(
-                f"the chat template refuses the conversation: {type(error).__name__}{location}: {error}"
-            ) from error
+            kind = type(error).__name__ if line is None else f"{type(error).__name__} in line {line}"
+            raise DataError(f"the chat template refuses the conversation: {kind}: {error}") from error
         return str(rendered[0]), [(start, end) for start, end in (marked[0] if marked else []) if end > start]
 
     def _with_role(self, message: Message, template: str) -> Message:

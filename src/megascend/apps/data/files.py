@@ -405,9 +405,7 @@ def _table(path: Path, kind: str, describe: Callable[[Path], tuple[int, Any]]) -
         return Table(rows, datasets.Features.from_arrow_schema(schema))
     except ValueError as error:
         columns = " ".join(str(schema).split())
-        raise DataError(
-            f"{path}: datasets cannot load one of its columns: {columns:.80}; leave it out: {error}"
-        ) from error
+        raise DataError(f"{path}: datasets cannot load a column: {columns:.80}; leave it out: {error}") from error
 
 
 def _parquet_description(path: Path) -> tuple[int, Any]:

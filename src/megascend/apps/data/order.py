@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megascend.training.batch.sample import Sample
 
 T = TypeVar("T")
+NO_RESUME = "cannot resume the data order"
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class Batches(Generic[T]):
         if begins or state.get("fingerprint") != self._fingerprint:
             report = changed_samples(state, self._samples, saved, self._sources)
             if self._on_changed != "continue":
-                raise DataError(f"cannot resume the data order: {report}{self._advice(saved)}")
+                raise DataError(f"{NO_RESUME}: {report}{self._advice(saved)}")
             if begins:
                 # A position has no meaning in other samples; an epoch that had begun counts as done.
                 epoch, position = epoch + (position > 0), 0
@@ -197,9 +198,8 @@ class Batches(Generic[T]):
         elif self._on_changed is None:
             changed = [name for name, value in self._sources.items() if saved.get(name, value) != value]
             if changed:
-                raise DataError(
-                    f"cannot resume the data order: the samples changed and the data did not, by: {', '.join(changed)}"
-                )
+                causes = ", ".join(changed)
+                raise DataError(f"{NO_RESUME}: the samples changed and the data did not, by: {causes}")
         self._epoch, self._position = epoch, position
         parts = state.get("mixture") or [{"epoch": epoch, "position": position}]
         for order, part in zip(self._orders, parts, strict=True):
@@ -233,9 +233,7 @@ def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for key, value in now.items():
         if saved.get(key) != value:
             name = f"{key} of data.sources" if key == "weights" else key
-            raise DataError(
-                f"cannot resume the data order: {name} was {saved.get(key)} when it was saved and is {value} now"
-            )
+            raise DataError(f"{NO_RESUME}: {name} was {saved.get(key)} when it was saved and is {value} now")
 
 
 def changed_samples(

@@ -167,9 +167,7 @@ def prepared_store(
     try:
         entries = {entry["setting"]: entry for entry in json.loads((folder / PREPARED).read_bytes())["data"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"data.prepared: {folder} is not a folder that megascend prepare --output has written ({error})"
-        ) from None
+        raise DataError(f"data.prepared: {folder} is no folder of megascend prepare --output ({error})") from None
     if setting not in entries:
         raise DataError(
             f"data.prepared: {folder} has no samples of {setting}; it has those of {', '.join(entries)}: prepare this run file"
@@ -178,9 +176,7 @@ def prepared_store(
     for name, size in entry["files"].items():
         file = folder / entry["folder"] / name
         if not file.is_file() or file.stat().st_size != size:
-            raise DataError(
-                f"data.prepared: {file} is missing or incomplete ({size} bytes were written): copy it again"
-            )
+            raise DataError(f"data.prepared: {file} is missing or incomplete ({size} bytes written): copy it again")
     set_template(data, tokenizer)
     image_processor = ImageProcessor.for_model(model, data.images)
     content = entry["inputs"][f"data ({setting})"]

@@ -46,6 +46,9 @@ class Tokens(NamedTuple):
 TooLong = Literal["error", "truncate", "skip"]
 WeightedSpan = tuple[int, int, float]
 
+NOTHING_LEARNED = (
+    "no assistant turn to learn from, or none whose loss counts; add one, or set data.train_on_prompt: true"
+)
 SHARED_TOKEN = (
     "the beginning of the completion is not learned, as it shares a token with the end of the prompt; put the space between "
     "them at the beginning of the completion, not at the end of the prompt"
@@ -243,9 +246,8 @@ class Encoder:
             problem = f"the pair takes {tokens} tokens and the limit is {budget} (batching.micro_batch_tokens)"
             if self._on_too_long != "skip":
                 raise DataError(f"{problem}: shorten or remove it, raise the limit, or set data.on_too_long: skip")
-            self._findings.remark(
-                "left out: the pair is longer than a micro batch (data.on_too_long: skip)", document.source
-            )
+            remark = "left out: the pair is longer than a micro batch (data.on_too_long: skip)"
+            self._findings.remark(remark, document.source)
             return []
         if self._limits.scored and torch.equal(samples[0].input_ids, samples[1].input_ids):
             self._findings.remark("left out: both sides of the pair are the same tokens", document.source)
@@ -325,9 +327,8 @@ class Encoder:
             self._check_placeholders(source, *contents, refused=processor is not None)
         if processor is None:
             if sources:
-                raise DataError(
-                    f"the conversation has {len(sources)} image{'s' * (len(sources) > 1)}, and this model takes none"
-                )
+                count = f"{len(sources)} image{'s' * (len(sources) > 1)}"
+                raise DataError(f"the conversation has {count}, and this model takes none")
             return None
         return processor.encode(sources, folder_of(source))
 
@@ -393,9 +394,7 @@ class Encoder:
         if tokens.candidates is not None:
             self._check_vocabulary([int(tokens.candidates.ids.max())])
         if not self._learns(tokens):
-            raise DataError(
-                "no assistant turn to learn from, or none whose loss counts; add one, or set data.train_on_prompt: true"
-            )
+            raise DataError(NOTHING_LEARNED)
         tokens = self._without_padding(tokens)
         targets, limit = self._limits.targets, self._limits.length
         length = len(tokens.ids) - targets
@@ -506,9 +505,8 @@ def check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"character {error.start} is half of a surrogate pair ({text[error.start]!r}), not a character"
-        ) from None
+        half = f"half of a surrogate pair ({text[error.start]!r}), not a character"
+        raise DataError(f"character {error.start} is {half}") from None
 
 
 def begins_twice(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -521,9 +519,8 @@ def opening_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return a plain text's token ids with the special tokens that a training sample begins with, without those at the end."""
     plain: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     closed: Any = tokenizer(text, verbose=False)["input_ids"]
-    first = next(
-        (index for index in range(len(closed) - len(plain) + 1) if closed[index : index + len(plain)] == plain), None
-    )
+    places = range(len(closed) - len(plain) + 1)
+    first = next((index for index in places if closed[index : index + len(plain)] == plain), None)
     tokens = list(plain if first is None else closed[: first + len(plain)])
     return tokens[1:] if begins_twice(tokens, tokenizer) else tokens
 

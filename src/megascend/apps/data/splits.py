@@ -97,9 +97,8 @@ class SplitFiles:
             return cls(path, setting, _saved_splits(path, split, config_name, setting))
         # A dangling link is neither a file nor a folder, and would get a misleading message below.
         if path.is_symlink() and not path.exists():
-            raise DataError(
-                f"no training data at {path} ({setting}): it is a link to {path.readlink()}, which does not exist"
-            )
+            target = path.readlink()
+            raise DataError(f"no training data at {path} ({setting}): it is a link to {target}, which does not exist")
         if path.is_file():
             _check_file(path, split, config_name, setting)
             return cls(path, setting, _complete([path], findings))
@@ -168,9 +167,8 @@ def _saved_splits(path: Path, split: str | None, config_name: str | None, settin
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the latter: of other JSON
         raise DataError(f"{path} ({setting}): datasets cannot load it: {error}") from error
     if split not in (None, "train", ALL, split_name):
-        raise DataError(
-            f"{path} is one saved dataset and has no split {split!r} ({_split_setting(setting)}): leave it out"
-        )
+        option = _split_setting(setting)
+        raise DataError(f"{path} is one saved dataset and has no split {split!r} ({option}): leave it out")
     return [path]
 
 
@@ -264,22 +262,17 @@ def _chosen_config(path: Path, configs: Mapping[str, Mapping[str, Any]], name: s
         return name
     defaults = [config for config, values in configs.items() if config == "default" or values.get("default")]
     if len(configs) > 1 and len(defaults) != 1:
-        raise DataError(
-            f"{path}: its card lists {len(configs)} configs: {', '.join(configs)}; name one with data.config_name"
-        )
+        names = ", ".join(configs)
+        raise DataError(f"{path}: its card lists {len(configs)} configs: {names}; name one with data.config_name")
     return defaults[0] if defaults else next(iter(configs), None)
 
 
 def _check_config(path: Path, name: str | None, values: Mapping[str, Any]) -> None:
     unread = [f"{key}: {value!r}" for key, value in values.items() if key not in READ_OF_CARDS]
     if unread:
-        raise DataError(
-            f"{path}: config {name!r} of its card sets {', '.join(unread)}, which is not read; remove it there"
-        )
-    if "://" in str(values.get("data_files", "")):
-        raise DataError(
-            f"{path}: config {name!r} of its card names files elsewhere ({values['data_files']}): download them"
-        )
+        raise DataError(f"{path}: config {name!r} of its card sets {', '.join(unread)}, which is not read; remove it")
+    if "://" in (files := str(values.get("data_files", ""))):
+        raise DataError(f"{path}: config {name!r} of its card names files elsewhere ({files}): download them")
 
 
 @contextlib.contextmanager

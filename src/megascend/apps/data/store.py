@@ -123,7 +123,7 @@ class Samples(Sequence[Sample]):
             table.validate(full=True)
         except pyarrow.ArrowException as error:
             raise DataError(
-                f"{path / ROWS} is damaged: {error}; remove the folder, and prepare the data again"
+                f"{path / ROWS} is damaged: {error}; remove the folder and prepare the data again"
             ) from None
         return cls(table, json.loads((path / ABOUT).read_text(encoding="utf-8")), path, processor)
 

@@ -208,9 +208,8 @@ class SampleStream:
             self.begin(self._epoch + 1)
             block = list(islice(self._records, self._data.shuffle_buffer))
         if not block:
-            raise DataError(
-                f"no training data in {self._path} ({self._setting}): it holds no document{self._remarks()}"
-            )
+            problem = f"no training data in {self._path} ({self._setting}): it holds no document"
+            raise DataError(problem + self._remarks())
         # Ranks that see another end of a growing file would go on with other samples than the rest.
         if self._file < len(self._order):
             self._source.check(self._order[self._file])
