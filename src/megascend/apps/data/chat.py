@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,21 +130,25 @@ class ChatTemplate:
         prompt: bool = False,
     ) -> Rendering:
         """Render a conversation; with ``prompt``, up to where the assistant would continue."""
-        return Rendering(messages, lambda marked: self._render(marked, tools, options, prompt=prompt))
+        template = self.source(tools)
+
+        def render(conversation: Sequence[Message], tools: Tools, prompt: bool) -> tuple[str, list[Span]]:
+            return self._render(template, conversation, tools, options, prompt=prompt)
+
+        return Rendering(messages, tools, template, render, prompt=prompt)
 
     def _render(
         self,
+        template: str,
         messages: Sequence[Message],
-        tools: Tools,
-        options: Mapping[str, Any] | None,
+        tools: Tools = None,
+        options: Mapping[str, Any] | None = None,
         *,
         prompt: bool = False,
-        template: str | None = None,
     ) -> tuple[str, list[Span]]:
-        """Return the text, and the spans of the template's generation blocks in it; ``template``: default: that of ``tools``."""
+        """Return the text, and the spans of the template's generation blocks in it."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = template or self.source(tools)
         dated = fixed_date(template, self._day) if CLOCK in template else contextlib.nullcontext()
         variables = {**self._tokenizer.special_tokens_map, **self._options, **(options or {})}
 
@@ -231,45 +235,25 @@ class ChatTemplate:
         for name, template in named.items():
             # Those with a name may need more than a conversation.
             with contextlib.nullcontext() if name == "default" else contextlib.suppress(DataError):
-                behind = self._render(turns, None, None, template=template)[0].rpartition(PROBE[0])[2].lstrip()
+                behind = self._render(template or self.source(), turns)[0].rpartition(PROBE[0])[2].lstrip()
                 ends |= {number for text, number in special.items() if text and behind.startswith(text)}
         return ends
 
-    def assistant_spans(
-        self,
-        conversation: Rendering,
-        tools: Tools = None,
-        options: Mapping[str, Any] | None = None,
-        *,
-        separate: bool = True,
-    ) -> list[tuple[int, list[Span]]]:
+    def assistant_spans(self, conversation: Rendering, *, separate: bool = True) -> list[tuple[int, list[Span]]]:
         """Return, by the index of each of the assistant's messages, the spans of characters that the assistant writes.
 
         They are the template's generation blocks, or else what lies between the end of the generation prompt and the end of the
         turn, by comparison with the conversation cut before and after it. Text after the special token that ends a turn (a line
-        break in ChatML) is never generated, so it is left out. The spans contain no words of other messages.
-
-        Args:
-            conversation: as :meth:`rendering` returns it for the same tools and options.
-            separate: assign spans to messages; False: the spans of all generation blocks go with the first message.
+        break in ChatML) is never generated, so it is left out. The spans contain no words of other messages. Unless they are to
+        be ``separate``, those of all generation blocks go with the first message.
         """
-        messages = conversation.messages
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if GENERATION.search(self.source(tools)):
-            spans = (
-                [(turns[0], conversation.blocks)]
-                if turns and not separate
-                else self._turn_blocks(conversation.blocks, messages, turns, tools, options)
-            )
+        turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        if GENERATION.search(conversation.template):
+            whole = bool(turns) and not separate
+            spans = [(turns[0], conversation.blocks)] if whole else self._turn_blocks(conversation, turns)
             self._check_words(conversation, turns, spans)
         else:
-            appended = AppendedTurns(
-                conversation,
-                lambda cut, prompt: self.rendering(cut, tools, options, prompt=prompt),
-                self._ends,
-                self._bos,
-                self._eos,
-            )
+            appended = AppendedTurns(conversation, self._ends, self._bos, self._eos)
             spans = [(index, [appended.span(index)]) for index in turns]
         self._check_others(conversation, turns, spans)
         return spans
@@ -319,21 +303,16 @@ class ChatTemplate:
                 "of them are within; does the template use them inside a macro?"
             )
 
-    def _turn_blocks(
-        self,
-        blocks: list[Span],
-        messages: Sequence[Message],
-        turns: list[int],
-        tools: Tools,
-        options: Mapping[str, Any] | None,
-    ) -> list[tuple[int, list[Span]]]:
+    @staticmethod
+    def _turn_blocks(conversation: Rendering, turns: list[int]) -> list[tuple[int, list[Span]]]:
         """Assign the template's generation blocks to messages."""
+        blocks, messages = conversation.blocks, conversation.messages
         # A turn without words may have no block, and another one two. Then a turn has as many blocks as rendering it adds.
         if len(blocks) == len(turns) and all(tail(messages[index]) for index in turns):
             return [(index, [span]) for index, span in zip(turns, blocks, strict=True)]
         assigned, before = [], 0
         for index in turns:
-            upto = len(blocks) if index == turns[-1] else len(self._render(messages[: index + 1], tools, options)[1])
+            upto = len(blocks) if index == turns[-1] else len(conversation.cut(messages[: index + 1]).blocks)
             if upto < before or upto > len(blocks):
                 raise DataError(
                     f"cannot tell which generation blocks of the chat template are those of message {index}: it has other "
@@ -345,32 +324,16 @@ class ChatTemplate:
 
     # --- omissions of the template ---
 
-    def check_written(
-        self,
-        conversation: Rendering,
-        tools: Tools,
-        options: Mapping[str, Any] | None,
-        source: str,
-        findings: Findings,
-        *,
-        prompt: bool = False,
-    ) -> None:
-        """Report the parts that the template omits; ``prompt``: it was rendered up to the assistant's continuation."""
-        messages, rendered = conversation.messages, conversation.text
+    def check_written(self, conversation: Rendering, source: str, findings: Findings) -> None:
+        """Report the parts of a conversation that the template omits."""
+        messages, template = conversation.messages, conversation.template
         self._check_words_written(conversation, source, findings)
-        template = self.source(tools)
-
-        def changes_nothing(other: Sequence[Message], tools: Tools = tools) -> bool:
-            with contextlib.suppress(DataError):  # a template may need what is left out
-                return rendered == self._render(other, tools, options, prompt=prompt, template=template)[0]
-            return False
-
-        if tools and changes_nothing(messages, None):
+        if conversation.tools and conversation.is_written_without(messages, None):
             raise DataError(f"'tools': {UNWRITTEN}")
         if any("tool_calls" in message for message in messages):
-            if changes_nothing([_without_tool_calls(message) for message in messages]):
+            if conversation.is_written_without(list(map(_without_tool_calls, messages)), conversation.tools):
                 raise DataError(f"'tool_calls': {UNWRITTEN}")
-            self._check_calls_written(conversation, changes_nothing)
+            self._check_calls_written(conversation)
         for role in dict.fromkeys(message["role"] for message in messages):
             if self._with_role({"role": role}, template)["role"] != role:
                 findings.remark(f"messages of the role {role!r} are written as those of the role 'tool'", source)
@@ -386,7 +349,7 @@ class ChatTemplate:
                 findings.remark(f"{key!r} of messages is not read", source)
 
     @staticmethod
-    def _check_calls_written(conversation: Rendering, changes_nothing: Callable[[Sequence[Message]], bool]) -> None:
+    def _check_calls_written(conversation: Rendering) -> None:
         """Raise DataError if some of a message's calls are left out: by the marks of their names, or by taking each out."""
         messages = conversation.messages
         for index, message in enumerate(messages):
@@ -395,9 +358,8 @@ class ChatTemplate:
             if missing is None:
                 reduced = [calls[:number] + calls[number + 1 :] for number in range(len(calls))]
                 fewer = [message | {"tool_calls": rest} if rest else _without_tool_calls(message) for rest in reduced]
-                missing = any(
-                    changes_nothing([*messages[:index], candidate, *messages[index + 1 :]]) for candidate in fewer
-                )
+                others = ([*messages[:index], candidate, *messages[index + 1 :]] for candidate in fewer)
+                missing = any(conversation.is_written_without(rest, conversation.tools) for rest in others)
             if missing:
                 names = ", ".join(repr(call.get("function", call)["name"]) for call in calls)
                 raise DataError(

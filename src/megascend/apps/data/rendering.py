@@ -6,6 +6,7 @@ give the same text again, so positions are exact, however a template trims, quot
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -19,8 +20,8 @@ from megascend.errors import DataError
 
 Part = Literal["words", "thought", "call"]
 Span = tuple[int, int]
-Render = Callable[[Sequence[Message]], tuple[str, list[Span]]]
-"""Renders messages to text, with the spans of the template's generation blocks in it."""
+Render = Callable[[Sequence[Message], Any, bool], tuple[str, list[Span]]]
+"""Renders messages with tools, and with True up to the assistant's continuation; returns the spans of generation blocks, too."""
 
 PRIVATE = (0xE000, 0xF900), (0xF0000, 0xFFFFE)
 """Private use areas of Unicode, which conversations seldom contain; two unused characters delimit the marks."""
@@ -110,11 +111,24 @@ class WordPositions:
 
 
 class Rendering:
-    """A conversation as a chat template writes it, and the spans of the template's generation blocks in the text."""
+    """A conversation as ``template`` writes it, and the spans of the template's generation blocks in the text."""
 
-    def __init__(self, messages: Sequence[Message], render: Render) -> None:
-        self.messages, self._render = messages, render
-        self.text, self.blocks = render(messages)
+    def __init__(
+        self, messages: Sequence[Message], tools: Any, template: str, render: Render, *, prompt: bool = False
+    ) -> None:
+        self.messages, self.tools, self.template = messages, tools, template
+        self._render, self._prompt = render, prompt
+        self.text, self.blocks = render(messages, tools, prompt)
+
+    def cut(self, messages: Sequence[Message], *, prompt: bool = False) -> Rendering:
+        """Render other messages with the same template, tools and options; ``prompt``: up to the assistant's continuation."""
+        return Rendering(messages, self.tools, self.template, self._render, prompt=prompt)
+
+    def is_written_without(self, messages: Sequence[Message], tools: Any) -> bool:
+        """Check whether the template writes the same text for messages and tools that lack a part."""
+        with contextlib.suppress(DataError):  # a template may need what is left out
+            return self.text == self._render(messages, tools, self._prompt)[0]
+        return False
 
     @cached_property
     def positions(self) -> WordPositions:
@@ -142,7 +156,7 @@ class Rendering:
             for index, message in enumerate(self.messages)
         ]
         try:
-            text, _ = self._render(marked)
+            text, _ = self._render(marked, self.tools, self._prompt)
         except DataError:
             return None
         mark = re.compile(f"{self._open}(\\d+){self._close}")

@@ -294,20 +294,19 @@ class Encoder:
         """Encode messages; with ``learn_all``, by default ``train_on_prompt``, each of them is learned."""
         images = self._decoded(messages, document.source)
         learn_all = self._train_on_prompt if learn_all is None else learn_all
-        tools, options = document.tools, document.template_options
         spans: list[WeightedSpan] = []
-        conversation = self._template.rendering(messages, tools, options)
+        conversation = self._template.rendering(messages, document.tools, document.template_options)
         if not learn_all or loss_weights is not None:
             message_weights = list(loss_weights or [1.0] * len(messages))
             if not learn_all:
                 message_weights[: document.prompt_messages] = [0.0] * document.prompt_messages
             pairs = zip(messages, message_weights, strict=True)
             separate = len({weight for message, weight in pairs if message["role"] == "assistant"}) > 1
-            turns = self._template.assistant_spans(conversation, tools, options, separate=separate)
+            turns = self._template.assistant_spans(conversation, separate=separate)
             spans = [(start, end, message_weights[index]) for index, pieces in turns for start, end in pieces]
             weighted_turns = [(index, pieces) for index, pieces in turns if message_weights[index]]
             self._template.check_endings(conversation.text, weighted_turns, document.source, self._findings)
-        self._template.check_written(conversation, tools, options, document.source, self._findings)
+        self._template.check_written(conversation, document.source, self._findings)
         # Without special tokens: the chat template has written them.
         tokens, offsets = self._ids(conversation.text, special=False, offsets=True)
         if not learn_all and lies_within_a_token(offsets, [start for start, _, weight in spans if weight]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from megascend.apps.data.document import Message
 from megascend.apps.data.rendering import Rendering, Span
@@ -25,16 +25,9 @@ class AppendedTurns:
     words on, whose positions are known in each text. A span never reaches into what a later message adds: neither cut has it.
     """
 
-    def __init__(
-        self,
-        conversation: Rendering,
-        render: Callable[[Sequence[Message], bool], Rendering],
-        special: Sequence[str],
-        bos: str,
-        eos: str,
-    ) -> None:
-        """``render`` writes messages, with True up to the assistant's continuation; the tokens ``special`` may end a turn."""
-        self._conversation, self._render, self._bos, self._eos = conversation, render, bos, eos
+    def __init__(self, conversation: Rendering, special: Sequence[str], bos: str, eos: str) -> None:
+        """Take the tokens that may end a turn, and those at the beginning and end of a sequence, "" for none."""
+        self._conversation, self._bos, self._eos = conversation, bos, eos
         # The longest first: one token may be the ending, or the beginning, of another.
         self._special = tuple(sorted(special, key=len, reverse=True))
         ordered = "|".join(map(re.escape, self._special)) or "(?!)"
@@ -43,8 +36,8 @@ class AppendedTurns:
     def span(self, index: int) -> Span:
         """Return the span of characters of a turn."""
         text, messages = self._conversation.text, self._conversation.messages
-        head = self._render(messages[:index], True) if index else self._first_head()
-        upto = self._conversation if index == len(messages) - 1 else self._render(messages[: index + 1], False)
+        head = self._conversation.cut(messages[:index], prompt=True) if index else self._first_head()
+        upto = self._conversation if index == len(messages) - 1 else self._conversation.cut(messages[: index + 1])
         # The simple case: history begins with both cut conversations, so their lengths are the turn's boundaries.
         start: int | None = len(head.text)
         end: int | None = len(upto.text)
@@ -62,7 +55,7 @@ class AppendedTurns:
     def _first_head(self) -> Rendering:
         """Render the generation prompt of a conversation that begins with the assistant: no message precedes it."""
         try:
-            return self._render((), True)
+            return self._conversation.cut((), prompt=True)
         except DataError:
             raise DataError(
                 "the conversation begins with the assistant, and the chat template writes no conversation without a message; "
@@ -95,9 +88,7 @@ class AppendedTurns:
             return in_text + len(shared)
         # Else by a probe: how the template opens a turn of the assistant that has nothing but words.
         messages = self._conversation.messages
-        bare = self._or_none(
-            (*messages[:index], {"role": "assistant", "content": PROBE}, *messages[index + 1 :]), False
-        )
+        bare = self._or_none((*messages[:index], {"role": "assistant", "content": PROBE}, *messages[index + 1 :]))
         if bare is None or not (words := bare.positions.of(index, "words")) or not bare.positions.of(anchor, "words"):
             return None
         prefix = bare.text[bare.positions.of(anchor, "words")[-1] : words[0]]
@@ -127,7 +118,7 @@ class AppendedTurns:
             size for size in range(1, min(len(rest), len(upto.text), LONGEST_END)) if upto.text.endswith(rest[:size])
         ]
         yield rest[: ends[-1]] if ends else ""
-        before = self._or_none(messages[:index], False)
+        before = self._or_none(messages[:index])
         opening = head.text.removeprefix(before.text) if before is not None else head.text
         if opening and opening != head.text and (continued := self._or_none(messages[: index + 1], True)) is not None:
             end = continued.positions.end_of(index, 0)
@@ -183,8 +174,8 @@ class AppendedTurns:
         before = [list(self._token.finditer(text, max(0, begin - LONGEST_END), begin))[-1:] for begin in begins]
         return {*openers, *(match[0] for matches in before for match in matches)}
 
-    def _or_none(self, messages: Sequence[Message], prompt: bool) -> Rendering | None:
+    def _or_none(self, messages: Sequence[Message], prompt: bool = False) -> Rendering | None:
         try:
-            return self._render(messages, prompt)
+            return self._conversation.cut(messages, prompt=prompt)
         except DataError:
             return None

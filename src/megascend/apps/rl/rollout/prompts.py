@@ -125,7 +125,7 @@ def prompt_tokens(
         conversation = template.rendering(messages, tools, options, prompt=True)
         if findings is not None or tools:
             unread = Findings() if findings is None else findings
-            template.check_written(conversation, tools, options, source, unread, prompt=True)
+            template.check_written(conversation, source, unread)
         check_characters(conversation.text)
         tokens = tokenizer(conversation.text, add_special_tokens=False, verbose=False)["input_ids"]
     if not tokens:
