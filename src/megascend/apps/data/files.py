@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 
 from megascend.apps.data.columns import parse_record
 from megascend.apps.data.document import Document
-from megascend.apps.data.findings import Findings
+from megascend.apps.data.findings import Findings, of_source
 from megascend.apps.data.labels import label_name
 from megascend.apps.data.splits import SplitFiles, data_ending, is_saved
 from megascend.config import Data
@@ -150,11 +150,8 @@ def read_file(
     for record in kind.read(path, findings, start, streaming):
         # Columns that are null stay, by which they are known to be there.
         columns = converters.keys() & (record.value if isinstance(record.value, dict) else ())
-        with findings.collecting():
-            try:
-                changes = {key: converters[key](entry) for key in columns if (entry := record.value[key]) is not None}
-            except DataError as error:
-                raise DataError(f"{record.source}: {error}") from None
+        with findings.collecting(), of_source(record.source):
+            changes = {key: converters[key](entry) for key in columns if (entry := record.value[key]) is not None}
             yield record._replace(value=record.value | changes) if changes else record
 
 

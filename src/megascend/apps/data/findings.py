@@ -121,6 +121,15 @@ class Findings:
         return lines + ([f"and {self.more_remarks} more remarks"] if self.more_remarks else [])
 
 
+@contextlib.contextmanager
+def of_source(source: str) -> Iterator[None]:
+    """Begin every line of a DataError raised in the block with the source."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError("\n".join(f"{source}: {line}" for line in str(error).split("\n"))) from error.__cause__
+
+
 def joined(errors: Sequence[DataError]) -> DataError:
     """Join the errors of training and validation data into one."""
     first, *rest = map(str, errors)

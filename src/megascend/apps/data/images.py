@@ -96,18 +96,14 @@ def _from_base64(text: str, label: str) -> bytes:
         raise DataError(f"{label} is not valid base64: {error}") from None
 
 
-def with_images(document: Document, column: Any, source: str) -> Document:
+def with_images(document: Document, column: Any) -> Document:
     """Return a document whose parts without a source have the images of its column, one or a list of them, in order."""
     values = [] if column is None or column == [] else column if isinstance(column, list) else [column]
-    images = [image_source(value, f"{source}: images[{number}]") for number, value in enumerate(values)]
+    images = [image_source(value, f"images[{number}]") for number, value in enumerate(values)]
 
     # Each side of a preference pair has the prompt with its images, and takes all of them.
     sides = {name: getattr(document, name) for name in ("messages", "chosen", "rejected")}
-    placed = {
-        name: _placed(messages, images, f"{source}: {name}")
-        for name, messages in sides.items()
-        if isinstance(messages, tuple)
-    }
+    placed = {name: _placed(messages, images, name) for name, messages in sides.items() if isinstance(messages, tuple)}
     return replace(document, **placed)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.apps.data.chat import ChatTemplate
 from megascend.apps.data.columns import IMAGES, text_column
 from megascend.apps.data.files import parse_json
-from megascend.apps.data.findings import Findings
+from megascend.apps.data.findings import Findings, of_source
 from megascend.apps.data.images import sources_of
 from megascend.apps.data.messages import decoded, parse_messages, parse_tools
 from megascend.apps.data.samples import check_characters, opening_tokens
@@ -67,7 +67,8 @@ def parse_prompt(line: str, source: str, *, free: bool = False) -> Prompt:
         raise DataError(f"{source}: expected a JSON object with either 'prompt' or 'messages', found {record!r:.60}")
     if "prompt" in record and (not isinstance(record["prompt"], str) or not record["prompt"]):
         raise DataError(f"{source}: 'prompt' must be a string that is not empty, found {record['prompt']!r:.60}")
-    text_column(record, "prompt", source, empty=True)
+    with of_source(source):
+        text_column(record, "prompt", empty=True)
     messages = ()
     if "messages" in record:
         messages, _ = parse_messages(record["messages"], f"{source}: messages", learned=False)
