@@ -32,10 +32,7 @@ except megascend.ImportOrderError as error:
 """
 
 
-@pytest.mark.difference_cases(
-    "megatron.core",  # differs: provider megatron_adaptor: order of imports
-    "peft, *",  # differs: peft imports the NPU's transformer_engine
-)
+@pytest.mark.difference_cases("peft, *")  # differs: peft imports the NPU's transformer_engine: order of imports
 @pytest.mark.parametrize("first", LATE)
 def test_late_import_is_refused_before_patching(first: str, run_python) -> None:
     code, imported_packages = LATE[first]

@@ -43,6 +43,7 @@ def figures(checkpoint, *, installed, precision):
     return tables, results
 
 
+@pytest.mark.nightly_cases("1-True", "2-False")  # covered: 2-True; 1-False
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_and_weights_are_the_same(parity_folder, world_size, tied):

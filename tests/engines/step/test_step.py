@@ -196,7 +196,7 @@ LOSS_METRICS = {
 
 
 @every_layout
-@pytest.mark.nightly_cases("single")  # covered: DP2; TP2 + SP
+@pytest.mark.nightly_cases("single", "DP2")  # covered: TP2 + SP; PP2; CP2; DP2 in test_loss_in_every_layout.py
 def test_policy_and_preference_losses_equal_the_papers_formulas(checkpoint, parity_folder, layout):
     """Take a step of each loss at a learning rate of 0."""
     world_size, parallel = LAYOUTS[layout]
