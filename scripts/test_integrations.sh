@@ -9,7 +9,6 @@
 # MEGASCEND_TWINKLE_PYTHON, MEGASCEND_BRIDGES_PYTHON, MEGASCEND_MEGATRON_BRIDGE_PYTHON, MEGASCEND_SKYRL_PYTHON,
 # MEGASCEND_RAY_PYTHON, MEGASCEND_SKYPILOT_PYTHON    likewise
 # MEGASCEND_VLLM_PYTHON     the interpreter of a vLLM (scripts/vllm_env.sh), with which verl's rollouts are tested, too
-# MEGASCEND_TWINKLE         a checkout of twinkle, whose cookbook is then run, too
 # MEGASCEND_MEGATRON_BRIDGE  a checkout of Megatron-Bridge (tag v0.3.1), whose conversion example is then run, too
 # MEGASCEND_TEST_DEADLINE   seconds after which a part is stopped (default: 3600)
 # PYTHON, MEGASCEND_TORCH and pip's settings: see scripts/_venv.sh

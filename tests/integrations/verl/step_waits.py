@@ -111,9 +111,9 @@ def main(path: str, out: str) -> None:
     projections = []  # passes of the output layer over a micro batch
     chunks = linear_logprobs.chunks
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **settings: Any) -> Any:
         projections.append(1)
-        return chunks(*args)
+        return chunks(*args, **settings)
 
     linear_logprobs.chunks = counted
     sft = partial(sft_loss, config=None)
