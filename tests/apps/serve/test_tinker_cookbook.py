@@ -164,7 +164,8 @@ def answering(setup: Setup, taught: Any) -> list[float]:
 
 def assert_risen(rewards: list[float]) -> None:
     assert rewards[0] < 0.6
-    assert sum(rewards[-3:]) / 3 > 0.9
+    # Sampling has no seed, and steps dip under every loss: this mean was 0.910 to 0.977 in 20 runs, that of three from 0.880.
+    assert sum(rewards[-8:]) / 8 > 0.9
 
 
 def test_reinforcement_learning_with_stable_reinforce(answering) -> None:
