@@ -285,16 +285,14 @@ def tool_remarks(raw_tools: Any, document: Document) -> list[str]:
         name, schema = function.get("name"), function.get("parameters")
         if schema is not None and not isinstance(schema, dict):
             remarks.append(f"the 'parameters' of tool {name!r} are no JSON schema")
-        elif schema and "type" not in schema:
+            continue
+        if schema and "type" not in schema:
             remarks.append(f"the 'parameters' of tool {name!r} have no 'type' (\"object\")")
-        properties = schema.get("properties") if isinstance(schema, dict) else None
-        untyped = [
-            key
-            for key, value in (properties.items() if isinstance(properties, dict) else ())
-            if not (isinstance(value, dict) and TYPED & value.keys())
-        ]
-        if untyped:
-            remarks.append(f"parameters of tool {name!r} have no 'type': {', '.join(map(repr, untyped))}")
+        properties = (schema or {}).get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        typed = [key for key, value in properties.items() if isinstance(value, dict) and TYPED & value.keys()]
+        if untyped := [repr(key) for key in properties if key not in typed]:
+            remarks.append(f"parameters of tool {name!r} have no 'type': {', '.join(untyped)}")
     sides = (document.messages, document.chosen, document.rejected)
     messages = [message for side in sides if isinstance(side, tuple) for message in side]
     called_names = dict.fromkeys(

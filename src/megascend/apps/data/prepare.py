@@ -6,8 +6,8 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from os.path import relpath
@@ -63,6 +63,65 @@ def set_template(data: Data, tokenizer: PreTrainedTokenizerBase) -> str | None:
     return template
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What documents become samples by: settings, tokenizer with the chat template, limits, date, images, and model files."""
+
+    data: Data
+    tokenizer: PreTrainedTokenizerBase
+    limits: SampleLimits
+    day: date
+    image_processor: ImageProcessor | None
+    files: list[list[str]]
+
+    @classmethod
+    def of(
+        cls,
+        data: Data,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: SampleLimits,
+        model: Path,
+        template_date: date | None = None,
+    ) -> Recipe:
+        """Give the tokenizer its template, and inspect the model's directory; ``template_date``: by default today."""
+        set_template(data, tokenizer)
+        image_processor = ImageProcessor.for_model(model, data.images)
+        return cls(data, tokenizer, limits, template_date or date.today(), image_processor, tokenizer_of(model))
+
+    def encoder(self, findings: Findings) -> Encoder:
+        """Return the encoder, which reports to ``findings``."""
+        return Encoder(
+            self.tokenizer,
+            self.limits,
+            findings,
+            train_on_prompt=self.data.train_on_prompt,
+            on_too_long=self.data.on_too_long,
+            template_options=self.data.chat_template_options,
+            template_date=self.day,
+            image_processor=self.image_processor,
+        )
+
+    def inputs(self, content: str, data: Data | None = None) -> dict[str, str]:
+        """Return what samples are made from, by name: digests or values; ``content`` identifies the data.
+
+        ``data``: settings of the source; default: those of the recipe.
+        """
+        names = {"split", "config_name", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}
+        names |= set() if self.image_processor is None else {"images"}
+        settings = (data or self.data).model_dump(mode="json", include=names)
+        limits = self.limits
+        return {
+            "data": content,
+            **{f"data.{name}": json.dumps(value) for name, value in settings.items()},
+            "chat template": json_digest(self.tokenizer.chat_template),
+            **({DATE: self.day.isoformat()} if writes_date(self.tokenizer) else {}),
+            **{name: code for name, code in self.files if name.startswith(TOKENIZER)},
+            "longest sample": str(limits.length),
+            **({} if limits.labels is None else {"labels": json.dumps([asdict(limits.labels), limits.padding])}),
+            f"versions of {', '.join(PACKAGES)} or megascend": json_digest(versions()),
+        }
+
+
 def prepare_samples(
     source: DataSource,
     tokenizer: PreTrainedTokenizerBase,
@@ -75,26 +134,34 @@ def prepare_samples(
     One rank of a machine writes, the others wait for it, without a process group. ``model``: directory of the tokenizer.
     """
     path, data, setting = source.path, source.data, source.setting
-    if data.prepared is not None:
-        return prepared_store(source, tokenizer, limits, model, template_date)
-    # Also reports problems of the folder before anything is tokenised.
-    split = SplitFiles.of(path, data.split, data.config_name, Findings(setting))
-    set_template(data, tokenizer)
-    template_date = template_date or date.today()
-    image_processor = ImageProcessor.for_model(model, data.images)
+    if data.prepared is None:
+        # Before the model is read: reports problems of the folder.
+        split = SplitFiles.of(path, data.split, data.config_name, Findings(setting))
+        store = _cached_store(split, Recipe.of(data, tokenizer, limits, model, template_date))
+    else:
+        store = _prepared_store(source, data.prepared, Recipe.of(data, tokenizer, limits, model, template_date))
+    # The same samples may be those of another setting, in another run or this one.
+    store.sources = named_inputs(store.sources, setting)
+    check_store(store, path)
+    return store
+
+
+def _cached_store(split: SplitFiles, recipe: Recipe) -> Samples:
+    """Return the samples of a split from the cache folder, where they are kept once they are made."""
+    path, setting, image_processor = split.path, split.setting, recipe.image_processor
     # Before the digests: what changes after them is noticed, and not kept as samples of the content that they are of.
     states = file_states(split.files)
-    content, files = content_of(split), tokenizer_of(model)
-    sources = sample_inputs(json_digest(content[1]), data, tokenizer, limits, files, template_date, image_processor)
+    content = content_of(split)
+    inputs = recipe.inputs(json_digest(content[1]))
     # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
     # Paths of images are relative to the data, whose own path may be relative to the working directory.
     location = None if image_processor is None else str(path.resolve())
-    key = json_digest([sources, content, files, asdict(limits), location])
+    key = json_digest([inputs, content, recipe.files, asdict(recipe.limits), location])
 
     def make(fresh: Path) -> None:
         findings = Findings(setting)
-        encoder = make_encoder(data, tokenizer, limits, findings, template_date, image_processor)
-        write_store(fresh, _encoded(path, data, encoder, findings), findings, sources, scored=limits.scored)
+        documents = _encoded(path, recipe.data, recipe.encoder(findings), findings)
+        write_store(fresh, documents, findings, inputs, scored=recipe.limits.scored)
         changed = [file for file, state in file_states(split.files).items() if states.get(file) != state]
         # A new time of modification is not a change.
         if changed and content_of(split)[1] != content[1]:
@@ -102,15 +169,22 @@ def prepare_samples(
         # After write_store: raising here makes cached() discard the directory, so only data without problems is kept.
         findings.raise_problems()
 
+    limit, folder = cache_limit(), cache_folder() / "samples" / key
+    is_new = not folder.exists()
     try:
-        store = _in_cache(key, make, image_processor)
+        # One process of the machine makes them; the others wait at the lock and then map the same files.
+        store = Samples.open(cached(folder, make, PATIENCE_S), image_processor)
+        # The data are the same, and images that they name are not.
+        if (files_now := store.changed_files()) is not None:
+            folder = folder.with_name(json_digest([key, files_now]))
+            store = Samples.open(cached(folder, make, PATIENCE_S), image_processor)
+        # Only after adding an entry: the cache can only have grown then.
+        if is_new:
+            prune(folder.parent, limit, keep=folder)
     except OSError as error:
         raise DataError(
             f"{path}: its samples cannot be kept in {cache_folder()}: {error}; set MEGASCEND_CACHE to one that can be written"
         ) from error
-    # The same samples may be those of another setting, in another run or this one.
-    store.sources = named_inputs(store.sources, setting)
-    check_store(store, path)
     return store
 
 
@@ -154,16 +228,9 @@ def write_prepared(
         raise DataError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
-def prepared_store(
-    source: DataSource,
-    tokenizer: PreTrainedTokenizerBase,
-    limits: SampleLimits,
-    model: Path,
-    template_date: date | None,
-) -> Samples:
+def _prepared_store(source: DataSource, folder: Path, recipe: Recipe) -> Samples:
     """Return the samples of :func:`write_prepared`, after comparing what they were made from, and the data if they are there."""
-    path, data, setting, folder = source.path, source.data, source.setting, source.data.prepared
-    assert folder is not None
+    path, data, setting = source.path, source.data, source.setting
     try:
         entries = {entry["setting"]: entry for entry in json.loads((folder / PREPARED).read_bytes())["data"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -177,8 +244,6 @@ def prepared_store(
         file = folder / entry["folder"] / name
         if not file.is_file() or file.stat().st_size != size:
             raise DataError(f"data.prepared: {file} is missing or incomplete ({size} bytes written): copy it again")
-    set_template(data, tokenizer)
-    image_processor = ImageProcessor.for_model(model, data.images)
     content = entry["inputs"][f"data ({setting})"]
     name = entry.get("name")  # None in folders of earlier versions
     if not path.exists() and name not in (None, _data_name(path)):
@@ -190,9 +255,7 @@ def prepared_store(
     if path.exists():
         split = SplitFiles.of(path, data.split, data.config_name, Findings(setting))
         content = json_digest(content_of(split)[1])
-    day = template_date or date.today()
-    inputs = sample_inputs(content, data, tokenizer, limits, tokenizer_of(model), day, image_processor)
-    now, saved = named_inputs(inputs, setting) | pair_inputs(limits), entry["inputs"]
+    now, saved = named_inputs(recipe.inputs(content), setting) | pair_inputs(recipe.limits), entry["inputs"]
     if PAIR_LIMITS not in saved:
         del now[PAIR_LIMITS]
     changed = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
@@ -208,13 +271,11 @@ def prepared_store(
             f"data.prepared: {folder} was prepared from something else: {values}. Prepare it again, or leave data.prepared out "
             f"to tokenise here{day}"
         )
-    store = Samples.open(folder / entry["folder"], image_processor)
+    store = Samples.open(folder / entry["folder"], recipe.image_processor)
     if (images_now := store.changed_files()) is not None:
         missing = next((file for file, size, _ in images_now if size < 0), None)
         problem = f"{missing} is missing" if missing else "files of images have changed"
         raise DataError(f"data.prepared: {folder}: {problem}: images stay where they were: prepare it again here")
-    store.sources = named_inputs(store.sources, setting)
-    check_store(store, path)
     return store
 
 
@@ -225,84 +286,18 @@ def _data_name(path: Path) -> str:
 
 
 def pair_inputs(limits: SampleLimits) -> dict[str, str]:
-    """Return the limits on pairs, which samples depend on in addition to :func:`sample_inputs`."""
+    """Return the limits on pairs, which samples depend on in addition to :meth:`Recipe.inputs`."""
     layout = f"{limits.budget} tokens, multiples of {limits.multiple}, packing {limits.packing}"
     head = f"a scalar head, padding token {limits.padding}" if limits.scored else "logits"
     return {PAIR_LIMITS: f"{layout}, for {head}"}
 
 
-def make_encoder(
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    limits: SampleLimits,
-    findings: Findings,
-    template_date: date,
-    image_processor: ImageProcessor | None,
-) -> Encoder:
-    """Return the encoder that the settings describe; it reports to ``findings``."""
-    return Encoder(
-        tokenizer,
-        limits,
-        findings,
-        train_on_prompt=data.train_on_prompt,
-        on_too_long=data.on_too_long,
-        template_options=data.chat_template_options,
-        template_date=template_date,
-        image_processor=image_processor,
-    )
-
-
-def sample_inputs(
-    content: str,
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    limits: SampleLimits,
-    files: Sequence[Sequence[str]],
-    template_date: date,
-    image_processor: ImageProcessor | None,
-) -> dict[str, str]:
-    """Return what samples are made from, by name: digests or values; of the data ``content``, of the model's ``files`` theirs."""
-    settings = data.model_dump(
-        mode="json",
-        include={"split", "config_name", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}
-        | (set() if image_processor is None else {"images"}),
-    )
-    return {
-        "data": content,
-        **{f"data.{name}": json.dumps(value) for name, value in settings.items()},
-        "chat template": json_digest(tokenizer.chat_template),
-        **({DATE: template_date.isoformat()} if writes_date(tokenizer) else {}),
-        **{name: code for name, code in files if name.startswith(TOKENIZER)},
-        "longest sample": str(limits.length),
-        **({} if limits.labels is None else {"labels": json.dumps([asdict(limits.labels), limits.padding])}),
-        f"versions of {', '.join(PACKAGES)} or megascend": json_digest(versions()),
-    }
-
-
 def named_inputs(inputs: Mapping[str, str], setting: str) -> dict[str, str]:
-    """Return :func:`sample_inputs` with the names of the data's own settings as ``setting`` has them."""
+    """Return :meth:`Recipe.inputs` with the names of the data's own settings as ``setting`` has them."""
     names = {"data": f"data ({setting})"}
     if setting.startswith("data.sources"):
         names |= {f"data.{name}": f"{setting}.{name}" for name in ("split", "config_name", "columns")}
     return {names.get(name, name): value for name, value in inputs.items()}
-
-
-def _in_cache(key: str, make: Callable[[Path], None], image_processor: ImageProcessor | None) -> Samples:
-    """Return the samples that the cache folder has under ``key``; build them if it has none.
-
-    One process of the machine makes them; the others wait at the lock and then map the same files.
-    """
-    limit, folder = cache_limit(), cache_folder() / "samples" / key
-    is_new = not folder.exists()
-    store = Samples.open(cached(folder, make, PATIENCE_S), image_processor)
-    # The data are the same, and images that they name are not.
-    if (files_now := store.changed_files()) is not None:
-        folder = folder.with_name(json_digest([key, files_now]))
-        store = Samples.open(cached(folder, make, PATIENCE_S), image_processor)
-    # Only after adding an entry: the cache can only have grown then.
-    if is_new:
-        prune(folder.parent, limit, keep=folder)
-    return store
 
 
 def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> Iterator[tuple[int, list[Sample]]]:

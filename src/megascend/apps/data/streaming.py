@@ -164,8 +164,10 @@ class SampleStream:
     @property
     def epochs(self) -> float:
         """Return the number of passes, in files and the share of the present one that was read."""
+        _, file, position, _ = self._beginning
+        before, after = self._progress(file, position), self._progress(self._file, self._position)
         share = self._consumed / len(self._block) if self._block else 0.0
-        return self._progress_at_beginning + share * (self._progress_at_end - self._progress_at_beginning)
+        return before + share * (after - before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, as JSON; ``units``: those drawn of the last record, if some are left."""
@@ -189,16 +191,14 @@ class SampleStream:
         self._taken = 0
         if not block:
             self._beginning = self._epoch, self._file, self._position, self._count
-            self._progress_at_beginning = self._progress()
-        self._progress_at_end = self._progress()
 
-    def _progress(self) -> float:
-        """Return the number of passes up to the next record to be read."""
+    def _progress(self, file: int, position: Position) -> float:
+        """Return the number of passes up to a position."""
         inside = 0.0
-        if self._file < len(self._order) and (length := self._lengths[self._order[self._file]]):
-            inside = min(1.0, self._position[0] / length)
+        if file < len(self._order) and (length := self._lengths[self._order[file]]):
+            inside = min(1.0, position[0] / length)
         # Every file has the same weight: some are measured in bytes, others in rows.
-        return self._epoch + (self._file + inside) / len(self._order)
+        return self._epoch + (file + inside) / len(self._order)
 
     def _read_block(self) -> None:
         """Read and shuffle the next block, which ends with the epoch at the latest."""

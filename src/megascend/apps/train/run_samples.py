@@ -7,7 +7,6 @@ import copy
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megascend.apps.data.findings import Findings, joined
-from megascend.apps.data.images import ImageProcessor
 from megascend.apps.data.labels import LabelSet
 from megascend.apps.data.order import Batches, batches
-from megascend.apps.data.prepare import (
-    make_encoder,
-    named_inputs,
-    prepare_samples,
-    sample_inputs,
-    set_template,
-    tokenizer_of,
-)
+from megascend.apps.data.prepare import Recipe, named_inputs, prepare_samples
 from megascend.apps.data.preview import SourceStatistics
 from megascend.apps.data.samples import Encoder, SampleLimits
 from megascend.apps.data.splits import SplitFiles
@@ -334,25 +325,18 @@ class StreamedSamples(RunSamples):
         data, sources = config.data, config.data.training_sources()
         validation = config.validation.sources(data) if config.validation is not None else []
         check_disjoint(sources, validation)
-        set_template(data, tokenizer)
-        # A copy: a thread uses it, and concurrent use is an error ("Already borrowed").
-        stream_tokenizer = copy.deepcopy(tokenizer)
-        day = config.template_date or date.today()
-        image_processor = ImageProcessor.for_model(config.model, data.images)
-        files = [SourceFiles(source) for source in sources]
-        model_files = tokenizer_of(config.model)
+        # A copy of the tokenizer: a thread uses it, and concurrent use is an error ("Already borrowed").
+        recipe = Recipe.of(data, copy.deepcopy(tokenizer), limits, config.model, config.template_date)
+        image_processor, files = recipe.image_processor, [SourceFiles(source) for source in sources]
         inputs: dict[str, str] = {}
         ends: set[int] = set()
         for source, source_files in zip(sources, files, strict=True):
-            part = sample_inputs(
-                source_files.identity, source.data, tokenizer, limits, model_files, day, image_processor
-            )
-            inputs |= named_inputs(part, source.setting)
+            inputs |= named_inputs(recipe.inputs(source_files.identity, source.data), source.setting)
 
         def open_stream() -> StreamedBatches:
             def encoder(findings: Findings) -> Encoder:
                 findings.ends = ends  # those of later batches, too
-                return make_encoder(data, stream_tokenizer, limits, findings, day, image_processor)
+                return recipe.encoder(findings)
 
             return StreamedBatches(
                 sources, data.global_batch_size, config.seed, encoder, inputs, image_processor, files
