@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+import numpy as np
 import xxhash
 
 from megascend.errors import DataError
@@ -280,10 +281,8 @@ def add_to_fingerprint(state: xxhash.xxh3_64, sample: Sample) -> None:
         state.update(values.numpy().tobytes())
     if sample.label is not None:
         # Tokens do not show it.
-        if isinstance(sample.label, int):
-            state.update(sample.label.to_bytes(8, "little", signed=True))
-        else:
-            state.update(sample.label.numpy().tobytes())
+        label = np.int64(sample.label) if isinstance(sample.label, int) else sample.label.numpy()
+        state.update(label.tobytes())
     for name in sorted(sample.extra):
         state.update(sample.extra[name].numpy().tobytes())
     if sample.candidates is not None:

@@ -248,14 +248,19 @@ class RunSamples:
         return {names[number]: self.held_out.source_samples(number) for number in numbers}
 
     def mixture(self, config: RunConfig, stream: Batches[int] | PrefetchedBatches) -> list[str]:
-        """Return a line for each of several sources: its share of the samples, and how often the run reads it."""
-        assert isinstance(stream, Batches)
+        """Return a line for each of several sources: its share of the samples, and how often the run reads it, if known."""
         sources, draws = config.data.training_sources(), config.steps * config.data.global_batch_size
+        if len(sources) == 1:
+            return []
+        lines = [
+            f"{source.path}: {share:.2%} of the {self.train.unit}"
+            for source, share in zip(sources, stream.shares, strict=True)
+        ]
+        if isinstance(stream, PrefetchedBatches):
+            return lines
         return [
-            f"{source.path}: {share:.2%} of the {self.train.unit}, {size:,} read {share * draws / size:.3g} times in "
-            f"{config.steps} steps"
-            for source, share, size in zip(sources, stream.shares, stream.sizes, strict=True)
-            if len(sources) > 1
+            f"{line}, {size:,} read {share * draws / size:.3g} times in {config.steps} steps"
+            for line, share, size in zip(lines, stream.shares, stream.sizes, strict=True)
         ]
 
     def check_same_on_all_ranks(self, backend: Backend) -> None:
@@ -399,15 +404,6 @@ class StreamedSamples(RunSamples):
             raise shared from error
         assert batch is not None
         return batch.samples
-
-    def mixture(self, config: RunConfig, stream: Batches[int] | PrefetchedBatches) -> list[str]:
-        """Return a line for each of several sources: its share of the samples."""
-        sources = config.data.training_sources()
-        return [
-            f"{source.path}: {share:.2%} of the {self.train.unit}"
-            for source, share in zip(sources, stream.shares, strict=True)
-            if len(sources) > 1
-        ]
 
     def first_batch(self) -> RunSamples:
         """Return the samples of the first batch as if they were all, for a dry run."""
