@@ -46,6 +46,7 @@ def checkpoint(parity_folder: Path) -> Path:
     return case_checkpoint(parity_folder, "heron")
 
 
+@pytest.mark.nightly_cases("single")  # covered: TP2 + SP
 @pytest.mark.parametrize(
     "case", [Case("single"), Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True))], ids=lambda case: case.name
 )
