@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from megascend.testing.reference import IMPORTED, ProgramServer, as_before_imports
+from megascend.testing.reference import IMPORTED, ProgramServer, as_at_start
 
 PACKAGES = [
     *(module for modules in IMPORTED.values() for module in modules),
@@ -30,7 +30,7 @@ _server = ProgramServer(PACKAGES)
 
 def environment(**changes: str) -> dict[str, str]:
     """Return the environment of a program with this process's import path and one thread."""
-    variables = as_before_imports({**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    variables = as_at_start({**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     return variables | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | changes
 
 

@@ -40,8 +40,11 @@ READ_AT_START = (
     *("OMP_", "MKL_", "ONEDNN_", "ATEN_", "TORCH", "CUDA", "NVTE_", "ASCEND", "SIMNPU", "HF_", "TRANSFORMERS_"),
 )
 """Beginnings of variables that an interpreter or a package reads once: a fork cannot be given others."""
-SET_BY_IMPORTS = ("TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that the bootstrap and torch set in their process."""
+SET_IN_PROCESS = (
+    *("TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_CACHE_DIR"),
+    *("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),
+)
+"""Variables that the bootstrap, torch and Megatron's models set in their process."""
 MAX_PROCESSES = 2
 """Processes that a server keeps: one for most programs, and one for those with other variables in between."""
 
@@ -190,14 +193,14 @@ def run_reference(
     Raises:
         subprocess.TimeoutExpired: the program took longer; it is killed.
     """
-    environment = as_before_imports(plain_environment())
+    environment = as_at_start(plain_environment())
     return _SERVER.run(program, arguments, environment, stdin, timeout_s, modules, hidden=KERNEL_PACKAGES)
 
 
-def as_before_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what imports of this process have added, for which programs would need another server."""
+def as_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what packages of this process have added, for which programs would need another server."""
     path = environment.get("PYTHONPATH", "").split(os.pathsep)
-    kept = {name: value for name, value in environment.items() if name not in (*SET_BY_IMPORTS, "PYTEST_CURRENT_TEST")}
+    kept = {name: value for name, value in environment.items() if name not in (*SET_IN_PROCESS, "PYTEST_CURRENT_TEST")}
     return kept | {"PYTHONPATH": os.pathsep.join(entry for entry in path if not entry.endswith("setuptools/_vendor"))}
 
 
