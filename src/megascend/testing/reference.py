@@ -40,6 +40,8 @@ READ_AT_START = (
     *("OMP_", "MKL_", "ONEDNN_", "ATEN_", "TORCH", "CUDA", "NVTE_", "ASCEND", "SIMNPU", "HF_", "TRANSFORMERS_"),
 )
 """Beginnings of variables that an interpreter or a package reads once: a fork cannot be given others."""
+READ_LATER = ("SIMNPU_LOG",)
+"""Variables of these beginnings that are read at every use."""
 SET_IN_PROCESS = (
     *("TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_CACHE_DIR"),
     *("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),
@@ -157,7 +159,9 @@ class ProgramServer:
             atexit.unregister(self.close)
             atexit.register(self.close)
             self._owner = os.getpid()
-        at_start = frozenset(entry for entry in environment.items() if entry[0].startswith(READ_AT_START))
+        at_start = frozenset(
+            entry for entry in environment.items() if entry[0].startswith(READ_AT_START) and entry[0] not in READ_LATER
+        )
         process = self._processes.pop(at_start, None)
         if process is None:
             if len(self._processes) == MAX_PROCESSES:
