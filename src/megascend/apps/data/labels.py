@@ -94,9 +94,7 @@ class LabelSet:
                 raise DataError(self._unknown(value)) from None
         if isinstance(number, float) and number.is_integer():  # tables store integers as floats if some are missing
             number = int(number)
-        if type(number) is not int:
-            raise DataError(f"'label' must be {self._description}, found {value!r:.60}")
-        if not 0 <= number < len(self.names):
+        if type(number) is not int or not 0 <= number < len(self.names):
             hint = "; some data sets mark samples without a label so: remove them" if number == -1 else ""
             raise DataError(f"'label' must be {self._description}, found {value!r:.60}{hint}")
         if str(number) in self.names and self.names.index(str(number)) != number:
