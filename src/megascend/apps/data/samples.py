@@ -225,7 +225,7 @@ class Encoder:
             # Losses that average over a response's tokens would include the prompt's.
             return self._completion(prompt, answer, document.source, learn_prompt=False)
         assert not isinstance(answer, str), "with_mismatches() takes documents of one form"
-        messages = (*prompt, *(answer or ()))
+        messages: Any = (*prompt, *(answer or ()))
         learned = [float(index >= first and message["role"] == "assistant") for index, message in enumerate(messages)]
         return self._conversation(document, messages, learned, learn_all=False)
 

@@ -33,7 +33,6 @@ from megascend.apps.data.splits import SplitFiles, file_states
 from megascend.config.data import DataSource
 from megascend.errors import DataError
 from megascend.training.batch.image_sources import ImageSources
-from megascend.training.batch.images import DeferredImages
 from megascend.training.batch.loss import MARGIN
 from megascend.training.batch.sample import Sample
 from weightwire.background import BackgroundThread
@@ -171,9 +170,10 @@ class SampleStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, as JSON; ``units``: those drawn of the last record, if some are left."""
-        state = dict(zip(("epoch", "file", "position", "records"), self._beginning, strict=True))
+        epoch, file, position, records = self._beginning
         units = self._taken if self._taken < len(self._units) else 0
-        return state | {"position": list(state["position"]), "consumed": self._consumed, "units": units}
+        state = {"epoch": epoch, "file": file, "position": list(position), "records": records}
+        return state | {"consumed": self._consumed, "units": units}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position."""
@@ -260,7 +260,7 @@ class SampleStream:
         self._bad.check(single=True)
         for sample in samples:
             if isinstance(sources := sample.images, ImageSources) and (processor := self._image_processor) is not None:
-                sample.images = DeferredImages(lambda sources=sources: processor.load(sources))
+                sample.images = processor.deferred(sources)
         return [samples] if samples and samples[0].pair is not None else [[sample] for sample in samples]
 
 
