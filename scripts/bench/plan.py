@@ -62,6 +62,7 @@ class Shape:
     qk_norm: bool = False
     tied: bool = False
     expert_bias: bool = False
+    clamped: bool = False
     window: int | None = None
     latent: tuple[int, ...] | None = None
     linear: tuple[int, ...] | None = None
@@ -95,6 +96,7 @@ class Shape:
             tied=self.tied,
             qk_norm=self.qk_norm,
             gated=self.gated,
+            clamped=self.clamped,
             latent=LatentAttention(*self.latent) if self.latent else None,
             with_experts=tuple(self.experts > 0 and layer >= self.dense_layers for layer in range(self.layers)),
             linear=self.linear_attention,
@@ -237,8 +239,8 @@ def measured() -> list[Row]:
             model=Path("model"),
             output=Path("run"),
             parallel=parallel,
-            lora=Lora(rank=row["lora"]) if "lora" in row else None,
-            recompute=Recompute(granularity=row.get("recompute", "none")),
+            lora=Lora(rank=row["lora"], targets=row.get("targets", "all-linear")) if "lora" in row else None,
+            recompute=Recompute(granularity=row.get("recompute", "none"), modules=row.get("modules", ("core_attn",))),
         )
         tokens, count = row["micro_batch_tokens"], row["micro_batches"]
         groups, trained = stage_parameters(model, topology, config)
@@ -251,7 +253,7 @@ def measured() -> list[Row]:
         name = f"{row['model']}, {cards} x {row['device'].upper()}"
         name += f", EP{parallel.expert}" if parallel.expert > 1 else ""
         name += f", LoRA {row['lora']}" if "lora" in row else ""
-        name += ", full recompute" if "recompute" in row else ""
+        name += f", {row['recompute']} recompute" if "recompute" in row else ""
         name += f", {count} x {tokens} tokens" + (", CUDA graphs" if "graphs" in row else "")
         rows.append(
             Row(

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,14 +16,16 @@ import torch
 from megascend import Parallel
 from megascend.apps.plan.search import joined_experts
 from megascend.models.checkpoint_files.info import inspect_checkpoint
-from megascend.models.memory.activations import CHUNK
+from megascend.models.memory.activations import CHUNK, LayerKind, experts_bytes, norm_bytes
 from megascend.models.memory.estimate import Estimate
 from megascend.models.memory.parameters import stages
+from megascend.models.memory.sizes import ModelSizes
 from megascend.reference.fla import delta_rule
 from megascend.runtime.topology.topology import plan
 from megascend.testing import run_distributed, write_tiny_checkpoint
 from megascend.testing.parity import Case, case_backend, case_checkpoint
 from support import memory_cases
+from support.model_checks import saved_bytes
 from support.stacks import first_stack_required
 
 
@@ -153,6 +155,32 @@ def test_estimate_of_latent_attention_is_close_to_the_peak(
     write_tiny_checkpoint(model, "deepseek_v3", max_position_embeddings=4096, **sizes, **LATENT)
     expected = assert_close_to_the_peak(name, model)
     assert not any("MLA" in remark for remark in expected.remarks)
+
+
+@pytest.mark.parametrize(
+    ("arch", "precision"),
+    [
+        ("gpt_oss", "bf16"),  # whose activation is no fused SwiGLU
+        pytest.param("gpt_oss", "fp32", marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", "bf16", marks=pytest.mark.nightly),
+    ],
+)
+def test_experts_save_the_counted_bytes(parity_folder: Path, arch: str, precision: Literal["fp32", "bf16"]):
+    checkpoint, lengths = case_checkpoint(parity_folder, arch), (256, 192)
+    case = Case("saved", precision=precision, micro_batch_tokens=4096)
+
+    def on_rank() -> int:
+        with case_backend(case, checkpoint) as backend:
+            return saved_bytes(backend, lambda chunk: chunk.decoder.layers[0].mlp, lengths)
+
+    (measured,) = run_distributed(on_rank, 1, init=False, timeout_s=60)
+    info = inspect_checkpoint(checkpoint)
+    sizes = ModelSizes.of(info, json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
+    kind = LayerKind(
+        fused=False, bytes=2 if precision == "bf16" else 4, packed=True, frozen=False, rank=0, longest=max(lengths)
+    )
+    layer = experts_bytes(sizes, plan(Parallel(), 1, info.shape), kind)
+    assert sum(lengths) * (layer - norm_bytes(sizes.hidden, kind)) == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.nightly

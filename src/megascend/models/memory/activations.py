@@ -105,7 +105,7 @@ def layer_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind, key: Lay
     sequence_shards = topology.tensor if topology.sequence_parallel else 1
     attention = mlp = probabilities = activation = 0.0
     if key.mixer in ("", *SINGLE_MIXERS):
-        mlp = _experts(sizes, topology, kind) if key.with_experts else _mlp(sizes, topology, kind)
+        mlp = experts_bytes(sizes, topology, kind) if key.with_experts else _mlp(sizes, topology, kind)
         activation = kind.bytes * sizes.topk * sizes.expert_ffn / sequence_shards if key.with_experts else 0.0
     if key.mixer in SINGLE_MIXERS:
         pass
@@ -330,11 +330,17 @@ def _mlp(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
 def _gated(width: float, sizes: ModelSizes, kind: LayerKind) -> float:
     """Return the bytes of the first projection and of the activation, which is the second projection's input."""
     first = (2 if sizes.gated else 1) * width
-    steps = 1 if kind.fused or not sizes.gated else 3
+    steps = 1 if _fuses_activation(sizes, kind) or not sizes.gated else 3
+    if sizes.clamped:
+        steps += 1 if kind.fused else 2  # the clamped gate, and its sigmoid where nothing is compiled
     return kind.bytes * (first + steps * width)
 
 
-def _experts(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
+def _fuses_activation(sizes: ModelSizes, kind: LayerKind) -> bool:
+    return kind.fused and sizes.silu and not sizes.clamped
+
+
+def experts_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
     """Return the bytes of a layer of experts with equal loads."""
     b = kind.bytes
     sequence_shards = topology.tensor if topology.sequence_parallel else 1
@@ -346,9 +352,8 @@ def _experts(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
     # Tokens dispatched to this rank: topk copies of those of all ranks that share its experts' weights.
     rows = sizes.topk / sequence_shards * topology.expert_tensor
     width = sizes.expert_ffn / topology.expert_tensor
-    row_bytes = (
-        b * (sizes.latent_experts or sizes.hidden) + _gated(width, sizes, kind) + (0 if kind.fused else b * width)
-    )
+    row_bytes = b * (sizes.latent_experts or sizes.hidden) + _gated(width, sizes, kind)
+    row_bytes += 0 if _fuses_activation(sizes, kind) else b * width  # before it is multiplied by the routers' weights
     row_bytes += _adapted(kind, slices=3)
     shared = 0.0
     if sizes.shared_ffn:

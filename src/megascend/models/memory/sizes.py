@@ -90,6 +90,7 @@ class ModelSizes:
         experts, topk: routed experts of a layer, and of a token.
         qk_norm: queries and keys are normalised per head.
         gated: MLPs have a gate projection.
+        silu, clamped: their activation is SiLU, which has kernels; the first projection is limited before it, as in gpt-oss.
         latent: sizes of multi-head latent attention; None for another attention.
         linear: sizes of linear attention; None if all layers have softmax attention.
         indexed: sizes of the indexer of sparse attention; None for attention to all keys.
@@ -124,6 +125,8 @@ class ModelSizes:
     state_space: StateSpace | None = None
     mixers: tuple[str, ...] = ()
     latent_experts: int = 0
+    silu: bool = True
+    clamped: bool = False
 
     @cached_property
     def layer_keys(self) -> list[LayerKey]:
@@ -178,6 +181,8 @@ class ModelSizes:
             state_space=info.state_space,
             mixers=info.mixers,
             latent_experts=int(text.get("moe_latent_size") or 0),
+            silu=(text.get("hidden_activation") or text.get("hidden_act") or "silu") in ("silu", "swish"),
+            clamped=text.get("swiglu_limit") is not None,
         )
 
 
