@@ -76,8 +76,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     # Paths of sockets have at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    # Ray 2.60's head asks for a token if the user has one, which any ray.init() without a cluster writes; other nodes send none.
     variables = forked_programs.environment(
-        GLOO_SOCKET_IFNAME="lo", RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder)
+        GLOO_SOCKET_IFNAME="lo", RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder), RAY_AUTH_MODE="disabled"
     )
     common = ["--block", "--num-cpus=1", "--disable-usage-stats", "--object-store-memory=100000000"]
     head = [*ray, "start", "--head", "--port=0", "--include-dashboard=false", *common]

