@@ -215,7 +215,7 @@ def _converter(feature: Any, encoded: bool) -> Callable[[Any], Any] | None:
     if isinstance(feature, datasets.ClassLabel):
         return lambda value: label_name(feature, value)
     if encoded and isinstance(feature, getattr(datasets, "Json", ())):  # of datasets 4.7 and later
-        return lambda value: parse_json(value, "datasets' Json type") if isinstance(value, str) else value
+        return lambda value: parse_json(value) if isinstance(value, str) else value
     return None
 
 
@@ -237,8 +237,8 @@ def _text_records(path: Path, findings: Findings, start: Position, streaming: bo
                 cut -= content[cut - 1] >= 0xC0
             source = f"{path}:{number + 1}" if streaming else str(path)
             first, last, rest = offset == 0, ended, content[cut:]
-            with findings.collecting():
-                text = _decode(content[:cut].removeprefix(BYTE_ORDER_MARK if first else b""), source)
+            with findings.collecting(), of_source(source):
+                text = _decode(content[:cut].removeprefix(BYTE_ORDER_MARK if first else b""))
                 document = Document(source, text=text, begins=first, ends=last)
                 # As for a text that is read as a whole: one of spaces only does not count as a document.
                 if text.strip() or (text and not (first and last)):
@@ -261,8 +261,8 @@ def _jsonl_records(path: Path, findings: Findings, start: Position, streaming: b
             if not line.strip():
                 continue
             source = f"{path}:{number}"
-            with findings.collecting():
-                record = parse_json(_decode(line, source).rstrip("\r\n"), source)
+            with findings.collecting(), of_source(source):
+                record = parse_json(_decode(line).rstrip("\r\n"))
                 yield Record(source, record, (offset, number))
 
 
@@ -277,43 +277,40 @@ def _json_records(path: Path, findings: Findings, start: Position, streaming: bo
                 )
         yield from _jsonl_records(path, findings, start, streaming)
         return
-    with findings.collecting(), _open(path) as file:
-        content = _decode(file.read().removeprefix(BYTE_ORDER_MARK), str(path))
+    with findings.collecting(), _open(path) as file, of_source(str(path)):
+        content = _decode(file.read().removeprefix(BYTE_ORDER_MARK))
         try:
-            records = json.loads(content)
-        except (ValueError, RecursionError) as error:
+            records = parse_json(content)
+        except DataError as error:
             if "Extra data" not in str(error):
-                raise DataError(_json_problem(error, str(path))) from None
+                raise
             yield from _jsonl_records(path, findings, start, streaming)
             return
         if not isinstance(records, list):
-            raise DataError(f"{path}: expected a JSON list of objects, found {type(records).__name__}")
+            raise DataError(f"expected a JSON list of objects, found {type(records).__name__}")
         for number, record in enumerate(records):
             yield Record(f"{path}[{number}]", record, (number + 1, 0))
 
 
-def parse_json(text: str, source: str) -> Any:
+def parse_json(text: str) -> Any:
+    """Parse JSON; DataError, without the source, says where it is not valid."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError alone: an integer of more digits than Python reads
-        raise DataError(_json_problem(error, source)) from None
+    except RecursionError:
+        raise DataError("not valid JSON: nested too deeply") from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise DataError(f"not valid JSON: {error.msg.removesuffix(' at')} at {line}column {error.colno}") from None
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise DataError(f"cannot be read as JSON: {error}") from None
 
 
-def _json_problem(error: Exception, source: str) -> str:
-    if isinstance(error, RecursionError):
-        return f"{source}: not valid JSON: nested too deeply"
-    if not isinstance(error, json.JSONDecodeError):
-        return f"{source}: cannot be read as JSON: {error}"
-    line = f"line {error.lineno}, " if error.lineno > 1 else ""
-    return f"{source}: not valid JSON: {error.msg.removesuffix(' at')} at {line}column {error.colno}"
-
-
-def _decode(content: bytes, source: str) -> str:
+def _decode(content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         guess = " (it looks like UTF-16)" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-        raise DataError(f"{source}: not UTF-8 text{guess} (byte {error.start}: {error.reason})") from None
+        raise DataError(f"not UTF-8 text{guess} (byte {error.start}: {error.reason})") from None
 
 
 # --- tables ---
@@ -500,11 +497,12 @@ def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
     if data.prepared is not None:
         return findings
     try:
-        size = 0
-        for file in SplitFiles.of(path, data.split, data.config_name, findings).files:
-            size += LARGE if is_saved(path) else file.stat().st_size
-            if not is_saved(path):
-                file.open("rb").close()
+        files = SplitFiles.of(path, data.split, data.config_name, findings).files
+        if is_saved(path):
+            return findings
+        for file in files:
+            file.open("rb").close()
+        size = sum(file.stat().st_size for file in files)
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
     # Small data is read here, before ranks start, so that its problems show at once; large data would be read twice.

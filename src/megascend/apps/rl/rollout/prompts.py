@@ -60,7 +60,8 @@ def numbered_lines(content: bytes, source: str | Path) -> list[tuple[int, str]]:
 
 def parse_prompt(line: str, source: str, *, free: bool = False) -> Prompt:
     """Parse one line: an object with exactly one of ``prompt`` (a string) and ``messages`` (of a chat), or ``free`` of both."""
-    record = parse_json(line, source)
+    with of_source(source):
+        record = parse_json(line)
     if free and isinstance(record, dict) and not {"prompt", "messages"} & record.keys():
         return record
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
