@@ -264,7 +264,7 @@ class ChatTemplate:
         for index, pieces in spans:
             owners = {index} if len(spans) == len(turns) else set(turns)
             for start, end in pieces:
-                for other in sorted(conversation.positions.others_within(index, start, end) - owners):
+                for other in sorted(conversation.others_within(index, start, end) - owners):
                     role = conversation.messages[other]["role"]
                     raise DataError(
                         f"cannot tell where turn {index} of the assistant stands: the chat template writes words of message "
@@ -278,18 +278,18 @@ class ChatTemplate:
         """Raise DataError if words or calls of the assistant are outside the template's generation blocks."""
         all_spans = [span for _, spans in turn_spans for span in spans]
         blocks = dict(turn_spans) if len(turn_spans) == len(turns) else dict.fromkeys(turns, all_spans)
-        rendered, positions = conversation.text, conversation.positions
+        rendered = conversation.text
         # Messages whose words could not be marked. Their words may occur elsewhere by chance, so blocks are also counted below.
         unproven = 0
         for index in turns:
             words = tail(conversation.messages[index])
-            marked = [text for text in positions.texts if text.message == index and text.part != "thought"]
+            marked = [text for text in conversation.texts if text.message == index and text.part != "thought"]
             inside = all(
                 any(start < offset <= end for start, end in blocks[index] for offset in text.ends)
                 for text in marked
                 if text.ends and not text.is_empty
             )
-            if words and words in rendered and positions.is_left_out(index, "words") is None:
+            if words and words in rendered and conversation.is_left_out(index, "words") is None:
                 unproven += 1
                 inside &= any(words in rendered[start:end] for start, end in blocks[index])
             if not inside:
@@ -354,7 +354,7 @@ class ChatTemplate:
         messages = conversation.messages
         for index, message in enumerate(messages):
             calls = message.get("tool_calls", [])
-            missing = conversation.positions.is_left_out(index, "call")
+            missing = conversation.is_left_out(index, "call")
             if missing is None:
                 reduced = [calls[:number] + calls[number + 1 :] for number in range(len(calls))]
                 fewer = [message | {"tool_calls": rest} if rest else _without_tool_calls(message) for rest in reduced]
@@ -373,9 +373,9 @@ class ChatTemplate:
         for index, message in enumerate(conversation.messages):
             words, role = tail(message), message["role"]
             unmarked = bool(words) and words not in conversation.text
-            left_out = conversation.positions.is_left_out(index, "words", unmarked)
+            left_out = conversation.is_left_out(index, "words", unmarked)
             # An assistant's message may begin with its reasoning, in tags that templates remove from earlier turns.
-            is_cut = role != "assistant" and conversation.positions.is_cut(index, "words")
+            is_cut = role != "assistant" and conversation.is_cut(index, "words")
             if not left_out and not is_cut:
                 continue
             if role in ("system", "user", "assistant"):
@@ -395,12 +395,13 @@ class ChatTemplate:
     @staticmethod
     def _drops_thought(conversation: Rendering, index: int) -> bool:
         """Check whether the template omits the assistant's text before its answer, or under a key for thoughts."""
-        message, positions = conversation.messages[index], conversation.positions
-        if positions.is_cut(index, "thought") or (message["role"] == "assistant" and positions.is_cut(index, "words")):
+        message = conversation.messages[index]
+        is_cut = conversation.is_cut
+        if is_cut(index, "thought") or (message["role"] == "assistant" and is_cut(index, "words")):
             return True
         reasoning = str(message.get("reasoning_content", "")).strip()
         unmarked = bool(reasoning) and reasoning not in conversation.text
-        return bool(positions.is_left_out(index, "thought", unmarked))
+        return bool(conversation.is_left_out(index, "thought", unmarked))
 
     def check_endings(
         self, rendered: str, turns: Sequence[tuple[int, list[Span]]], source: str, findings: Findings

@@ -48,15 +48,38 @@ class MarkedText:
     ends: list[int] = field(default_factory=list)
 
 
-@dataclass
-class WordPositions:
-    """Positions of the messages' texts in a rendered text. Those that cannot be marked without changing it are not listed."""
+class Rendering:
+    """A conversation as ``template`` writes it, and the spans of the template's generation blocks in the text."""
 
-    texts: list[MarkedText] = field(default_factory=list)
+    def __init__(
+        self, messages: Sequence[Message], tools: Any, template: str, render: Render, *, prompt: bool = False
+    ) -> None:
+        self.messages, self.tools, self.template = messages, tools, template
+        self._render, self._prompt = render, prompt
+        self.text, self.blocks = render(messages, tools, prompt)
 
-    def of(self, message: int, *parts: Part) -> list[int]:
-        """Return the offsets of a message's marks, ascending; those of the given parts, by default all."""
-        texts = [text for text in self.texts if text.message == message and (not parts or text.part in parts)]
+    def cut(self, messages: Sequence[Message], *, prompt: bool = False) -> Rendering:
+        """Render other messages with the same template, tools and options; ``prompt``: up to the assistant's continuation."""
+        return Rendering(messages, self.tools, self.template, self._render, prompt=prompt)
+
+    def is_written_without(self, messages: Sequence[Message], tools: Any) -> bool:
+        """Check whether the template writes the same text for messages and tools that lack a part."""
+        with contextlib.suppress(DataError):  # a template may need what is left out
+            return self.text == self._render(messages, tools, self._prompt)[0]
+        return False
+
+    @cached_property
+    def texts(self) -> list[MarkedText]:
+        """Return the messages' texts with their positions; those that cannot be marked without changing the text are left out."""
+        # JSON also shows the characters of keys and nested values that the template may print.
+        used = {*self.text, *json.dumps(self.messages, ensure_ascii=False, default=str)}
+        unused = (character for area in PRIVATE for code in range(*area) if (character := chr(code)) not in used)
+        self._open, self._close = next(unused), next(unused)
+        return self._marked_texts(range(len(self.messages)))
+
+    def words_of(self, message: int) -> list[int]:
+        """Return the offsets at which a message's words begin and end, ascending."""
+        texts = [text for text in self.texts if (text.message, text.part) == (message, "words")]
         return sorted(offset for text in texts for offset in (*text.begins, *text.ends))
 
     def end_of(self, message: int, start: int) -> int | None:
@@ -92,10 +115,9 @@ class WordPositions:
             )
         }
 
-    def without_texts(self, rendered: str, messages: int) -> str | None:
-        """Return ``rendered`` without white space and the texts of the first messages; None where the beginning of one is
-        unknown.
-        """
+    def without_texts(self, end: int, messages: int) -> str | None:
+        """Return the text up to ``end`` without white space and the first messages' texts; None where one has no beginning."""
+        rendered = self.text[:end]
         spans = []
         for text in self.texts:
             ends = [offset for offset in text.ends if offset <= len(rendered)]
@@ -108,36 +130,6 @@ class WordPositions:
             pieces.append(rendered[offset : max(offset, start)])
             offset = max(offset, end)
         return "".join("".join([*pieces, rendered[offset:]]).split())
-
-
-class Rendering:
-    """A conversation as ``template`` writes it, and the spans of the template's generation blocks in the text."""
-
-    def __init__(
-        self, messages: Sequence[Message], tools: Any, template: str, render: Render, *, prompt: bool = False
-    ) -> None:
-        self.messages, self.tools, self.template = messages, tools, template
-        self._render, self._prompt = render, prompt
-        self.text, self.blocks = render(messages, tools, prompt)
-
-    def cut(self, messages: Sequence[Message], *, prompt: bool = False) -> Rendering:
-        """Render other messages with the same template, tools and options; ``prompt``: up to the assistant's continuation."""
-        return Rendering(messages, self.tools, self.template, self._render, prompt=prompt)
-
-    def is_written_without(self, messages: Sequence[Message], tools: Any) -> bool:
-        """Check whether the template writes the same text for messages and tools that lack a part."""
-        with contextlib.suppress(DataError):  # a template may need what is left out
-            return self.text == self._render(messages, tools, self._prompt)[0]
-        return False
-
-    @cached_property
-    def positions(self) -> WordPositions:
-        """Return the positions of the messages' texts in the rendered text."""
-        # JSON also shows the characters of keys and nested values that the template may print.
-        used = {*self.text, *json.dumps(self.messages, ensure_ascii=False, default=str)}
-        unused = (character for area in PRIVATE for code in range(*area) if (character := chr(code)) not in used)
-        self._open, self._close = next(unused), next(unused)
-        return WordPositions(self._marked_texts(range(len(self.messages))))
 
     def _marked_texts(self, chosen: Sequence[int]) -> list[MarkedText]:
         """Mark the texts of some messages together; bisect if one message prevents marking the rest."""

@@ -68,17 +68,15 @@ class AppendedTurns:
         History may lack the end of a generation prompt (``<think>``), and have words of earlier messages elsewhere (Mistral's
         system message). What the template itself writes before the turn must be the same in both.
         """
-        text, own_positions, before = self._conversation.text, self._conversation.positions, head.positions
-        anchors = [
-            number for number in range(index) if own_positions.of(number, "words") and before.of(number, "words")
-        ]
+        conversation, text = self._conversation, self._conversation.text
+        anchors = [number for number in range(index) if conversation.words_of(number) and head.words_of(number)]
         if not anchors:
             return None
         anchor = anchors[-1]
-        in_text, in_head = own_positions.of(anchor, "words")[-1], before.of(anchor, "words")[-1]
+        in_text, in_head = conversation.words_of(anchor)[-1], head.words_of(anchor)[-1]
         templates = (
-            own_positions.without_texts(text[:in_text], index),
-            before.without_texts(head.text[:in_head], index),
+            conversation.without_texts(in_text, index),
+            head.without_texts(in_head, index),
         )
         if None in templates or TAGS.sub("", str(templates[0])) != TAGS.sub("", str(templates[1])):
             return None
@@ -89,9 +87,9 @@ class AppendedTurns:
         # Else by a probe: how the template opens a turn of the assistant that has nothing but words.
         messages = self._conversation.messages
         bare = self._or_none((*messages[:index], {"role": "assistant", "content": PROBE}, *messages[index + 1 :]))
-        if bare is None or not (words := bare.positions.of(index, "words")) or not bare.positions.of(anchor, "words"):
+        if bare is None or not (words := bare.words_of(index)) or not bare.words_of(anchor):
             return None
-        prefix = bare.text[bare.positions.of(anchor, "words")[-1] : words[0]]
+        prefix = bare.text[bare.words_of(anchor)[-1] : words[0]]
         return in_text + len(prefix) if opening.startswith(prefix) and text.startswith(prefix, in_text) else None
 
     def _end_by_words(self, index: int, start: int, head: Rendering, upto: Rendering) -> int | None:
@@ -99,7 +97,7 @@ class AppendedTurns:
 
         What follows its words is its own as far as the conversation cut after it agrees, or the one that the assistant continues.
         """
-        words = self._conversation.positions.end_of(index, start)
+        words = self._conversation.end_of(index, start)
         if words is None:
             return None
         messages, rest = self._conversation.messages, self._conversation.text[words:]
@@ -121,11 +119,11 @@ class AppendedTurns:
         before = self._or_none(messages[:index])
         opening = head.text.removeprefix(before.text) if before is not None else head.text
         if opening and opening != head.text and (continued := self._or_none(messages[: index + 1], True)) is not None:
-            end = continued.positions.end_of(index, 0)
+            end = continued.end_of(index, 0)
             if end is not None and continued.text.endswith(opening):
                 ending = continued.text[end:].removesuffix(opening)
                 yield ending if rest.startswith(ending) else ""
-        if (end := upto.positions.end_of(index, 0)) is not None:
+        if (end := upto.end_of(index, 0)) is not None:
             yield self._common_beginning(rest, upto.text[end:])
 
     def _common_beginning(self, first: str, second: str) -> str:
@@ -145,7 +143,7 @@ class AppendedTurns:
     def _end_of_turn(self, index: int, start: int, end: int, head: Rendering) -> int:
         """Return ``end`` without parts that the model never generates: white space, text after the last token, opening tokens."""
         text = self._conversation.text[:end]
-        words = self._conversation.positions.end_of(index, start)
+        words = self._conversation.end_of(index, start)
         if words is not None and words <= end and "tool_calls" not in self._conversation.messages[index]:
             closing = self._closing.match(text, words)
             text = text if closing is None else text[: closing.end()]
@@ -162,12 +160,12 @@ class AppendedTurns:
 
     def _openers(self, index: int, head: Rendering) -> set[str]:
         """Return tokens that open turns: in the generation prompt, and the last one before the words of other messages."""
-        words = max((head.positions.of(number, "words")[-1:] for number in range(index)), default=[])
+        words = max((head.words_of(number)[-1:] for number in range(index)), default=[])
         openers = [match[0] for match in self._token.finditer(head.text, *words)][1:]
         text, messages = self._conversation.text, self._conversation.messages
         begins = [
             begin
-            for marked in self._conversation.positions.texts
+            for marked in self._conversation.texts
             if marked.part == "words" and messages[marked.message]["role"] != "assistant"
             for begin in marked.begins
         ]
