@@ -6,7 +6,7 @@ import contextlib
 import copy
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -331,7 +331,8 @@ class StreamedSamples(RunSamples):
         validation = config.validation.sources(data) if config.validation is not None else []
         check_disjoint(sources, validation)
         # A copy of the tokenizer: a thread uses it, and concurrent use is an error ("Already borrowed").
-        recipe = Recipe.of(data, copy.deepcopy(tokenizer), limits, config.model, config.template_date)
+        recipe = Recipe.of(data, tokenizer, limits, config.model, config.template_date)
+        recipe = replace(recipe, tokenizer=copy.deepcopy(tokenizer))
         image_processor, files = recipe.image_processor, [SourceFiles(source) for source in sources]
         inputs: dict[str, str] = {}
         ends: set[int] = set()
