@@ -79,6 +79,8 @@ class Line:
     about: str
     sizes: tuple[Size, ...] = ()
     published: Published | None = None
+    cards: int = 1
+    """GPUs that it needs."""
 
 
 def training(name: str, figures: Figures) -> list[Row]:
@@ -313,6 +315,36 @@ LINES = (
         "megascend",
         Published(19581.2, "each of 8 H100, DP8", f"{CARDS}/nemotron-3-nano-4b, pretrain", 1.0),
         Size("42-layers", 120, ()), deadline_s=300,
+    ),
+    Line(
+        "eight-dense", "eight", "train",
+        words("--model 8b --ranks 8 --sequences 32 --warmup 3 --steps 5 --run megascend --run megascend:tensor=2")
+        + words("--run megascend:pipeline=2:virtual_pipeline=2 --run fsdp:compile=true"),
+        words("--tiny --ranks 4 --layers 4 --run megascend --run megascend:tensor=2")
+        + words("--run megascend:pipeline=2:virtual_pipeline=2 --run fsdp"),
+        training, 480, "Qwen3-8B shapes on eight GPUs, all parameters: DP8, TP2, PP2 x VPP2, engine fsdp", cards=8,
+    ),
+    Line(
+        "eight-long", "eight", "train",
+        words("--model 8b --ranks 8 --sequences 1 --length 131072 --warmup 1 --steps 3")
+        + words("--run megascend:context=8 --run megascend:context=8:recompute=full"),
+        words("--tiny --ranks 2 --run megascend --run megascend:context=2"),
+        training, 480, "Qwen3-8B shapes on eight GPUs, 131,072 tokens: CP8", cards=8,
+    ),
+    Line(
+        "eight-moe", "eight", "train",
+        words("--model 30b-a3b --ranks 8 --sequences 32 --warmup 2 --steps 4 --run megascend:expert=8")
+        + words("--run megascend:tensor=2:expert=8:expert_tensor=1 --run fsdp:expert=8:compile=true"),
+        words("--tiny --model tiny-moe --ranks 4 --run megascend:expert=4")
+        + words("--run megascend:tensor=2:expert=4:expert_tensor=1 --run fsdp:expert=4"),
+        training, 590, "Qwen3-30B-A3B shapes on eight GPUs, all parameters: EP8, TP2 x EP8, engine fsdp", cards=8,
+    ),
+    Line(
+        "eight-lora", "eight", "train",
+        words("--model 30b-a3b --lora 16 --ranks 8 --sequences 16 --length 16384 --warmup 1 --steps 3")
+        + words("--run megascend:expert=8:recompute=full --run megascend:recompute=full"),
+        words("--tiny --model tiny-moe --lora 4 --ranks 2 --run megascend:expert=2 --run megascend"),
+        training, 590, "Qwen3-30B-A3B shapes on eight GPUs, LoRA, 16,384 tokens: EP8, DP8", cards=8,
     ),
 )  # fmt: skip
 

@@ -51,12 +51,12 @@ import torch
 on_gpu = sys.argv[1] == "cuda"
 name = torch.cuda.get_device_name() if on_gpu else "CPU"
 memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-print(json.dumps([name, memory / 2**30]))
+print(json.dumps([name, memory / 2**30, torch.cuda.device_count() if on_gpu else 8]))
 """
 
 
-def this_device(platform: str) -> tuple[str, float]:
-    """Query (name, GiB of memory) in another process: this one holds no device while others measure.
+def this_device(platform: str) -> tuple[str, float, int]:
+    """Query (name, GiB of memory, devices) in another process: this one holds no device while others measure.
 
     Raises:
         SystemExit: the device is not available.
@@ -65,8 +65,8 @@ def this_device(platform: str) -> tuple[str, float]:
     completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     if completed.returncode != 0:
         raise SystemExit(f"--platform {platform}: {completed.stderr.strip().splitlines()[-1]}")
-    name, memory_gib = json.loads(completed.stdout.splitlines()[-1])
-    return name, memory_gib
+    name, memory_gib, count = json.loads(completed.stdout.splitlines()[-1])
+    return name, memory_gib, count
 
 
 def versions() -> dict[str, str]:

@@ -153,7 +153,10 @@ def main(arguments: Sequence[str]) -> int:
             sizes = "; ".join(f"{size.label} from {size.gib:g} GiB" for size in line.sizes)
             print(f"{line.name:<12} at most {line.deadline_s:4.0f} s  {line.about}{f' ({sizes})' if sizes else ''}")
         return 0
-    device, memory_gib = this_device(options.platform)
+    device, memory_gib, count = this_device(options.platform)
+    for line in (line for line in options.lines if line.cards > count):
+        print(f"{line.name}: left out: it needs {line.cards} GPUs, and there are {count}", flush=True)
+    options.lines = [line for line in options.lines if line.cards <= count]
     scale = "tiny" if options.tiny else "full"
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         options.logs = options.logs or Path(folder)

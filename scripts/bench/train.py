@@ -15,8 +15,8 @@ losses or gradient norms of the runs disagree (``TOLERANCE``), so a figure is ne
 
 A run is one of these, with options after colons:
     bare        micro_batch=2  fusions=rope+swiglu+wgrad  recompute=layernorm+mlp
-    megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false  expert=2  experts=upstream  graphs=true
-                tensor=2  offload=true
+    megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false  experts=upstream  graphs=true  offload=true
+                tensor=2  pipeline=2  virtual_pipeline=2  context=2  expert=2  expert_tensor=1
     fsdp        micro_batch_tokens=8192  recompute=full  packing=false  expert=2  compile=true  reshard=false
     plain       micro_batch=2  recompute=full
     peft        micro_batch=1  recompute=full
@@ -67,6 +67,8 @@ if TYPE_CHECKING:
 COMMON = ("platform", "tiny", "warmup", "steps", "seed")
 DEFAULTS = {"model": "1.7b", "length": 4096, "warmup": 4, "steps": 12, "lr": 1e-5}
 TINY = {"model": "tiny", "length": 32, "warmup": 1, "steps": 4, "lr": 1e-3}
+SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+"""Options that are sizes of ``Parallel``."""
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 TOLERANCE = {
@@ -364,7 +366,7 @@ class MegascendSteps(Steps):
         kind: Any = megascend.MegatronBackend if self.engine == "megatron" else megascend.FsdpBackend
         self.backend = kind(
             model=str(model_dir),
-            parallel=megascend.Parallel(tensor=int(options.get("tensor", 1)), expert=int(options.get("expert", 1))),
+            parallel=megascend.Parallel(**{name: int(options[name]) for name in SIZES if name in options}),
             precision=work.precision,
             optimizer=megascend.Adam(
                 lr=work.lr, weight_decay=0.01, max_grad_norm=1.0, offload=options.get("offload") == "true"
@@ -510,8 +512,7 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
     options = dict(pair.partition("=")[::2] for pair in pairs)
     allowed = {
         "bare": {"micro_batch", "fusions", "recompute"},
-        "megascend": {"micro_batch_tokens", "recompute", "packing", "expert", "experts", "graphs", "base"}
-        | {"tensor", "offload"},
+        "megascend": {"micro_batch_tokens", "recompute", "packing", "experts", "graphs", "base", "offload", *SIZES},
         "fsdp": {"micro_batch_tokens", "recompute", "packing", "expert", "compile", "reshard"},
         "plain": {"micro_batch", "recompute"},
         "peft": {"micro_batch", "recompute"},
