@@ -27,8 +27,6 @@ from torch.overrides import TorchFunctionMode
 
 
 def main(job_path: str, result_path: str) -> None:
-    # transformers would prefer their kernels, which are for GPUs, to its own code.
-    sys.modules.update(dict.fromkeys(("fla", "causal_conv1d", "mamba_ssm")))  # pyright: ignore[reportCallIssue, reportArgumentType]
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     # One thread: the order of summation, and so the last bits, must not depend on the machine's load.

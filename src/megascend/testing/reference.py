@@ -33,8 +33,8 @@ IMPORTED = {
 """Modules that are imported once for all programs, by the package that a program imports."""
 
 
-KERNEL_PACKAGES = ("fla", "causal_conv1d")
-"""Packages whose kernels for linear attention transformers calls if they are installed; they run on accelerators only."""
+KERNEL_PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
+"""Packages whose kernels of linear attention and state spaces transformers calls if it finds them; they need accelerators."""
 READ_AT_START = (
     *("PYTHON", "LD_", "LANG", "LC_", "PATH", "HOME", "XDG_", "TMP", "MPL"),
     *("OMP_", "MKL_", "ONEDNN_", "ATEN_", "TORCH", "CUDA", "NVTE_", "ASCEND", "SIMNPU", "HF_", "TRANSFORMERS_"),
