@@ -36,6 +36,7 @@ def test_plan_ranks_layouts_and_its_run_file_passes_a_dry_run(megascend, experts
     assert "refused" not in output
     run_file = (tmp_path / "run.yaml").read_text()
     assert run_file.rstrip() in output
+    assert output.endswith("run.yaml: the run file of layout 1\n")
     settings = yaml.safe_load(run_file)
     assert settings["data"] == {"path": "data.jsonl", "global_batch_size": 8}
     dry = megascend("train", "run.yaml", "--dry-run", "--nproc", "4", "--set", "platform=cpu", cwd=tmp_path)
@@ -45,7 +46,7 @@ def test_plan_ranks_layouts_and_its_run_file_passes_a_dry_run(megascend, experts
 
 
 def test_rl_divides_the_devices(megascend, experts: Path) -> None:
-    completed = megascend("plan", experts, "--cards", "4", "--length", "256", "--batch", "64", "--rl")
+    completed = megascend("plan", experts, "--cards", "4", "--batch", "64", "--rl")  # samples as long as its context
     assert "a step is 64 responses of 256 tokens" in completed.stdout
     assert "was not compared with measurements" in completed.stdout
     rows = [line.split() for line in completed.stdout.splitlines() if " x TP1 " in line]

@@ -251,7 +251,8 @@ def test_responses_and_their_log_probabilities_are_those_of_transformers_and_pef
     *_, refused = single_rank[0]
     assert (
         refused.error
-        == "60 prompt tokens and max_tokens=9 are together more than 64 (the model's context, or batching.max_length)"
+        == "60 prompt tokens and max_tokens=9 are together more than 64 (the model's context, or batching.max_length); "
+        "lower max_tokens"
     )
     assert refused.samples == ()
     assert len({sample.tokens for sample in single_rank[0][1].samples}) == 3

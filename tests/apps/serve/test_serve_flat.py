@@ -107,10 +107,12 @@ def test_lives_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch) -
             assert len(server.service.tenancy.sessions) == len(server.service.tenancy.models) == 0
 
         lives(12)  # what is made once: adapters that stay loaded for sampling, lists of the last batches and errors
-        before = count_objects()
-        for _ in range(2):
-            lives(LIVES)
-        assert grown(before, within_s=30.0) == {}
+        for _ in range(3):  # what grows every time; a pool's thread or a library's cache may be made late, once
+            before = count_objects()
+            lives(2 * LIVES)
+            if not (extra := grown(before, within_s=30.0)):
+                break
+        assert extra == {}
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascend.runtime.distributed.launch import child_environment
-from megascend.surroundings import is_installed
+from megascend.surroundings import announce, is_installed
 
 Status = Literal["ok", "warn", "fail", "skip"]
 GIB = 1024**3
@@ -44,6 +44,7 @@ class HelperError(Exception):
 
 def run_checks(timeout: float) -> list[Check]:
     """Run all checks, in the order in which one explains the next."""
+    announce("importing torch in another process")
     torch, npu = check_torch(timeout), check_npu(timeout)
     checks = [check_python(), *check_versions(), torch, *npu]
     if torch.status == "fail":
@@ -55,7 +56,9 @@ def run_checks(timeout: float) -> list[Check]:
         if unmet and checks[-1].values.get("chosen") == "npu":
             checks.append(Check("bootstrap", "skip", f"needs {', '.join(unmet)}"))
         else:
+            announce("importing Megatron-Core in another process")
             checks.append(check_bootstrap(timeout))
+        announce("connecting two processes")
         checks.append(check_collectives(timeout))
     return [*checks, check_threads(os.environ), check_memory(), check_shared_memory(), check_disk(Path.cwd())]
 

@@ -29,7 +29,12 @@ def generate_command(
     tensor: options.Tensor = 1,
     platform: options.Platform = "auto",
     dtype: options.Dtype = "bf16",
-    max_tokens: options.MaxTokens = 256,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens", min=1, help="Longest response, in tokens; default: 256, or what the context has left."
+        ),
+    ] = None,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
@@ -43,7 +48,7 @@ def generate_command(
     from megascend.errors import ConfigError, DataError
 
     options.require_no_file("--output", output)
-    sampling = options.sampling_params(max_tokens, temperature, top_p, seed)
+    sampling = options.sampling_params(max_tokens or 256, temperature, top_p, seed)
     records = read_lines(prompts, text=text)
     settings = inference_settings(model, adapters, base, engine, platform, dtype, tensor)
     from megascend.apps.train.inference import ADAPTER_KEY, generate
@@ -54,7 +59,7 @@ def generate_command(
         raise ConfigError(
             f"a prompt names the adapter {unknown[0]!r}; --adapter NAME=DIR has loaded: {', '.join(settings.adapters) or 'none'}"
         )
-    if refused := on_ranks(generate, settings, records, sampling, output, nproc=nproc):
+    if refused := on_ranks(generate, settings, records, sampling, output, max_tokens is None, nproc=nproc):
         raise DataError(f"{refused} of {len(records)} prompts could not be answered; their lines have 'error'")
 
 

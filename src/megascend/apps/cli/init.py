@@ -66,6 +66,8 @@ def init_command(
     for path, text in files.items():
         make_directory(path.parent)
         path.write_text(text, encoding="utf-8")
+    if data is not None and not data.exists():
+        typer.echo(f"{data}: no data is there yet", err=True)
     companions = ", ".join(str(path) for path in files if path != out)
     typer.echo(f"{out}: {TASKS[task].title}{f'; beside it {companions}' if companions else ''}")
     typer.echo(f"next: megascend {command} {shlex.quote(str(out))} --dry-run")

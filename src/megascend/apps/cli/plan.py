@@ -15,7 +15,9 @@ def plan_command(
     model: Annotated[Path | None, options.ModelOrConfig] = None,
     cards: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 8,
     device: Annotated[str, typer.Option(help="Kind of device: h100, h200, b200, gb200, gb300, ascend-910b.")] = "h100",
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 4096,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sample; default: 4096, or the model's context.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples of a step, over all devices.")] = 256,
     lora: options.LoraRank = None,
     overrides: options.Overrides = None,
@@ -59,20 +61,27 @@ def plan_command(
 
     from megascend.apps.cli import plan_text
     from megascend.apps.plan.hardware import load
-    from megascend.apps.train.layout_plan import model_checkpoint, plan_layouts, plan_split, run_file, settings
+    from megascend.apps.train.layout_plan import (
+        default_length,
+        model_checkpoint,
+        plan_layouts,
+        plan_split,
+        run_file,
+        settings,
+    )
 
     hardware = load(device, calibration)
     chosen = [*(overrides or []), *([] if lora is None else [f"lora.rank={lora}"])]
     # A run file names a directory: that of a config.json.
     directory = model.parent if model.name == "config.json" else model
-    config = settings(directory, length, batch, data, chosen)
-    if rl:
-        with model_checkpoint(model) as checkpoint:
-            splits = plan_split(checkpoint, config, cards, length, hardware)
-        for line in plan_text.report_split(splits, config, hardware, length):
-            typer.echo(line)
-        return
     with model_checkpoint(model) as checkpoint:
+        length = length or default_length(checkpoint)
+        config = settings(directory, length, batch, data, chosen)
+        if rl:
+            splits = plan_split(checkpoint, config, cards, length, hardware)
+            for line in plan_text.report_split(splits, config, hardware, length):
+                typer.echo(line)
+            return
         plan = plan_layouts(checkpoint, config, cards, length, hardware, best)
     if as_json:
         typer.echo(json.dumps(plan_text.as_json(plan), indent=1))
@@ -83,3 +92,4 @@ def plan_command(
         raise typer.Exit(1)
     if write is not None:
         write.write_text(run_file(plan.layouts[0]), encoding="utf-8")
+        typer.echo(f"{write}: the run file of layout 1", err=as_json)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
+from megascend.apps.cli.dry_run_text import count
 from megascend.apps.cli.text import GIB, table
 from megascend.apps.plan.hardware import Hardware
 from megascend.apps.plan.pipeline import TimedPass
@@ -33,8 +34,8 @@ def report(plan: LayoutPlan, *, explain: bool = False) -> Iterator[str]:
     info = plan.info
     mode = "all parameters" if request.config.lora is None else f"LoRA of rank {request.config.lora.rank}"
     yield (
-        f"model     {request.config.model}: {info.parameter_count / 1e9:.4g} billion parameters "
-        f"({info.active_matmul_parameters / 1e9:.3g} multiply a token), {mode}"
+        f"model     {request.config.model}: {count(info.parameter_count)} parameters "
+        f"({count(info.active_matmul_parameters)} multiply a token), {mode}"
     )
     nodes = -(-request.cards // hardware.cards_per_node)
     yield f"cluster   {request.cards} x {hardware.title}, {nodes} node{'s' if nodes > 1 else ''}"

@@ -123,7 +123,8 @@ class SampleRequest:
             return f"prompt token {invalid} is not in [0, {vocab_size})"
         if length + params.max_tokens > limit:
             return (
-                f"{length} prompt tokens and max_tokens={params.max_tokens} are together more than {limit} ({setting})"
+                f"{length} prompt tokens and max_tokens={params.max_tokens} are together more than {limit} ({setting}); "
+                "lower max_tokens"
             )
         largest = max(self.topk_prompt_logprobs, self.topk_logprobs)
         if not 0 <= min(self.topk_prompt_logprobs, self.topk_logprobs) <= largest <= vocab_size:

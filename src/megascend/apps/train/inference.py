@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,21 +198,30 @@ def loaded_model(settings: InferenceSettings) -> Iterator[ResponseModel]:
 
 
 def generate(
-    settings: InferenceSettings, prompts: Sequence[Prompt], sampling: SamplingParams, output: Path | None
+    settings: InferenceSettings,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    output: Path | None,
+    shorten: bool = False,
 ) -> int:
     """Answer all prompts on this rank, as one of all, and write a line for each; return how many could not be answered.
 
     Args:
         output: JSONL file, written by rank 0 line by line in the order of the prompts; None: standard output.
+        shorten: lower ``max_tokens`` to what the context has left after a prompt.
     """
     refused = 0
     with loaded_model(settings) as model:
         requests = []
         for number, prompt in enumerate(prompts, 1):
             try:
-                requests.append(model.request(prompt, sampling))
+                request = model.request(prompt, sampling)
             except DataError as error:
                 raise DataError(f"prompt {number} of {len(prompts)}: {error}") from error
+            room = max(1, model.limit - len(request.prompt))
+            if shorten and room < sampling.max_tokens:
+                request = replace(request, params=replace(request.params, max_tokens=room))
+            requests.append(request)
         with ExitStack() as stack:
             stream = sys.stdout
             if model.backend.rank == 0 and output is not None:

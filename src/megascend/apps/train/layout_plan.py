@@ -29,6 +29,8 @@ GAIN = 1.1
 measured steps (docs/planning.md)."""
 CHOSEN = ("parallel", "recompute", "batching.micro_batch_tokens", "optimizer.overlap")
 """Beginnings of the settings that a plan chooses."""
+LENGTH = 4096
+"""Longest sample of a run file in tokens, unless the model's context is shorter."""
 DATA = Path("data.jsonl")
 """Training data of a run file, where none was named."""
 
@@ -90,6 +92,11 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
             # The user knows nothing of this directory.
             text = str(error).replace(f"{folder}/config.json", str(path)).replace(folder, str(model))
             raise type(error)(text) from error
+
+
+def default_length(checkpoint: Path) -> int:
+    """Return the tokens of a sample where none are named: :data:`LENGTH`, or the model's context if it is shorter."""
+    return min(LENGTH, inspect_checkpoint(checkpoint).shape.max_position or LENGTH)
 
 
 def settings(model: Path, length: int, batch: int, data: Path | None, overrides: Sequence[str]) -> RunConfig:

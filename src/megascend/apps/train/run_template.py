@@ -11,17 +11,21 @@ from typing import Any
 
 from megascend.apps.plan.hardware import Hardware
 from megascend.apps.plan.search import Candidate
-from megascend.apps.train.layout_plan import model_checkpoint, plan_layouts, plan_split, settings
+from megascend.apps.train.layout_plan import (
+    LENGTH,
+    default_length,
+    model_checkpoint,
+    plan_layouts,
+    plan_split,
+    settings,
+)
 from megascend.config import RunConfig, TrainerConfig, parsed
 from megascend.config.commented import comment, commented_out, commented_settings
 from megascend.config.rl import VLLM, RlConfig
 from megascend.config.run_file import apply_overrides, full_names
 from megascend.errors import ConfigError
-from megascend.models.checkpoint_files.info import inspect_checkpoint
 from megascend.runtime.io.paths import format_bytes
 
-LENGTH = 4096
-"""Longest sample of a run file in tokens, unless the model's context is shorter."""
 BATCH = 8
 """Samples of a step, where no cards are named; with cards, at least two for each."""
 ADAPTER_LR = 10
@@ -252,8 +256,7 @@ def run_files(name: str, request: RunFileRequest, path: Path) -> RunFiles:
             remarks.append(
                 "Only the model's configuration was there when this was written: model has to have its weights."
             )
-        context = inspect_checkpoint(checkpoint).shape.max_position
-        length = request.length or min(LENGTH, context or LENGTH)
+        length = request.length or default_length(checkpoint)
         values = _settings(name, task, request, data, length, path.parent)
         overrides = full_names(request.overrides, values, task.kind)
         if request.cards:
