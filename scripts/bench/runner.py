@@ -58,6 +58,8 @@ print(json.dumps([name, memory / 2**30, torch.cuda.device_count() if on_gpu else
 def this_device(platform: str) -> tuple[str, float, int]:
     """Query (name, GiB of memory, devices) in another process: this one holds no device while others measure.
 
+    A CPU counts as eight devices: ranks are processes there.
+
     Raises:
         SystemExit: the device is not available.
     """

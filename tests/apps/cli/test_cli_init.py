@@ -79,6 +79,11 @@ def test_rl_on_a_node_is_divided_between_engines_and_trainer(megascend, small_mo
     assert f"--nproc {len(config.placement.trainer)}" in (tmp_path / "run.yaml").read_text()
 
 
+def test_missing_data_are_named(megascend, small_model: Path, tmp_path: Path) -> None:
+    completed = megascend("init", "sft", small_model, "--data", "none.jsonl", cwd=tmp_path)
+    assert "none.jsonl: no data is there yet" in completed.stderr
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_schema_beside_the_run_file_accepts_it(megascend, small_model: Path, tmp_path: Path, task: str) -> None:
     megascend("init", task, small_model, "runs/run.yaml", "--schema", cwd=tmp_path)

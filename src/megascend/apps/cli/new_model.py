@@ -35,7 +35,18 @@ def new_model_command(
     """
     from megascend.apps.cli.random_checkpoint import ModelSize, write_checkpoint
 
-    # In the order of its fields.
-    size = ModelSize(arch, hidden, layers, heads, kv_heads, ffn, experts, experts_per_token, vocab, context, tie)
+    size = ModelSize(
+        arch=arch,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        experts=experts,
+        experts_per_token=experts_per_token,
+        vocab=vocab,
+        context=context,
+        tie=tie,
+    )
     parameters = write_checkpoint(out, size, seed)
     typer.echo(f"{out}: {arch}, {parameters:,} random parameters, byte-level tokenizer")

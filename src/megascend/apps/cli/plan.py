@@ -41,16 +41,7 @@ def plan_command(
     Nothing is built or trained: predictions are by formula (docs/planning.md has their errors).
     """
     if calibrate is not None:
-        from megascend.apps.plan.calibrate import measure
-
-        content = measure(calibrate)
-        if content["missing"]:
-            missing = ", ".join(content["missing"])
-            typer.echo(
-                f"{calibrate}: {missing} could not be measured (reasons above); --calibration needs all", err=True
-            )
-            raise typer.Exit(1)
-        typer.echo(f"{calibrate}: {content['device']}; use it with --calibration {calibrate}")
+        measure_device(calibrate)
         return
     if model is None:
         raise ConfigError("plan needs MODEL, a checkpoint directory or a config.json (or --calibrate FILE)")
@@ -61,28 +52,21 @@ def plan_command(
 
     from megascend.apps.cli import plan_text
     from megascend.apps.plan.hardware import load
-    from megascend.apps.train.layout_plan import (
-        default_length,
-        model_checkpoint,
-        plan_layouts,
-        plan_split,
-        run_file,
-        settings,
-    )
+    from megascend.apps.train import layout_plan
 
     hardware = load(device, calibration)
     chosen = [*(overrides or []), *([] if lora is None else [f"lora.rank={lora}"])]
     # A run file names a directory: that of a config.json.
     directory = model.parent if model.name == "config.json" else model
-    with model_checkpoint(model) as checkpoint:
-        length = length or default_length(checkpoint)
-        config = settings(directory, length, batch, data, chosen)
+    with layout_plan.model_checkpoint(model) as checkpoint:
+        length = length or layout_plan.default_length(checkpoint)
+        config = layout_plan.settings(directory, length, batch, data, chosen)
         if rl:
-            splits = plan_split(checkpoint, config, cards, length, hardware)
+            splits = layout_plan.plan_split(checkpoint, config, cards, length, hardware)
             for line in plan_text.report_split(splits, config, hardware, length):
                 typer.echo(line)
             return
-        plan = plan_layouts(checkpoint, config, cards, length, hardware, best)
+        plan = layout_plan.plan_layouts(checkpoint, config, cards, length, hardware, best)
     if as_json:
         typer.echo(json.dumps(plan_text.as_json(plan), indent=1))
     else:
@@ -91,5 +75,17 @@ def plan_command(
     if not plan.layouts:
         raise typer.Exit(1)
     if write is not None:
-        write.write_text(run_file(plan.layouts[0]), encoding="utf-8")
+        write.write_text(layout_plan.run_file(plan.layouts[0]), encoding="utf-8")
         typer.echo(f"{write}: the run file of layout 1", err=as_json)
+
+
+def measure_device(path: Path) -> None:
+    """Measure this machine's device, write the file of ``--calibration``, and exit with 1 if it lacks something."""
+    from megascend.apps.plan.calibrate import measure
+
+    content = measure(path)
+    if content["missing"]:
+        missing = ", ".join(content["missing"])
+        typer.echo(f"{path}: {missing} could not be measured (reasons above); --calibration needs all", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{path}: {content['device']}; use it with --calibration {path}")

@@ -315,16 +315,18 @@ class Cost:
         layer.add("rest", "element-wise", norms * h.moved(3 * width), norms * h.moved(3 * width))
 
     def _activation(self, layer: _Layer, module: str, tokens: float, width: float) -> None:
-        """Add SwiGLU: reads two and writes one forward, reads three and writes two backward; without a gate, fewer.
+        """Add SwiGLU: reads two tensors and writes one forward, reads three and writes two backward; without a gate, fewer.
 
-        Other gated activations are a kernel an operation, each of which reads and writes a tensor: the activation, an offset, the
-        product and their gradients, in experts in fp32 the product with the router's weight.
+        Of other gated activations every operation is a kernel, which reads and writes tensors of its own.
         """
         unit, gate = BF16 * tokens * width, 1 if self.sizes.gated else 0
         forward, backward = 2 + gate, 3 + 2 * gate
-        if self.sizes.clamped or not self.sizes.silu:
-            forward, backward = (7 + 6, 13 + 17) if module == "moe_act" else (7, 13)
-        if self.sizes.clamped:  # and the biases, of a tensor of both halves
+        if gate and (self.sizes.clamped or not self.sizes.silu):
+            # The activation, an offset, the product; backward also the halves' gradients joined.
+            forward, backward = 2 + 2 + 3, 3 + 6 + 4
+            if module == "moe_act":  # times the router's weight, in fp32, whose own gradient is a sum
+                forward, backward = forward + 6, backward + 17
+        if self.sizes.clamped:  # each half limited, and biases of both
             forward, backward = forward + 4 + 4, backward + 6
         layer.add(module, "element-wise", self.hardware.moved(forward * unit), self.hardware.moved(backward * unit))
 
