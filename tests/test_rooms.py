@@ -112,39 +112,6 @@ def test_change_selects_rooms_that_it_concerns(path: str, included: str, left_ou
     assert "tests" not in tests
 
 
-def test_lowest_tests_import_no_higher_room() -> None:
-    higher = set(changed_rooms.backend()[changed_rooms.backend().index("models") :]) | {"apps"}
-    files = [path for folder in changed_rooms.LOWEST for path in (changed_rooms.ROOT / "tests" / folder).rglob("*.py")]
-    assert len(files) > 10
-    assert [(path, name) for path in files for name in imported(path) if room_of(name) in higher] == []
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "src/megascend/config/run.py",
-        "src/megascend/runtime/io/paths.py",
-        "tests/conftest.py",
-        "tests/support/stacks.py",
-        "src/megascend/testing/parity.py",
-        "src/megascend/__init__.py",
-    ],
-)
-def test_change_under_every_room_selects_all_tests_and_no_installation(path: str) -> None:
-    tests, reason = select(["docs/serve.md", path])
-    files = [file.relative_to(changed_rooms.ROOT) for file in (changed_rooms.ROOT / "tests").rglob("test_*.py")]
-    assert {"/".join(file.parts[:2]) for file in files} <= tests
-    assert "tests" not in tests
-    assert path in reason
-
-
-@pytest.mark.parametrize("path", ["pyproject.toml", ".ci/run", "scripts/_venv.sh", "new/file"])
-def test_change_of_the_installation_selects_everything(path: str) -> None:
-    tests, reason = select(["docs/serve.md", path])
-    assert tests == {"tests"}
-    assert path in reason
-
-
 def test_changes_are_those_since_the_branch_left_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> None:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")

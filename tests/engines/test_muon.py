@@ -32,14 +32,6 @@ def test_owners_are_holders_and_share_the_work():
     )
 
 
-def test_replicas_receive_what_one_of_them_sends():
-    tiles = [[rows("w", 0, 2, 3)], [rows("w", 0, 2, 3)], [rows("w", 2, 2, 3)]]
-    [[work]] = plan(tiles, {"w": (4, 3)})
-    assert work.owner == 0
-    assert work.sources == {tiles[0][0]: 0, tiles[2][0]: 2}
-    assert work.receivers == {tiles[0][0]: [0, 1], tiles[2][0]: [2]}
-
-
 def test_rounds_bound_what_an_owner_assembles(monkeypatch):
     monkeypatch.setattr(muon, "ROUND_ELEMENTS", 20)
     shapes = {"a": (2, 4), "b": (2, 4), "c": (2, 4), "large": (8, 8)}

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from megascend.config import Parallel
-from megascend.errors import ConfigError
 from megascend.models import architecture_of
 from megascend.models.registry import from_reference, to_reference
 from megascend.testing import run_distributed
@@ -84,10 +83,3 @@ def test_its_refusal_is_named_and_it_travels_to_other_processes() -> None:
     heron = architecture_of({"model_type": "heron"})
     assert "reach: 0" in heron.unsupported({"model_type": "heron", "reach": 0})[0]
     assert from_reference(to_reference(heron)) == heron
-
-
-def test_another_declaration_of_the_same_model_type_is_refused() -> None:
-    import megascend
-
-    with pytest.raises(ConfigError, match="another architecture is registered for model_type 'heron'"):
-        megascend.register_architecture("heron")

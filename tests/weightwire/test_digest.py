@@ -46,16 +46,6 @@ def test_digests_of_fixed_bytes():
     assert digest("multilinear64", torch.arange(251, dtype=torch.uint8)) == by_hand(bytes(range(251)))
 
 
-@given(st.data())
-def test_flipped_bit_changes_the_digest(data):
-    size = data.draw(st.integers(1, 5000))
-    content = random_bytes(size, seed=1)
-    index, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7))
-    before = digest("multilinear64", content)
-    content[index] ^= 1 << bit
-    assert digest("multilinear64", content) != before
-
-
 @given(st.integers(0, 9999), st.integers(0, 9999), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
 def test_swapped_pair_changes_the_digest_even_if_only_the_sign_differs(first, second, dtype):
     values = torch.ones(10_000, dtype=dtype)
@@ -66,13 +56,6 @@ def test_swapped_pair_changes_the_digest_even_if_only_the_sign_differs(first, se
     assert (
         digest("multilinear64", values.view(torch.uint8)) == digest("multilinear64", swapped.view(torch.uint8))
     ) == same
-
-
-def test_swapped_tiles_and_lengths_change_the_digest():
-    first, second = random_bytes(4 * TILE, 1), random_bytes(4 * TILE, 2)
-    assert digest("multilinear64", torch.cat([first, second])) != digest("multilinear64", torch.cat([second, first]))
-    zeros = [digest("multilinear64", torch.zeros(size, dtype=torch.uint8)) for size in range(1, 9)]
-    assert len(set(zeros)) == 8
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

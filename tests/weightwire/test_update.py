@@ -19,7 +19,6 @@ from support.forked_programs import run_forked
 from weightwire import group, staging
 from weightwire.errors import (
     CommitError,
-    DeadlineError,
     DigestError,
     ManifestError,
     NotServingError,
@@ -303,18 +302,6 @@ def test_update_is_dropped_when_its_lease_lapses(served):
     works_again(receiver, engine, 2)
 
 
-def test_missing_trainer_raises_deadline_error(served):
-    receiver, engine = served
-    trainer = Trainer([receiver])
-    trainer.timeout_s = 0.4
-    (offer,) = trainer.offers(manifest_of(NEW, 2))
-    receiver.open(offer)
-    seal = Seal(offer.update, 2, offer.manifest.identity, ("0",))
-    with pytest.raises(DeadlineError, match=r"waiting for members to join group .*: the sender \(trainer-1\)"):
-        receiver.verify(seal, TIMEOUT_S)
-    works_again(receiver, engine, 2)
-
-
 def test_a_drop_ends_the_wait_for_a_trainer(served):
     receiver, engine = served
     (offer,) = Trainer([receiver]).offers(manifest_of(NEW, 2))
@@ -325,21 +312,6 @@ def test_a_drop_ends_the_wait_for_a_trainer(served):
         assert time.monotonic() < until, "the receiver still waits"
         time.sleep(0.02)
     works_again(receiver, engine, 2)
-
-
-def test_missing_engine_is_named():
-    receiver = Receiver("engine-a")
-    trainer = Trainer([receiver, Receiver("engine-b")])
-    trainer.timeout_s = 3.0
-    manifest = manifest_of(NEW, 1)
-    trainer.receivers = [receiver, _Deaf("engine-b")]
-    with pytest.raises(DeadlineError, match=r"members to join .*: receiver 2 \(engine-b\)$"):
-        trainer.send(manifest, NEW.items())
-
-
-class _Deaf(Receiver):
-    def open(self, offer, worker=0):
-        pass
 
 
 def test_memory_and_connections_serve_the_next_update(monkeypatch):

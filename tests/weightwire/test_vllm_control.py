@@ -20,7 +20,6 @@ from weightwire.errors import (
     NotServingError,
     OwnerError,
     UpdateError,
-    VersionError,
     WireError,
 )
 from weightwire.group import Listener
@@ -215,20 +214,6 @@ def send(offer: Offer, weights: dict[str, torch.Tensor]) -> Seal:
 
 def run(coroutine: Any) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 100))
-
-
-def test_a_commit_is_between_pause_and_resume_on_all_workers(control, engine):
-    async def act():
-        await control.claim("a#1", 60)
-        await push(control, 3.0, 1)
-        assert engine.calls == ["pause keep", "version 1", "resume"]
-        assert (engine.values, control.active_version()) == ([3.0, 3.0], 1)
-        with pytest.raises(VersionError, match="version 1 of model is offered, and version 1 is already active"):
-            await push(control, 4.0, 1)
-        await push(control, 4.0, 2)
-        assert (engine.values, control.active_version()) == ([4.0, 4.0], 2)
-
-    run(act())
 
 
 @pytest.mark.parametrize("workers", [1, 2])

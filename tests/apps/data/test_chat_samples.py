@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from megascend.apps.cli.random_checkpoint import IM_END, SPECIAL_TOKENS, byte_characters, byte_tokenizer
 from megascend.apps.data.document import Document
 from megascend.apps.data.findings import Findings
-from megascend.apps.data.samples import Encoder, SampleLimits, build_samples, lies_within_a_token, token_weights
+from megascend.apps.data.samples import Encoder, SampleLimits, build_samples
 from megascend.errors import DataError
 from megascend.training.batch.sample import Sample
 
@@ -83,20 +83,6 @@ def test_every_token_but_the_first_is_a_target_once(limit: int) -> None:
     targets = [target for sample in samples for target in sample.target_ids.tolist()]
     assert targets == [*b"123456789", 257]
     assert all(1 <= len(sample) <= limit for sample in samples)
-
-
-def test_token_across_a_span_border_has_no_weight() -> None:
-    offsets = [(0, 2), (2, 5), (5, 6), (6, 6), (6, 9), (9, 10)]
-    assert token_weights(offsets, [(3, 6, 1.0), (9, 10, 0.5)]) == [0.0, 0.0, 1.0, 0.0, 0.0, 0.5]
-    assert token_weights(offsets, []) == [0.0] * 6
-    assert token_weights(offsets, [(3, 6, 0.0)], elsewhere=1.0) == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
-
-
-def test_positions_within_tokens() -> None:
-    offsets = [(0, 0), (0, 2), (2, 5), (5, 6), (6, 6), (6, 9), (0, 0)]
-    assert [index for index in range(11) if lies_within_a_token(offsets, [index])] == [1, 3, 4, 7, 8]
-    assert lies_within_a_token(offsets, [2, 8])
-    assert not lies_within_a_token(offsets, [])
 
 
 def encode(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -200,12 +199,6 @@ def write_content(path: Path, content: bytes) -> Path:
     return path
 
 
-def unreadable(folder: Path) -> Path:
-    path = write_content(folder / "closed.jsonl", b"{}")
-    path.chmod(0)
-    return path
-
-
 def dangling(folder: Path) -> Path:
     (folder / "link.jsonl").symlink_to("nowhere.jsonl")
     return folder / "link.jsonl"
@@ -278,17 +271,3 @@ def test_line_beyond_the_limit_raises_data_error(tmp_path: Path, monkeypatch: py
     path.write_text('{"text": "one"}\n' + '[{"text": "two"}, ' * 10)
     with pytest.raises(DataError, match=r"a\.jsonl:2: the line has more than 100 bytes: write a record a line"):
         read_documents(path)
-
-
-def test_file_without_permission_raises_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = unreadable(tmp_path)
-    if os.access(path, os.R_OK):  # as root: everything may be read
-
-        def refuse(*arguments: object, **settings: object) -> None:
-            raise PermissionError(13, "Permission denied", str(path))
-
-        monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(DataError, match=r"closed.jsonl cannot be read: Permission denied"):
-        read_documents(path)
-    with pytest.raises(DataError, match=r"closed.jsonl cannot be read: Permission denied"):
-        check_files(path, Data(path=path))

@@ -3,17 +3,14 @@
 import importlib
 import sys
 import textwrap
-from unittest import mock
 
 import pytest
 import torch
 
-from megascend import Adam, Batching, Loss, register_loss
-from megascend.config.registry import LOSSES
-from megascend.errors import ConfigError, OutOfStepError
+from megascend import Adam, Batching
+from megascend.errors import OutOfStepError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
-from megascend.training.batch.losses import resolve
 
 OUTSIDE = """
     import torch
@@ -73,23 +70,3 @@ def test_a_loss_from_outside_the_package_trains_by_name(parity_folder, outside):
         assert value == pytest.approx(float(loss / weight), rel=1e-5)
         assert metrics == {"factor": pytest.approx(float(factor / weight), rel=1e-5)}
         assert norm > 0
-
-
-@mock.patch.dict(LOSSES, {"dpo": resolve("dpo"), "ppo": resolve("ppo")}, clear=True)
-def test_loss_names_are_unique_and_unknown_names_raise():
-    def nll(logprobs, inputs):
-        return -logprobs
-
-    loss = register_loss(Loss("mine", nll))
-    assert resolve("mine") is loss
-    assert register_loss(Loss("mine", nll)) == loss, "again, as when a module is imported twice"
-    with pytest.raises(ConfigError, match=r"another loss is called 'mine'; names in use: dpo, ppo, mine"):
-        register_loss(Loss("mine", lambda logprobs, inputs: logprobs))
-    with pytest.raises(ConfigError, match="'ppo'"):
-        register_loss(Loss("ppo", nll))
-    with pytest.raises(ConfigError, match="unknown loss 'theirs'; known: dpo, ppo, mine"):
-        resolve("theirs")
-    with pytest.raises(ConfigError, match="got function"):
-        register_loss(nll)
-    with pytest.raises(ConfigError, match="no name"):
-        register_loss(Loss("", nll))

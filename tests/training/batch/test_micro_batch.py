@@ -134,13 +134,6 @@ def test_planned_lengths_match_the_batch():
             assert batch.padded_lengths == expected
 
 
-def test_zigzag_deals_each_rank_one_chunk_from_each_end():
-    places = [batch.token_index.tolist() for batch in on_every_rank([8], True, 2, 1)]
-    assert places == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    places = [batch.token_index.tolist() for batch in on_every_rank([4, 8], True, 2, 1)]
-    assert places == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
-
-
 def test_members_are_taken_in_the_order_given():
     samples = make([3, 2, 4])
     batch = build(samples, [2, 0], SequenceLayout(), None, CPU)
@@ -198,13 +191,6 @@ def test_mtp_targets_are_each_samples_own_shifted_by_one(packing, context, tenso
     ]
     real = sum(lengths) - len(lengths)
     assert int((joined["padding"] == 0).sum()) == int((joined["weights"] != 0).sum()) == real
-
-
-def test_dummy_batch_has_no_mtp_targets():
-    batch = build(make([5]), [0], SequenceLayout(), None, CPU, dummy=True, mtp=True)
-    assert batch.mtp is not None
-    assert not batch.mtp.weights.any()
-    assert build(make([5]), [0], SequenceLayout(), None, CPU).mtp is None
 
 
 @quick

@@ -28,14 +28,6 @@ def test_values_that_are_not_finite_are_0_where_a_target_has_no_weight():
     assert sample.extra["p"].tolist() == [0.0, 2.0, 3.0]
 
 
-def test_causal_sample_carries_adapter_and_pair():
-    sample = Sample.causal([1, 2, 3], adapter="alice", pair=7, chosen=False)
-    assert (sample.adapter, sample.pair, sample.chosen) == ("alice", 7, False)
-    assert Sample.causal([1, 2]).adapter is None
-    with pytest.raises(TypeError):
-        Sample.causal([1, 2], 0, None, "alice")  # by name alone
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -75,16 +75,6 @@ def test_steps_are_those_of_complete_checkpoints(tmp_path):
     assert Retention(tmp_path / "step-00000009").candidates() == []
 
 
-def test_latest_names_the_committed_checkpoint(tmp_path):
-    retention = Retention(tmp_path)
-    assert retention.latest() is None
-    add(retention, 1, 2)
-    retention.committed(retention.path(2))
-    assert retention.latest() == 2
-    assert (tmp_path / "latest").read_text() == "step-00000002\n"
-    assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -148,14 +138,6 @@ def test_committed_keeps_the_last_and_every_nth(tmp_path, keep_last, keep_every,
         assert retention.candidates()[0] == retention.path(step)
     assert retention.steps() == left
     assert names(tmp_path) == ["latest", *(f"step-{step:08d}" for step in left)]
-
-
-def test_run_resumed_from_an_earlier_step_keeps_later_checkpoints(tmp_path):
-    retention = Retention(tmp_path, keep_last=1)
-    add(retention, 10, 20, 30)
-    retention.committed(retention.path(20))
-    assert retention.steps() == [20, 30]
-    assert retention.candidates() == [retention.path(20), retention.path(30)]
 
 
 def test_leftovers_of_killed_runs_are_removed(tmp_path):

@@ -85,13 +85,6 @@ def test_non_contiguous_tensors_are_copied_by_value():
     assert all(same(part, expected) for part, expected in zip(copied, before, strict=True))
 
 
-def test_parameters_are_staged_without_their_graph():
-    parameter = torch.nn.Parameter(torch.ones(4))
-    (copied,) = values(Staging(page_locked=False).copy({"a": shards(parameter)}))["a"]
-    assert not copied.requires_grad
-    assert copied.tolist() == [1.0] * 4
-
-
 def test_objects_and_settings_pass_through():
     entry = TensorSlices((4,), torch.float32, may_differ=True)
     state = {"random/0": {"python": (1, 2)}, "none": None, "a": entry}
@@ -101,16 +94,6 @@ def test_objects_and_settings_pass_through():
     assert list(copied) == list(state)
     assert copied["a"].may_differ
     assert copied["a"] is not entry
-
-
-def test_staging_memory_is_reused():
-    staged, state = Staging(page_locked=False), {"a": shards(*[torch.rand(700) for _ in range(9)])}
-    first = addresses(staged.copy(state))
-    for number in range(5):
-        state["a"].slices[3][1].fill_(number)
-        copied = staged.copy(state)
-        assert addresses(copied) == first
-        assert values(copied)["a"][3].tolist() == [number] * 700
 
 
 def test_prepared_memory_is_used_by_the_copy(monkeypatch):
@@ -143,14 +126,6 @@ def test_prepare_calls_do_not_overlap(monkeypatch):
     copied = staged.copy(state)
     assert peak == [1]
     assert same(values(copied)["a"][1], state["a"].slices[1][1])
-
-
-def test_memory_grows_with_the_state_and_serves_a_smaller_one():
-    staged = Staging(page_locked=False)
-    for count in (1, 30, 3, 60, 0, 7):
-        parts = [torch.rand(97 * (number % 7)) for number in range(count)]
-        copied = staged.copy({"a": shards(*parts)})
-        assert all(same(a, b) for a, b in zip(values(copied)["a"], parts, strict=True))
 
 
 @settings(max_examples=150, deadline=None)

@@ -149,20 +149,6 @@ def test_adapter_of_the_output_layer_gets_its_gradients() -> None:
         assert_close(actual, reference_value, 2e-5)
 
 
-def test_equal_models_have_no_divergence_and_no_gradient() -> None:
-    values = inputs(torch.float64)
-    for kind in KINDS:
-        hidden = values["hidden"].clone().requires_grad_()
-        divergence = TeacherDivergence(kind, values["weight"], BETA)
-        outputs = linear_divergence(
-            hidden, values["weight"], values["targets"], VocabShard(0, VOCABULARY), values["hidden"], divergence
-        )
-        outputs[1].sum().backward()
-        assert hidden.grad is not None
-        assert float(outputs[1].abs().max()) < 1e-12
-        assert float(hidden.grad.abs().max()) < 1e-12
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_teacher_that_overflows_at_an_ignored_token_changes_no_gradient(kind: Any, value: float) -> None:

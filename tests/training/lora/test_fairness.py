@@ -152,7 +152,3 @@ def test_optimizer_steps_that_are_due_run_together():
     unit, ledger = serve(lines, Ledger())
     assert [request.adapter for request in unit] == ["a", "c"]
     assert [request.adapter for request in serve(lines, ledger)[0]] == ["b"]
-
-
-def test_no_waiting_requests_give_no_unit():
-    assert next_unit([], Ledger(), BUDGET) == []

@@ -5,7 +5,7 @@ import torch
 
 from megascend.training.lora import grouped
 from megascend.training.lora.grouped import SegmentedLinear, Segments, accumulate, product
-from megascend.training.lora.segments import by_expert_and_adapter, cut, token_segments, tokens_per_adapter
+from megascend.training.lora.segments import by_expert_and_adapter, cut, token_segments
 
 CPU = torch.device("cpu")
 
@@ -22,23 +22,6 @@ def test_products_of_runs(counts, counts_on_host):
     )
     torch.testing.assert_close(product(rows, weights, segments), expected)
     assert segments.sizes() == counts
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_accumulation_adds_to_existing_gradients(transposed):
-    counts = [2, 0, 4]
-    left, right = torch.randn(6, 3), torch.randn(6, 5)
-    target = torch.randn(3, 5, 3).transpose(1, 2) if transposed else torch.randn(3, 3, 5)
-    expected, start = target.clone(), 0
-    for g, count in enumerate(counts):
-        for row in range(start, start + count):
-            expected[g] += torch.outer(left[row], right[row])
-        start += count
-    accumulate(target, left, right, Segments.of(counts, CPU))
-    torch.testing.assert_close(target, expected)
-    single = torch.zeros(1, 3, 5)
-    accumulate(single, left, right, None)
-    torch.testing.assert_close(single[0], left.T @ right)
 
 
 @pytest.mark.parametrize("counts", [None, [2, 0, 3]])
@@ -111,11 +94,6 @@ def test_one_runs_values_do_not_reach_anothers():
     accumulate(spoiled_grads, rows, grad, Segments.of(counts, CPU))
     for expected, actual, rows_kept in ((clean, spoiled, [0, 1, 2, 5, 6, 7, 8]), (clean_grads, spoiled_grads, [0, 2])):
         assert torch.equal(expected[rows_kept], actual[rows_kept])
-
-
-def test_run_lengths():
-    assert tokens_per_adapter([0, 0, 2], [3, 4, 5], 4) == [7, 0, 5, 0]
-    assert tokens_per_adapter([], [], 2) == [0, 0]
 
 
 @pytest.mark.parametrize("counts", [[4, 0, 6, 2], [12], [0, 12, 0], [1] * 12])

@@ -12,7 +12,7 @@ from megascend.training.lora.factors import UnshardedAdapter
 from megascend.training.lora.layout import shape_groups
 from megascend.training.lora.optimizer import update
 from megascend.training.lora.registry import AdapterRegistry, AdapterSettings
-from megascend.training.lora.target_modules import FusedSlice, TargetModule, restrict
+from megascend.training.lora.target_modules import FusedSlice, TargetModule
 
 ODD_NAMES = [
     "", "../x", "..", ".", "a/b", "a\\b", ".hidden", "a..b", "x.", "-x", "_x", "a b", "a\n", "a\0b", "ä", "名", "x²",
@@ -138,17 +138,6 @@ def test_experts_draw_by_their_number_in_the_model():
     values = [next(v for s, v in x.views(x.values.detach()) if s.factor == "a") for x in (full, half)]
     assert torch.equal(values[0][0, 2:], values[1][0])
     assert len({tuple(expert.flatten().tolist()) for expert in values[0][0]}) == 4
-
-
-def test_only_targets_get_values():
-    target_modules = [make_target(0), make_target(1)]
-    adapter = make_registry(target_modules=target_modules).create(
-        "a", Lora(rank=2, targets=("model.layers.1.mlp.down_proj",))
-    )
-    a_values = next(span_values for span, span_values in adapter.views(adapter.values.detach()) if span.factor == "a")
-    assert not a_values[0].any()
-    assert a_values[1].all()
-    assert restrict(target_modules[0], adapter.lora.targets) is None
 
 
 def test_adapter_overrides_the_backends_optimizer_and_schedule():

@@ -6,7 +6,7 @@ import torch
 from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.training.lora.layout import shape_groups
 from megascend.training.lora.registry import AdapterRegistry, AdapterSettings
-from megascend.training.lora.stacked_adapters import StackedAdapters, StackPool, common_rank
+from megascend.training.lora.stacked_adapters import StackedAdapters, StackPool
 from megascend.training.lora.target_modules import FusedSlice, TargetModule
 
 IN, OUT, EXPERTS = 5, 9, 2
@@ -145,12 +145,3 @@ def test_a_removed_adapter_leaves_no_stack():
     assert pool.fill(adapters).bytes == pool.bytes > 0
     pool.forget(adapters[0])
     assert pool.bytes == 0
-
-
-def test_the_common_rank_is_a_multiple_of_eight_only_where_several_share_a_product():
-    registry = make_registry(target_modules())
-    three, nine = (registry.create(name, Lora(rank=rank)) for name, rank in (("three", 3), ("nine", 9)))
-    assert common_rank([three]) == 3
-    assert common_rank([three, None]) == 8
-    assert common_rank([three, nine]) == 16
-    assert common_rank([None]) == 1

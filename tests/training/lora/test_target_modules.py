@@ -16,7 +16,7 @@ from fused_by_hand import (
 
 from megascend.errors import ConfigError
 from megascend.training.lora.target_maps import find_target_modules
-from megascend.training.lora.target_modules import matches, restrict
+from megascend.training.lora.target_modules import matches
 
 
 @pytest.mark.parametrize(("tensor", "rank"), [(1, 0), (2, 0), (2, 1)])
@@ -26,12 +26,6 @@ def test_target_modules_locate_every_row_and_column(tensor, rank, experts):
     mlp = ["experts.gate_up_proj", "experts.down_proj"] if experts else ["gate_proj", "up_proj", "down_proj"]
     attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     assert covered == [f"model.layers.2.{name}" for name in [*attention, *(f"mlp.{name}" for name in mlp)]]
-
-
-def test_experts_are_counted_over_expert_parallel_ranks():
-    for target in target_modules_of(experts=True, expert=2, expert_rank=1)[2:]:
-        assert target.is_expert
-        assert (target.experts, target.expert_start, target.expert_total) == (2, 2, 4)
 
 
 def test_targets_match_whole_components_only():
@@ -64,15 +58,6 @@ def test_embedding_and_head_have_the_ranks_tokens_without_padding(tensor, rank, 
 def test_an_embedding_and_a_head_that_share_a_weight_are_not_adapted():
     assert len(target_modules_of(embedding_and_head=True)) == 6
     assert len(target_modules_of(embedding_and_head=True, tied=True)) == 4
-
-
-def test_restriction_keeps_the_targeted_slices():
-    qkv, proj, *_ = target_modules_of()
-    restricted = restrict(qkv, ("v_proj", "q_proj"))
-    assert [part.name.rsplit(".", 1)[-1] for part in restricted.slices] == ["q_proj", "v_proj"]
-    assert restricted.out_features == qkv.out_features
-    assert restrict(proj, ("v_proj", "q_proj")) is None
-    assert restricted.shape_key != qkv.shape_key
 
 
 @pytest.mark.parametrize("gated", [False, True])

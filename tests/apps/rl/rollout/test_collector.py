@@ -8,7 +8,6 @@ import logging
 import math
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -139,33 +138,6 @@ def test_prompt_failed_by_all_engines_raises_the_engines_error(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    ("reward", "expected"),
-    [
-        (lambda response, prompt: 0.0, "gave the 80 responses 0 to all of them"),
-        (lambda response, prompt: 1e-12 * float(response), "gave the 80 responses 1e-12 to all of them"),
-        (lambda response, prompt: float(prompt["prompt"] % 2), "gave the 80 responses 0 to 1"),
-    ],
-    ids=["constant", "tiny differences", "constant for each prompt"],
-)
-def test_groups_without_signal_end_the_run_at_the_bound(reward, expected, monkeypatch, caplog):
-    engine = Engine("one")
-    with (
-        collecting(monkeypatch, engine, reward=reward, max_equal_groups=40) as rollouts,
-        caplog.at_level(logging.WARNING),
-        pytest.raises(DataError, match="step 1: the last 40 groups have no learning signal") as raised,
-    ):
-        rollouts.take(0, DEADLINE_S)
-    message = str(raised.value)
-    assert expected in message
-    assert "test_collector.py:<lambda>" in message
-    assert "rollout.max_groups_without_signal is 40" in message
-    (warning,) = caplog.messages
-    assert "the last 20 groups have no learning signal" in warning
-    assert "the run ends after 40" in warning
-    assert len(engine.requests) < 50
-
-
 def test_group_with_signal_resets_the_count(monkeypatch):
     """Give every seventh prompt a signal: the limit of 11 is never reached and batches of four fill."""
     reward = lambda response, prompt: float(response) * (prompt["prompt"] % 7 == 6)  # noqa: E731
@@ -173,33 +145,6 @@ def test_group_with_signal_resets_the_count(monkeypatch):
         groups = rollouts.take(0, DEADLINE_S)
     assert groups is not None
     assert [group.number % 7 for group in groups] == [6, 6, 6, 6]
-
-
-def test_reward_error_names_the_prompt_line(monkeypatch):
-    with (
-        collecting(
-            monkeypatch, Engine("one"), reward=lambda *_: None, locate=lambda p: f"p.jsonl:{p['prompt']}"
-        ) as rollouts,
-        pytest.raises(DataError, match=r"^p.jsonl:\d: the reward function .* returned None, not a finite number"),
-    ):
-        rollouts.take(0, DEADLINE_S)
-
-
-def test_a_reward_that_never_returns_is_named(monkeypatch):
-    never = threading.Event()
-
-    def stuck(response, prompt):
-        never.wait()
-        return 0.0
-
-    with collecting(monkeypatch, Engine("one"), reward=stuck, locate=lambda prompt: "p.jsonl:3") as rollouts:
-        assert rollouts.take(0, 0.2) is None
-        assert "stuck has not returned for 0 s for the prompt at p.jsonl:3" in rollouts.describe_wait()
-        never.set()
-    with collecting(monkeypatch, Engine("one")) as rollouts:
-        assert rollouts.take(0, DEADLINE_S) is not None
-        assert rollouts.describe_wait() == "no engine has answered"
-        assert rollouts.completed_episodes() >= 4
 
 
 def test_a_reward_that_never_returns_keeps_no_process_alive():
