@@ -29,9 +29,11 @@ def sequences() -> tuple[list[Tensor], list[int]]:
     return rows, own
 
 
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 150])
-def test_kernel_computes_each_sample(window: int | None, with_sinks: bool) -> None:
+@pytest.mark.parametrize(
+    ("window", "with_sinks", "parts"),
+    [(None, False, False), (None, False, True), (None, True, False), (150, False, False), (150, True, False)],
+)
+def test_kernel_computes_each_sample(window: int | None, with_sinks: bool, parts: bool) -> None:
     rows, own = sequences()
     generator = torch.Generator().manual_seed(0)
     exact = [
@@ -43,10 +45,16 @@ def test_kernel_computes_each_sample(window: int | None, with_sinks: bool) -> No
     layout = PrefixLayout.of(rows, own, states[0].device)
     query, key, value = (part.transpose(0, 1)[None] for part in states[:3])
     sinks = states[3] if with_sinks else None
-    mixed = prefix_attention(query, key, value, layout, None, window, sinks)[0].transpose(0, 1)
+    if parts:
+        pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
+        from megascend.training.kernels.te_attention import TransformerEngineParts
+
+        mixed = layout.merge(*states, TransformerEngineParts(None, deterministic=False))
+    else:
+        mixed = prefix_attention(query, key, value, layout, None, window, sinks)[0].transpose(0, 1)
     gradients = torch.autograd.grad((mixed * factors.cuda()).sum(), states)
     wide = [part.double().requires_grad_() for part in exact]
-    parts = []
+    samples = []
     for tokens, count in zip(rows, own, strict=True):
         distance = torch.arange(len(tokens))[-count:, None] - torch.arange(len(tokens))
         mask = (distance >= 0) & (distance < (window or len(tokens)))
@@ -56,8 +64,8 @@ def test_kernel_computes_each_sample(window: int | None, with_sinks: bool) -> No
             part = attention_with_sinks(own_query, key, value, mask, wide[3], enable_gqa=True)
         else:
             part = scaled_dot_product_attention(own_query, key, value, mask, enable_gqa=True)
-        parts.append(part[0].transpose(0, 1))
-    expected = torch.cat(parts)
+        samples.append(part[0].transpose(0, 1))
+    expected = torch.cat(samples)
     expected_gradients = torch.autograd.grad((expected * factors.double()).sum(), wide)
     for values, reference in zip((mixed, *gradients), (expected, *expected_gradients), strict=True):
         error = (values.cpu().double() - reference).norm() / reference.norm()

@@ -27,6 +27,8 @@ from megascend.training.kernels.prefix_attention import PrefixLayout
 REASON = "prefixes that samples have in common are computed once"
 TE_KERNEL_CAPABILITY, TE_KERNEL_WIDTH = (9, 0), 128
 """Where cuDNN's kernel was compared, Hopper, and its widest head for packed sequences in a backward pass there."""
+MOST_LEVELS = 3
+"""Levels of a tree whose attention is computed in parts. A deeper one has many short parts."""
 
 
 def unshared_reason(engine: Any) -> str | None:
@@ -119,8 +121,10 @@ def _attend(
     if not isinstance(params, PrefixParams):
         return forward(query, key, value, *args, **kwargs)
     q, k, v = (states.flatten(0, -3) for states in (query, key, value))
-    if _has_te_kernel(core, settings, query):
-        mixed = params.prefixes.attend(q, k, v, partial(_transformer_engine, core, params.prefixes))
+    if _has_te_kernel(core, settings, query) and len(params.prefixes.levels) <= MOST_LEVELS:
+        from megascend.training.kernels.te_attention import TransformerEngineParts
+
+        mixed = params.prefixes.merge(q, k, v, TransformerEngineParts(settings[0], core.deterministic)).flatten(1)
     else:
         q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
         mixed = prefix_attention(q, k, v, params.prefixes, *settings)[0].transpose(0, 1).flatten(1)
@@ -128,7 +132,7 @@ def _attend(
 
 
 def _has_te_kernel(core: Any, settings: AttentionSettings, query: Tensor) -> bool:
-    """Check whether Transformer Engine has a kernel: cuDNN's on Hopper, 1.3 times as fast as torch's, forward and backward."""
+    """Check whether Transformer Engine has a kernel for parts: cuDNN's on Hopper."""
     _, window, sinks = settings
     return (
         query.device.type == "cuda"
@@ -139,21 +143,4 @@ def _has_te_kernel(core: Any, settings: AttentionSettings, query: Tensor) -> boo
         and not core.config.multi_latent_attention
         and query.shape[-1] <= TE_KERNEL_WIDTH
         and query.shape[-1] % 8 == 0
-    )
-
-
-def _transformer_engine(core: Any, prefixes: PrefixLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Compute attention of packed sequences [rows, heads, head dim], causal from the bottom right; [rows, heads * head dim]."""
-    # Not Megatron's own forward, which has no name for this mask.
-    return super(te.TEDotProductAttention, core).forward(
-        query,
-        key,
-        value,
-        None,
-        qkv_format="thd",
-        attn_mask_type="padding_causal_bottom_right",
-        cu_seqlens_q=prefixes.query_starts,
-        cu_seqlens_kv=prefixes.key_starts,
-        max_seqlen_q=int(prefixes.longest[0]),
-        max_seqlen_kv=int(prefixes.longest[1]),
     )

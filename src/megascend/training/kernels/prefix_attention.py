@@ -2,9 +2,12 @@
 
 A sample's own tokens attend to its whole sequence: keys and values of the prefix are rows of earlier samples, which are gathered
 in front of its own. One call of a kernel for packed sequences with fewer queries than keys, causal from the bottom right, then
-computes all samples. Merging the attention to each part of a sequence by log-sum-exp would save the copies of keys and values,
-but round differently, need every kernel's backward pass in parts, and not know windows and sinks; here a kernel sees a plain
-sequence.
+computes all samples (:meth:`PrefixLayout.attend`): the kernel sees plain sequences, with windows and sinks.
+
+A kernel that returns log-sum-exps and takes them in its backward pass computes the same without copies
+(:meth:`PrefixLayout.merge`). The rows are nodes of a tree in depth-first order: each attends causally to itself, and all rows
+below a node, which follow it, attend to it in one long sequence. The parts are merged as in ring attention (Liu et al. 2023): the
+backward pass of each takes the merged output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -12,14 +15,54 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from megascend.training.kernels.host_copy import to_device
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Ranges of rows that one call of a kernel computes, each its own sequence of queries, and of keys.
+
+    Attributes:
+        queries, keys: (first row, end) of each sequence.
+        query_starts, key_starts: int32 [sequences + 1], starts in the rows of all ranges, one after the other, and the end.
+        longest: most queries and most keys of a sequence.
+    """
+
+    queries: tuple[tuple[int, int], ...]
+    keys: tuple[tuple[int, int], ...]
+    query_starts: Tensor
+    key_starts: Tensor
+    longest: tuple[int, int]
+
+    @classmethod
+    def of(cls, queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], device: torch.device) -> Packed:
+        lengths = [[end - start for start, end in ranges] for ranges in (queries, keys)]
+        query_starts, key_starts = (
+            to_device(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device) for counts in lengths
+        )
+        return cls(tuple(queries), tuple(keys), query_starts, key_starts, (max(lengths[0]), max(lengths[1])))
+
+
+class PartKernel(Protocol):
+    """Attention of packed sequences that returns log-sum-exps, and its backward pass from those of all parts."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed, causal: bool) -> tuple[Tensor, Tensor]:
+        """Return the output [queries, heads, head dim] and its fp32 log-sum-exps [queries, heads]."""
+        ...
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor, packed: Packed,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return the gradients of query, key and value, given output and log-sum-exps over all keys."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +77,8 @@ class PrefixLayout:
         runs: (first row, first key, length) of consecutive keys that belong to an earlier sequence.
         query_starts, key_starts: int32 [sequences + 1], starts among rows and keys, and the end.
         longest: int64 [2] on the host: most queries and most keys of a sequence.
+        nodes: the nodes of the tree, each with itself as keys.
+        levels: for each depth of nodes that others are below: the rows below each, with the node as keys.
     """
 
     queries: tuple[int, ...]
@@ -44,6 +89,8 @@ class PrefixLayout:
     query_starts: Tensor
     key_starts: Tensor
     longest: Tensor
+    nodes: Packed
+    levels: tuple[Packed, ...]
 
     @classmethod
     def of(cls, sequence_rows: Sequence[Tensor], own: Sequence[int], device: torch.device) -> PrefixLayout:
@@ -76,6 +123,11 @@ class PrefixLayout:
             query_starts,
             key_starts,
             torch.tensor([max(queries), max(keys)]),
+            *_tree(
+                [(int(rows[-count]), int(rows[-count - 1]) if len(rows) > count else -1) for rows, count in present],
+                sum(queries),
+                device,
+            ),
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, compute: Callable[..., Tensor], dim: int = 0) -> Tensor:
@@ -88,6 +140,89 @@ class PrefixLayout:
         keys, values = (_Gather.apply(states, self, dim) for states in (key, value))
         with _saved_as_rows(self, dim, ((keys, key), (values, value))):
             return compute(query, keys, values)
+
+    def merge(self, query: Tensor, key: Tensor, value: Tensor, kernel: PartKernel) -> Tensor:
+        """Return attention of [rows, heads, head dim] in parts, of ``nodes`` and of each of ``levels``."""
+        return _Merge.apply(*(states.contiguous() for states in (query, key, value)), self, kernel)
+
+
+def _tree(starts: Sequence[tuple[int, int]], rows: int, device: torch.device) -> tuple[Packed, tuple[Packed, ...]]:
+    """Return nodes and levels of rows in depth-first order.
+
+    Args:
+        starts: (first row, row that it follows, or -1) of each sequence's own tokens.
+    """
+    parents = torch.arange(-1, rows - 1)
+    parents[[start for start, _ in starts]] = torch.tensor([row for _, row in starts])
+    children = torch.bincount(parents + 1, minlength=rows + 1)[parents + 1]  # of each row's parent
+    # A row continues a node if it follows the row before it, and no other one does.
+    begins = (parents != torch.arange(-1, rows - 1)) | (children > 1)
+    bounds = sorted({0, *begins.nonzero()[:, 0].tolist(), rows})
+    nodes = list(pairwise(bounds))
+    at_end = {end - 1: number for number, (_, end) in enumerate(nodes)}
+    depths: list[int] = []
+    below, path = [rows] * len(nodes), list[int]()  # end of the rows below each node; nodes above the one at hand
+    for number, (start, _) in enumerate(nodes):
+        parent = int(parents[start])
+        depths.append(0 if parent < 0 else depths[at_end[parent]] + 1)
+        while len(path) > depths[-1]:
+            below[path.pop()] = start
+        path.append(number)
+    levels = []
+    for depth in range(max(depths)):
+        inner = [number for number, other in enumerate(depths) if other == depth and below[number] > nodes[number][1]]
+        queries = [(nodes[number][1], below[number]) for number in inner]
+        levels.append(Packed.of(queries, [nodes[number] for number in inner], device))
+    return Packed.of(nodes, nodes, device), tuple(levels)
+
+
+class _Merge(torch.autograd.Function):
+    """Attention in parts. A part's share of a query's softmax is exp(its log-sum-exp - that of all parts)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, kernel: PartKernel
+    ) -> Tensor:
+        first, log_sums = kernel.forward(query, key, value, layout.nodes, True)
+        out = first.to(log_sums.dtype) if layout.levels else first
+        for level in layout.levels:
+            states = _select(query, level.queries), _select(key, level.keys), _select(value, level.keys)
+            part, part_sums = kernel.forward(*states, level, False)
+            for (start, end), add, sums in _ranges(level.queries, part, part_sums):
+                total = torch.logaddexp(log_sums[start:end], sums)
+                out[start:end].mul_((log_sums[start:end] - total).exp_()[..., None])
+                out[start:end].addcmul_(add.to(out.dtype), (sums - total).exp_()[..., None])
+                log_sums[start:end] = total
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        ctx.layout, ctx.kernel = layout, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, out, log_sums = ctx.saved_tensors
+        layout, kernel, grad = ctx.layout, ctx.kernel, grads[0].contiguous()
+        totals = kernel.backward(grad, query, key, value, out, log_sums, layout.nodes, True)
+        for level in layout.levels:
+            of_queries = [_select(states, level.queries) for states in (grad, query, out, log_sums)]
+            keys, values = _select(key, level.keys), _select(value, level.keys)
+            parts = kernel.backward(*of_queries[:2], keys, values, *of_queries[2:], level, False)
+            for total, part, ranges in zip(totals, parts, (level.queries, level.keys, level.keys), strict=True):
+                for (start, end), add in _ranges(ranges, part):
+                    total[start:end].add_(add)
+        return *totals, None, None
+
+
+def _select(states: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the rows of the ranges, one after the other; no copy if there is one."""
+    parts = [states[start:end] for start, end in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _ranges(ranges: Sequence[tuple[int, int]], *states: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield each range with its rows of ``states``."""
+    lengths = [end - start for start, end in ranges]
+    yield from zip(ranges, *(tensor.split(lengths) for tensor in states), strict=True)
 
 
 class _Gather(torch.autograd.Function):
