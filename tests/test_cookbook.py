@@ -191,17 +191,6 @@ def test_scripts_train_on_own_data_and_resume_after_kill(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "hf").num_parameters() > 0
 
 
-def test_scripts_keep_the_working_directory() -> None:
-    scripts = [*(ROOT / "cookbook").rglob("*.sh")]
-    assert len(scripts) > 10
-    for script in scripts:
-        text = script.read_text()
-        assert not re.search(r"^\s*cd ", text, re.MULTILINE), script
-        started = re.findall(r'^(?:exec .*|(?:if ! )?"\$python") "\$here/([\w./]+\.py)"', text, re.MULTILINE)
-        assert all((script.parent / name).is_file() for name in started)
-        assert started or script.name in ("environment.sh", "tinker_server.sh"), script
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("script", "says"),

@@ -12,7 +12,6 @@ import pytest
 
 from support.forked_programs import run_command, run_forked
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = Path(sys.executable).with_name("megascend")
 """The console script: unlike ``python -m``, it does not put the working directory on ``sys.path``."""
 
@@ -219,9 +218,3 @@ def test_response_that_is_no_sample_is_refused(arguments: tuple, message: str) -
 
     with pytest.raises(megascend.DataError, match=message):
         megascend.Sample.response(*arguments)
-
-
-def test_ignored_target_needs_weight_0() -> None:
-    import megascend
-
-    assert megascend.Sample([1, 2], [-100, 3], [0, 1]).target_ids.tolist() == [0, 3]

@@ -5,13 +5,10 @@ Imports inside functions and for type checkers count too.
 
 from __future__ import annotations
 
-import subprocess
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-import changed_rooms
 from changed_rooms import FACADE, SIBLINGS, imported, modules, room_of, rooms, select
 
 pytestmark = pytest.mark.core
@@ -110,30 +107,3 @@ def test_change_selects_rooms_that_it_concerns(path: str, included: str, left_ou
     assert included in tests
     assert left_out not in tests
     assert "tests" not in tests
-
-
-def test_changes_are_those_since_the_branch_left_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*arguments: str) -> None:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    def commit(name: str) -> None:
-        (tmp_path / name).write_text(name)
-        git("add", name)
-        git("commit", "--message", name)
-
-    git("init", "--initial-branch", "main")
-    commit("first")
-    git("checkout", "-b", "change")
-    commit("committed")
-    git("checkout", "main")
-    commit("of others")
-    git("checkout", "change")
-    (tmp_path / "first").write_text("changed")
-    (tmp_path / "new").write_text("new")
-    monkeypatch.setattr(changed_rooms, "ROOT", tmp_path)
-    assert changed_rooms.changes("main") == ["committed", "first", "new"]
-    git("checkout", "--orphan", "unrelated")
-    git("commit", "--all", "--message", "alone")
-    assert changed_rooms.changes("main") is None
-    assert changed_rooms.changes("no-such-branch") is None

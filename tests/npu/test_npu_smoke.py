@@ -72,18 +72,12 @@ def cells(output: str, recipe: str) -> list[str]:
     return [cell.strip() for cell in row.split("  ") if cell.strip()]
 
 
-def test_passed_recipe_has_its_metrics_in_the_table(smoke) -> None:
-    completed = smoke("--simulated", "--stand-in", "tp_npu")
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    *figures, _, verdict = cells(completed.stdout, "tp_npu")
-    assert figures == ["tp_npu", "TP2 CP1 DP4 PP1 ETP1 EP4", "5.7703", "5.1563", "1.975", "201", "8/8"]
-    assert verdict == "OK"
-
-
 def test_failure_shows_the_failed_rank_and_exits_with_1(smoke, tmp_path: Path) -> None:
     completed = smoke("--simulated", "--stand-in", MEGASCEND_SMOKE_DEADLINE="2")
     assert completed.returncode == 1
-    assert cells(completed.stdout, "tp_npu")[-1] == "OK"
+    *figures, _, verdict = cells(completed.stdout, "tp_npu")
+    assert figures == ["tp_npu", "TP2 CP1 DP4 PP1 ETP1 EP4", "5.7703", "5.1563", "1.975", "201", "8/8"]
+    assert verdict == "OK"
     assert cells(completed.stdout, "tp_moe_npu")[1:6] == ["-"] * 5
     assert cells(completed.stdout, "tp_moe_npu")[-1] == "FAILED (exit code 1)"
     assert cells(completed.stdout, "tp_moe_cp_npu")[-1] == "FAILED (not done after 2 s)"

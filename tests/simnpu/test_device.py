@@ -127,15 +127,6 @@ def test_cpu_and_npu_views_alias() -> None:
     assert view.sum() == 0
 
 
-def test_in_place_and_foreach_operators_write_the_tensor() -> None:
-    x, y = torch.ones(3, device="npu"), torch.ones(2, 2, device="npu")
-    assert x.add_(1) is x
-    torch._foreach_mul_([x, y], 3.0)
-    torch._foreach_addcdiv_([x, y], [x, y], [x, y], 1.0)
-    assert x.tolist() == [7, 7, 7]
-    assert y.flatten().tolist() == [4] * 4
-
-
 def test_out_grows_from_empty_and_fills_a_view() -> None:
     x, out = torch.ones(2, 3, device="npu"), torch.empty(0, device="npu")
     assert torch.add(x, 1, out=out) is out

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 import simnpu
-from simnpu.environment import PROGRAMS
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -25,10 +23,6 @@ def npu_smi(*arguments: str, check: bool = True, **changes: str) -> str:
         ["npu-smi", *arguments], capture_output=True, text=True, env=environment(**changes), timeout=60, check=check
     )
     return completed.stdout if check else completed.stderr
-
-
-def test_it_is_on_the_path_of_what_runs_on_the_simulated_device() -> None:
-    assert shutil.which("npu-smi", path=environment()["PATH"]) == str(PROGRAMS / "npu-smi")
 
 
 def test_bus_ids_as_twinkle_reads_them() -> None:

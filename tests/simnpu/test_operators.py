@@ -341,13 +341,6 @@ def test_an_operator_that_is_not_simulated_is_named(npu: Any) -> None:
         npu.npu_grouped_matmul([make(2, 2).npu()], [make(2, 2).npu()], scale=[make(2).npu()], group_type=-1)
 
 
-def test_a_wrong_call_names_the_operator_and_its_schema(npu: Any) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"'axis' for operator 'npu::npu_swiglu'.*npu_swiglu\(Tensor input, int dim=-1\)"
-    ):
-        npu.npu_swiglu(make(2, 4).npu(), axis=1)
-
-
 def test_the_log_names_arguments_and_shapes(npu: Any) -> None:
     query = make(4, 2, 16).npu()
     mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()

@@ -17,7 +17,7 @@ from real_calls import CALLS
 import simnpu
 from real_torch_npu.__main__ import compare, real_schemas, simulated_schemas
 from real_torch_npu.library import FOLDER, VERSIONS, UnavailableError, version_for_torch
-from real_torch_npu.names import USED, compare_names, installed_programs, names_of_program, of_simnpu, real_package
+from real_torch_npu.names import USED, compare_names, installed_programs, names_of_program, real_package
 from real_torch_npu.outcomes import RealLibrary, outcome
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("sim_npu")]
@@ -86,28 +86,6 @@ def test_bootstrap_and_mindspeed_import_with_torch_npus_own_package() -> None:
         pytest.skip(str(error))
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == f"{version_for_torch()} npu True mindspeed"
-
-
-def test_names_are_found_however_a_program_writes_them(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(
-        "import torch, torch_npu as t\nfrom torch_npu.npu import amp as a\nfrom torch import npu\n"
-        "t.npu_x(1).y\na.autocast\nnpu.Event().record\nhasattr(torch.npu, 'graph')\nm = torch.npu\nm.init\n"
-        "get_torch_device().seed()\ntorch.npu.new = 1\nos.getenv('torch_npu.z')\ntorch.cuda.seed\n"
-    )
-    names = "npu_x npu.amp npu.amp.autocast npu.Event npu.graph npu.init npu.seed z"
-    assert names_of_program(tmp_path) == {f"torch_npu.{name}" for name in names.split()}
-
-
-def test_a_name_is_looked_up_with_its_parameters() -> None:
-    found = of_simnpu(
-        [
-            "torch_npu.npu.is_bf16_supported",
-            "torch_npu.npu.proteins",
-            "torch_npu.npu_rms_norm",
-            "torch_npu.npu.default_generators",
-        ]
-    )
-    assert list(found.values()) == [["including_emulation=False"], None, "operator", "value"]
 
 
 def test_an_argument_that_torch_npu_has_not_is_seen(real: RealLibrary) -> None:

@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from megascend.errors import ConfigError
 from megascend.runtime.diagnostics.hang_monitor import HangMonitor
 from megascend.testing import faults
 from megascend.testing.faults import Fault
@@ -31,27 +30,6 @@ def test_fault_fires_once_at_its_phase_and_step(caplog: pytest.LogCaptureFixture
         with repeated.phase("update"):
             pass
     assert faults.VARIABLE not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "MEGASCEND_FAULTS='{' cannot be read"),
-        ("3", "cannot be read"),
-        ('[{"action": "die"}]', "missing 2 required positional arguments"),
-        ('[{"action": "explode", "rank": 0, "phase": "update"}]', "action must be one of die, stop, hang, skip, raise"),
-        ('[{"action": "die", "rank": -1, "phase": "update"}]', "rank must be a whole number from 0, got -1"),
-        ('[{"action": "die", "rank": 0, "phase": "update", "step": 0}]', "step must be a whole number from 1, got 0"),
-        ('[{"action": "die", "rank": "0", "phase": "update"}]', "rank must be a whole number from 0, got '0'"),
-        ('[{"action": "die", "rank": 0, "phase": ""}]', "phase must be a name"),
-        ('[{"action": "die", "rank": 0, "phase": "update", "when": 3}]', "unexpected keyword argument 'when'"),
-    ],
-)
-def test_invalid_variable_raises_config_error(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(faults.VARIABLE, text)
-    with pytest.raises(ConfigError) as caught:
-        HangMonitor(0, 1, 10.0)
-    assert message in str(caught.value)
 
 
 def test_without_faults_the_module_is_not_imported() -> None:

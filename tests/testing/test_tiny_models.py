@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megascend.errors import ConfigError
-from megascend.testing import tiny_config, write_tiny_checkpoint
+from megascend.testing import write_tiny_checkpoint
 
 
 def test_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
@@ -15,8 +15,3 @@ def test_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no tiny checkpoint"):
         write_tiny_checkpoint(tmp_path, "llama")
     assert (tmp_path / "precious.txt").read_text() == "content"
-
-
-def test_unknown_architecture_raises_config_error() -> None:
-    with pytest.raises(ConfigError, match="'gpt9'; known: llama, qwen2"):
-        tiny_config("gpt9")

@@ -179,12 +179,6 @@ def test_offer_ranks_belong_to_its_workers():
         offer.rank(2)
 
 
-@given(st.lists(st.text("0123456789abcdef", min_size=16, max_size=16), max_size=5).map(tuple), st.integers(0, 99))
-def test_a_seal_survives_json(digests, version):
-    seal = Seal("update-1", version, "0" * 64, digests)
-    assert Seal.from_json(json.loads(json.dumps(seal.to_json()))) == seal
-
-
 @pytest.mark.parametrize(
     "change", [{"digests": "ab"}, {"digests": [1]}, {"version": -1}, {"update": 1}, {"protocol": 0}]
 )

@@ -338,3 +338,9 @@ def test_candidates_are_stored_with_their_samples(folder: Path) -> None:
     write(folder / "data.jsonl", records[0], {"text": "abc"})
     with pytest.raises(DataError, match=r"with a teacher's distributions .* and others without"):
         samples_of(folder)
+
+
+def test_candidate_outside_the_vocabulary_is_refused(folder: Path) -> None:
+    write(folder / "data.jsonl", {"token_ids": [5, 9], "top_ids": [[], [300]], "top_logprobs": [[], [-0.5]]})
+    with pytest.raises(DataError, match=r"data.jsonl:1: token id 300 lies outside the model's vocabulary"):
+        samples_of(folder)

@@ -18,8 +18,9 @@ from megascend.apps.data.samples import SampleLimits
 from megascend.apps.data.store import Samples, hold_out, write_store
 from megascend.apps.train.measurement import Measurement
 from megascend.apps.train.run_samples import RunSamples, ambiguous_texts, padding_remark
-from megascend.config import RunConfig
-from megascend.errors import DataError
+from megascend.config import Lora, RunConfig, Schedule
+from megascend.config.training import learning_rate
+from megascend.errors import ConfigError, DataError
 from megascend.runtime.distributed import objects
 from megascend.training.batch.sample import Sample
 
@@ -158,3 +159,13 @@ def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: 
         DataError, match="rank 1 on host-1 has other samples than rank 0 on host-0: date in the chat template"
     ):
         samples[1].check_same_on_all_ranks(backend)
+
+
+def test_schedule_ends_with_the_run_by_default() -> None:
+    lora = {"schedule": {"kind": "cosine"}}
+    resolved = RunConfig.model_validate(RUN | {"steps": 9, "lora": lora}).for_samples(1)
+    assert resolved.lora == Lora(schedule=Schedule(kind="cosine", total_steps=9))
+    assert Schedule(kind="cosine", total_steps=5).ending_with(9).total_steps == 5
+    assert Schedule().ending_with(9).total_steps == 0
+    with pytest.raises(ConfigError, match="schedule linear needs total_steps"):
+        learning_rate(Schedule(kind="linear"), 1.0, 0)

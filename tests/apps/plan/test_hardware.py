@@ -11,7 +11,6 @@ import pytest
 from apps.plan.devices import BYTES, PEAK, RATE, flat
 from megascend.apps.plan.hardware import (
     BACKWARD_ATTENTION,
-    UNDER_LOAD,
     Measurements,
     Table,
     calibrated,
@@ -72,17 +71,6 @@ def test_attention_is_causal() -> None:
 )
 def test_collectives_by_hand(kind: str, ranks: list[int], seconds: float) -> None:
     assert flat().collective(kind, 1e9, ranks) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("name", ["h100", "h200"])
-def test_measured_large_products_are_those_of_the_calibration(name: str) -> None:
-    # NAME-measured.json: 8192 x 2048 x 6144, and the sustained rate that the program saw at its end.
-    content = json.loads(
-        (Path(load.__wrapped__.__code__.co_filename).parent / f"devices/{name}-measured.json").read_text()
-    )
-    [row] = [row for row in content["products"] if row[:3] == [8192, 2048, 6144]]
-    seconds = load(name).product(8192, 2048, 6144, "forward")
-    assert seconds == pytest.approx(row[3] * 1e-6 / UNDER_LOAD)
 
 
 def test_unknown_device_is_refused_with_the_known_ones() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from megascend.apps.train.event_log import EventLog
 from megascend.apps.train.run_report import read_run
 from megascend.apps.train.train import train
 from megascend.config import RunConfig
-from megascend.errors import CheckpointError, ConfigError, DataError
+from megascend.errors import CheckpointError, DataError
 from megascend.runtime.distributed.launch import Launch
 from megascend.testing.parity import case_checkpoint
 
@@ -23,19 +22,6 @@ def lines(path: Path) -> list[dict]:
 
 def files(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_only_rank_0_writes_events(tmp_path: Path) -> None:
-    EventLog(tmp_path / "other", Launch(rank=1, world_size=2)).start(steps=3)
-    assert not (tmp_path / "other").exists()
-    event_log = EventLog(tmp_path / "run", Launch(rank=0, world_size=2, attempt=1))
-    event_log.start(steps=3)
-    event_log.event("saved", checkpoint="step-00000002")
-    start, saved = lines(tmp_path / "run" / "events.jsonl")
-    assert (start["event"], start["world_size"], start["attempt"], start["steps"]) == ("start", 2, 1, 3)
-    assert start["directory"] == os.getcwd()
-    assert all(isinstance(word, str) for word in start["command"])
-    assert (saved["event"], saved["checkpoint"], saved["pid"]) == ("saved", "step-00000002", os.getpid())
 
 
 def test_truncated_line_does_not_swallow_the_next(tmp_path: Path) -> None:
@@ -75,18 +61,6 @@ def test_errors_before_the_first_step_are_recorded_without_a_run(config: RunConf
     for record in lines(config.output / "errors" / "attempt-0-rank-0.json"):
         assert (record["error"], record["step"], record["started"]) == ("CheckpointError", 0, False)
     assert [attempt.outcome for attempt in read_run(config.output).attempts] == ["error", "error"]
-
-
-@pytest.mark.usefixtures("runtime")
-def test_earlier_run_is_unchanged_by_refused_runs(config: RunConfig) -> None:
-    config.output.mkdir()
-    (config.output / "metrics.jsonl").write_text('{"step": 1}\n')
-    before = files(config.output)
-    with pytest.raises(ConfigError, match="holds an earlier run"):
-        train(config)
-    with pytest.raises(CheckpointError, match="vocabulary is missing"):
-        train(config, overwrite=True)  # nothing is removed before the first step
-    assert files(config.output) == before
 
 
 def test_events_wait_while_the_directory_holds_another_run(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megascend.apps.tracking.trackers import Trackers
 from megascend.apps.train import plot
 from megascend.apps.train.plot import plot_metrics
 from megascend.apps.train.records import StepRecord
@@ -46,13 +45,6 @@ def test_metrics_are_lines_of_valid_json(tmp_path: Path, capsys: pytest.CaptureF
     assert (first["step_seconds"], first["dispatch_seconds"]) == (1.0, 0.25)
     assert (second["loss"], second["grad_norm"], second["skipped"]) == (None, None, True)
     assert "SKIPPED" in capsys.readouterr().out
-
-
-def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunLog(tmp_path / "run", steps=1, trackers=Trackers({"tensorboard": {}}, tmp_path, {}), enabled=False) as log:
-        log.write(record(1))
-    assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr().out == ""
 
 
 def test_long_steps_report_progress_by_time() -> None:

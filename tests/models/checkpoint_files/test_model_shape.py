@@ -9,26 +9,12 @@ import pytest
 from megascend.errors import ConfigError
 from megascend.models.checkpoint_files.info import shape_of
 from megascend.runtime.topology.model_shape import ModelShape
-from megascend.testing import tiny_config
 
 BASE = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 1000}
 
 
 def shape(**config: Any) -> ModelShape:
     return shape_of(BASE | config)
-
-
-def test_shape_of_a_dense_model() -> None:
-    assert shape_of(tiny_config("qwen3", tie_word_embeddings=True)) == ModelShape(
-        hidden_size=64,
-        num_layers=4,
-        num_heads=4,
-        num_query_groups=2,
-        vocab_size=320,
-        ffn_hidden_size=128,
-        max_position=512,
-        tied=True,
-    )
 
 
 def test_shape_of_deepseek() -> None:

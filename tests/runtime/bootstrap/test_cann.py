@@ -82,8 +82,3 @@ def test_folder_without_a_toolkit_is_refused(content, tmp_path, monkeypatch):
         (tmp_path / "version.cfg").write_text(content)
     with pytest.raises(PlatformError, match=r"has no CANN \("):
         ascend.check_cann(STACKS[0])
-
-
-def test_simulated_toolkit_states_that_it_is_none():
-    home = Path(simnpu.environment({})["ASCEND_HOME_PATH"])
-    assert ascend.cann_version(home) == "0.0.0+simnpu"

@@ -120,12 +120,6 @@ def test_untested_options_are_refused_with_the_most_specific_reason(options, mes
         arguments.check_options(options, DEFAULTS)
 
 
-def test_tested_options_pass():
-    for name, option in arguments.SUPPORTED_OPTIONS.items():
-        for value in option.values:
-            arguments.check_options({name: value}, DEFAULTS)
-
-
 @pytest.mark.parametrize(
     ("context", "algorithm", "fine"), [(1, "ring", False), (2, "all_gather", False), (2, "ring", True)]
 )

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megascend.config import Parallel
 from megascend.errors import CollectiveTimeoutError, DataError, PeerLostError, ProcessGroupError
 from megascend.runtime.bootstrap.runtime import Runtime
-from megascend.runtime.diagnostics.collective_sequence import CollectiveCounts
 from megascend.runtime.diagnostics.diagnosis import (
     MAX_LISTED,
     PeerStatus,
@@ -28,7 +27,6 @@ from megascend.runtime.diagnostics.diagnosis import (
     PhaseFailure,
     RankRecord,
     diagnose,
-    not_arrived,
 )
 from megascend.runtime.diagnostics.hang_monitor import HangMonitor
 from megascend.runtime.diagnostics.survey import Observer
@@ -152,13 +150,6 @@ def test_suspects_are_blamed_unless_a_rank_is_gone() -> None:
     assert (diagnosis.kind, diagnosis.culprits) == (PeerVerdict.LATE, (2,))
     assert diagnosis.reasons[0].startswith("rank 2 has not arrived: in grad reduce of step 3 for 8 s")
     assert diagnose(0, REDUCING, {1: PeerStatus(REDUCING, 9.0), 2: FINE}, suspects=[2]).culprits == (1,)
-
-
-def test_rank_with_a_lower_collective_count_has_not_arrived() -> None:
-    arrived = PeerStatus(replace(REDUCING, collectives=CollectiveCounts({"dp": 3, "world": 1}, "dp")))
-    late = PeerStatus(replace(REDUCING, collectives=CollectiveCounts({"dp": 2, "world": 9}, "world")))
-    assert not_arrived("dp", 3, {1: arrived, 2: late, 3: None}) == [2, 3]
-    assert not_arrived("tp", 1, {1: arrived}) == [1]
 
 
 def test_frames_are_no_evidence_if_this_rank_does_not_wait_in_python() -> None:

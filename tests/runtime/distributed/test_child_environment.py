@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from megascend.apps.cli.checks import run_python
 from megascend.apps.rl.rollout.engines.guarded import GuardedProcess
 from megascend.apps.rl.rollout.engines.vllm_process import engine_environment
-from megascend.runtime.distributed.launch import Launch, child_environment, plain_environment
+from megascend.runtime.distributed.launch import plain_environment
 from npu_acceptance import processes
 
 pytestmark = pytest.mark.waiting
@@ -92,10 +91,6 @@ def test_child_process_sees_no_variable_of_the_launcher(
     variables = CHILDREN[child](tmp_path)
     assert sorted(RANK.keys() & variables.keys()) == []
     assert variables["USER_VARIABLE"] == "1"
-
-
-def test_child_environment_has_world_size_one() -> None:
-    assert Launch.from_environment(child_environment({**RANK, "PATH": os.defpath})) == Launch()
 
 
 def test_engines_do_not_inherit_thread_and_allocator_settings() -> None:

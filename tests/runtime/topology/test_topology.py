@@ -104,19 +104,6 @@ def test_coordinates_equal_a_numpy_grid(topology: Topology) -> None:
             assert [getattr(topology.coordinates(rank), axis) for axis in grid[::-1]] == expected
 
 
-def test_a_layout_written_out_by_hand() -> None:
-    topology = plan(Parallel(tensor=2, pipeline=2, context=2), 16, DENSE)
-    assert (topology.data, topology.sequence_parallel, topology.notes) == (2, False, ())
-    assert topology.group_of(5, "tensor") == [4, 5]
-    assert topology.group_of(5, "context") == [5, 7]
-    assert topology.group_of(5, "data") == [1, 5]
-    assert topology.group_of(5, "pipeline") == [5, 13]
-    assert topology.group_of(5, "data", "context") == [1, 3, 5, 7]
-    assert topology.coordinates(13) == type(topology.coordinates(13))(
-        rank=13, tensor=1, context=0, data=1, pipeline=1, expert_tensor=1, expert=0, expert_data=2
-    )
-
-
 def test_sequence_parallelism_without_tensor_parallelism_is_noted() -> None:
     topology = plan(Parallel(sequence=True), 2, DENSE)
     assert not topology.sequence_parallel

@@ -16,6 +16,7 @@ from megascend.training.batch.loss import LossInputs, split_output
 from megascend.training.batch.losses import BUILT_IN, dpo, resolve
 from megascend.training.batch.policy_losses import stable_reinforce
 
+LOGPROBS = [-1.0, -2.5, -0.25, -3.0]
 OLD = [-1.5, -2.0, -0.25, -2.0]
 ADVANTAGES = [1.0, -2.0, 0.5, -1.0]
 
@@ -162,6 +163,12 @@ def distillation_inputs(student: list[list[float]] = STUDENT) -> LossInputs:
         teacher_logprobs=torch.where(used, tensor(TEACHER).log(), 0.0),
         candidate_logprobs=torch.where(used, tensor(student).log(), 0.0).requires_grad_(),
     )
+
+
+def test_distillation_reports_the_mass_of_the_candidates() -> None:
+    _, metrics = BUILT_IN["forward_kl"](torch.zeros(3), distillation_inputs())
+    assert metrics["teacher_mass"].tolist() == pytest.approx([0.95, 0.9, 0.7])
+    assert metrics["student_mass"].tolist() == pytest.approx([0.6, 0.5, 0.6])
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])

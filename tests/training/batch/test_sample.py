@@ -16,16 +16,19 @@ def test_causal_shifts_by_one_and_gives_the_prompt_no_weight():
     assert (sample.input_ids.dtype, sample.weights.dtype) == (torch.int64, torch.float32)
 
 
-def test_weights_of_tokens_become_weights_of_targets():
-    sample = Sample.causal([1, 2, 3], weights=[9.0, 0.5, 0.25])
-    assert sample.weights.tolist() == [0.5, 0.25]
-
-
 def test_values_that_are_not_finite_are_0_where_a_target_has_no_weight():
     nan, infinite = float("nan"), float("inf")
     sample = Sample([1, 2, 3], [2, 3, 4], [0, 1, 0], old_logprobs=[-infinite, -1.0, nan], extra={"p": [nan, 2.0, 3.0]})
     assert sample.old_logprobs.tolist() == [0.0, -1.0, 0.0]
     assert sample.extra["p"].tolist() == [0.0, 2.0, 3.0]
+
+
+def test_causal_sample_carries_adapter_and_pair():
+    sample = Sample.causal([1, 2, 3], adapter="alice", pair=7, chosen=False)
+    assert (sample.adapter, sample.pair, sample.chosen) == ("alice", 7, False)
+    assert Sample.causal([1, 2]).adapter is None
+    with pytest.raises(TypeError):
+        Sample.causal([1, 2], 0, None, "alice")  # by name alone
 
 
 @pytest.mark.parametrize(

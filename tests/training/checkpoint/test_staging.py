@@ -85,6 +85,13 @@ def test_non_contiguous_tensors_are_copied_by_value():
     assert all(same(part, expected) for part, expected in zip(copied, before, strict=True))
 
 
+def test_parameters_are_staged_without_their_graph():
+    parameter = torch.nn.Parameter(torch.ones(4))
+    (copied,) = values(Staging(page_locked=False).copy({"a": shards(parameter)}))["a"]
+    assert not copied.requires_grad
+    assert copied.tolist() == [1.0] * 4
+
+
 def test_objects_and_settings_pass_through():
     entry = TensorSlices((4,), torch.float32, may_differ=True)
     state = {"random/0": {"python": (1, 2)}, "none": None, "a": entry}

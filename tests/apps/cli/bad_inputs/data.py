@@ -9,7 +9,6 @@ from typing import Any
 from bad_inputs.row import UNREADABLE, Bad, chat, data, settings, words
 
 GOOD = '{"text": "one two three"}\n'
-TURNS = ("user: one?", "assistant: two")
 SIDES = {"prompt": "one?", "chosen": "two", "rejected": "three"}
 
 
@@ -23,22 +22,15 @@ FILES = {
     "nothing there": settings(
         "data.path=nowhere.jsonl", says="data.path | nowhere.jsonl | neither a file nor a folder"
     ),
-    "a link to nothing": data_path(
-        "bad.jsonl | gone.jsonl, which does not exist | data.path", lambda p: p.symlink_to("gone.jsonl")
-    ),
     "not to be read": data_path("bad.jsonl cannot be read", lambda p: p.symlink_to(UNREADABLE)),
-    "an unknown ending": data("x", to="bad.xlsx", says="'.xlsx' | data.path | .jsonl, .json, .csv"),
     "an empty file": data("", says="bad.jsonl | no document"),
 }
 TEXT = {
     "not JSON": data(GOOD + "one two\n", says="bad.jsonl:2 | not valid JSON | column 1"),
-    "UTF-16": data(GOOD.encode("utf-16"), says="bad.jsonl:1 | not UTF-8 | UTF-16"),
     "CSV: no column": data("a,b\n1,2\n", to="bad.csv", says="bad.csv:2 | 'prompt' and 'completion' | found: a, b"),
     "CSV: semicolons": data("prompt;completion\n1;2\n3;4\n", to="bad.csv", says="bad.csv:1 | separated by ';' | .tsv"),
 }  # fmt: skip
 COLUMNS = {
-    "no column": data({"txt": "a b"}, says="bad.jsonl:1 | expected exactly one of the keys | found: txt"),
-    "two forms": data({"text": "a b"} | chat(*TURNS), says="bad.jsonl:1 | found: messages, text | data.columns"),
     "data.columns: not there": data(
         {"dialogue": []}, changes=("data.columns={messages: dialog}",), says="bad.jsonl:1 | no 'dialog' (data.columns) | dialogue"
     ),
@@ -49,7 +41,6 @@ COLUMNS = {
     "dpo without pairs": settings("dpo={beta: 0.1}", says="dpo | data.jsonl | preference pairs | chosen"),
 }  # fmt: skip
 MESSAGES = {
-    "no assistant": data(chat("system: a", "user: b"), says="bad.jsonl:1 | no assistant turn | data.train_on_prompt"),
     "an assistant misspelt": data(chat("user: a", "asistant: b"), says="messages[1] | 'asistant' | did you mean 'assistant'"),
     "files, records and templates at once": data(
         3, chat("user: a", "bot: b"), chat("user: a"), chat("user: a", "assistant: "), changes=("validation.path=data.jsonl",),

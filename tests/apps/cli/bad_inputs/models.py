@@ -76,18 +76,12 @@ MODELS = {
     ),
     "no config": model("config.json is missing", remove("config.json")),
     "config is not to be read": model("config.json cannot be read", make_unreadable("config.json")),
-    "config is not JSON": model("config.json is not valid JSON | line 1", overwrite("config.json", "{nope")),
     "negative heads": model("config.json | num_attention_heads | -4", configure(num_attention_heads=-4)),
-    "another vocabulary": model("(320, 32) | (999, 32) | different models", configure(vocab_size=999)),
     "a reward model": model("score.weight is the head of | bradley_terry", reward_model),
-    "no weights": model("neither model.safetensors nor", remove("model.safetensors")),
     "weights cut off": model("model.safetensors is truncated | expected", truncate(-100)),
     "weights that are a pointer of git-lfs": model(
         "model.safetensors is a pointer of Git LFS | git lfs pull",
         overwrite("model.safetensors", "version https://git-lfs\noid 0"),
-    ),
-    "a shard that is missing": model(
-        f"model-2.safetensors is listed in {INDEX} but missing", overwrite(INDEX, '{"weight_map": {"a": "model-2.safetensors"}}')
     ),
     "no tokenizer": model("tokenizer", remove("tokenizer.json")),
     "a tokenizer that is no JSON": model(

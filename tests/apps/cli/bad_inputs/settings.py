@@ -32,17 +32,14 @@ RUN_FILES = {
     "no model": replaced_by("output: o\ndata: {path: d}\n", says="run.yaml: model: required"),
 }  # fmt: skip
 KEYS = {
-    "unknown": settings("stepps=1", says="stepps: unknown setting (value 1) | did you mean steps?"),
     "a head": settings("head=scalar", says="head: a setting of backends | bradley_terry | docs/losses.md"),
     "below a number": settings("steps.every=1", says="--set steps.every=1 | 'steps' is not a section"),
-    "a section that is a number": settings("optimizer=3", says="optimizer: a section of settings | 3"),
     "no value": settings("steps", says="--set | KEY=VALUE | 'steps'"),
 }  # fmt: skip
 VALUES = {
     "steps in words": settings("steps=many", says="steps | 'many'"),
     "lr NaN": settings("optimizer.lr=.nan", says="optimizer.lr | finite | nan"),
     "betas": settings("optimizer.betas=[0.9, 1.5]", says="optimizer.betas.1 | less than 1 | 1.5"),
-    "precision": settings("precision=fp8", says="precision | 'fp32', 'fp16' or 'bf16' | 'fp8'"),
     "platform that is not here": Bad(
         words("platform 'npu' cannot be used here"), ("train", "run.yaml", "--nproc", "2", "--set", "platform=npu")
     ),
@@ -60,22 +57,13 @@ VALUES = {
     ),
 }  # fmt: skip
 COMBINATIONS = {
-    "warm-up of all steps": settings(
-        "steps=50", "schedule={kind: linear, warmup_steps: 50}", says="total_steps: 50 with a warm-up of 50 steps"
-    ),
     "output in the data": settings("data.path=.", says="output: out | data.path: . | read as data"),
     "layout: tensor": settings("parallel.tensor=2", says="world size 1 | parallel.tensor=2 | 2 processes"),
-    "layout: virtual pipeline": settings(
-        "parallel.virtual_pipeline=2", says="parallel.virtual_pipeline=2 | parallel.pipeline=1"
-    ),
 }  # fmt: skip
 LAYOUTS = {
     "three processes": Bad(
         words("world size 3 | parallel.tensor=2 | 2 or 4 processes"),
         ("train", "run.yaml", "--nproc", "3", "--set", "parallel.tensor=2"),
-    ),
-    "attention heads": Bad(
-        words("parallel.tensor=8 | 4 attention heads"), ("train", "run.yaml", "--nproc", "8", "--set", "parallel.tensor=8")
     ),
 }  # fmt: skip
 SETTINGS = {
