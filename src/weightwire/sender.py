@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -20,9 +20,9 @@ from typing_extensions import Self
 
 from weightwire import digest
 from weightwire.errors import ManifestError, TransportError, WireError
-from weightwire.group import Group, Listener, join
-from weightwire.manifest import Bucket, Manifest, TensorSpec, plan_buckets
-from weightwire.offer import Seal
+from weightwire.group import join
+from weightwire.manifest import Bucket, TensorSpec, plan_buckets
+from weightwire.offer import Offer, Seal
 from weightwire.transports import Setup, Transport, Work, make_transport
 from weightwire.transports.base import PairTransport, device_types
 
@@ -47,15 +47,19 @@ class Traffic:
     """Amount handed to the transport.
 
     Attributes:
-        buckets: their number.
-        nbytes: their bytes, which are sent to every receiver.
+        buckets: their number; of a sharded update that of the chunks.
+        nbytes: bytes handed to the transport: once for all receivers if it broadcasts, otherwise once for each peer.
+        delivered: bytes that the receivers get of them, together, from here or from another receiver.
+        content: what ``delivered`` would be if differences were sent completely.
         seconds: time waited for tensors (``export``), for buckets to be filled (``fill``), for their digests (``digest``: on a
             GPU only until the kernel is queued), for buffers to be sent (``send``), and for receivers to report the last bucket
-            (``receivers``).
+            (``receivers``). Zeros of a sharded update.
     """
 
     buckets: int = 0
     nbytes: int = 0
+    delivered: int = 0
+    content: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TRAFFIC_PARTS, 0.0))
 
     @contextlib.contextmanager
@@ -93,45 +97,53 @@ class Buffers:
         return buffer[:nbytes]
 
 
-def connect_transport(make: Callable[[str, Setup], Medium], name: str, setup: Setup) -> Medium:
-    """Create a transport for a group that this member has joined; on failure, report it to the other members and leave."""
-    group = setup.group
-    try:
-        return make(name, setup)
-    except BaseException as error:
-        explanation = group.explain(error, "connecting") if isinstance(error, TransportError) else error
-        group.fail(str(error))
-        group.close()
-        raise explanation from error
-
-
 class MemberSender(Generic[Medium]):
-    """A member of a group that sends. A context manager; an error within it is reported to the other members.
+    """A rank of the trainer that sends an update. A context manager; an error within it is reported to the other members.
+
+    The constructor returns when all members have joined the group and the transport is connected.
 
     Args:
-        label: label of this member, for messages.
-        group: complete group, with which the transport was created.
-        device: device of the two buffers.
-        timeout_s: deadline of each message, from when its buffer is needed again, in seconds.
+        offer: the offer to any of the engines.
+        rank: rank in the update's group: the trainer's.
+        label: of this member, for messages.
+        count: number of buckets that it sends.
+        device: device of the two buffers; default: the transport's preferred type of device.
         buffers: those of earlier updates, to be used again; default: new ones.
+
+    Raises:
+        DeadlineError: members did not join within the offer's deadline; the message names them.
+        PeerLostError: a member ended or failed before the group was complete.
+        GroupError, TransportError: the name was used before; the transport cannot work here.
     """
 
     def __init__(
         self,
+        offer: Offer,
+        rank: int,
         label: str,
-        manifest: Manifest,
-        group: Group,
-        transport: Medium,
-        *,
-        device: torch.device,
-        timeout_s: float,
+        count: int,
+        device: torch.device | str | None = None,
         buffers: Buffers | None = None,
     ) -> None:
-        self.manifest = manifest
-        self._label, self._group, self._transport = label, group, transport
-        self._device, self._timeout_s = device, timeout_s
+        self.manifest, self.traffic = offer.manifest, Traffic()
+        self._label, self._count, self._timeout_s = label, count, offer.timeout_s
+        # NCCL reads the device's memory, Gloo the host's.
+        self._device = with_index(torch.device(device_types(offer.transport)[0] if device is None else device))
         self._buffers = buffers or Buffers()
         self._works: deque[Sequence[Work]] = deque()
+        self._group = join(offer.host, offer.port, offer.update, rank, offer.timeout_s)
+        setup = Setup(self._group, offer.manifest, self._device, offer.timeout_s, offer.options)
+        try:
+            self._transport = self._connect(offer.transport, setup)
+        except BaseException as error:
+            explanation = self._group.explain(error, "connecting") if isinstance(error, TransportError) else error
+            self._group.fail(str(error))
+            self._group.close()
+            raise explanation from error
+
+    def _connect(self, transport: str, setup: Setup) -> Medium:
+        """Create the transport."""
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
@@ -149,6 +161,11 @@ class MemberSender(Generic[Medium]):
         # Works hold references to buffers.
         self._works.clear()
 
+    def _free_buffer(self, index: int, size: int, nbytes: int, in_flight: int = 1) -> Tensor:
+        """Return the buffer for a bucket, of two of ``size`` bytes, when at most so many buckets before it are in flight."""
+        self._wait_until_in_flight(in_flight)
+        return self._buffers.take(index % 2, size, self._device)[:nbytes]
+
     def _wait_until_in_flight(self, count: int) -> None:
         """Wait for the oldest messages, in order, until ``count`` are in flight."""
         while len(self._works) > count:
@@ -156,12 +173,13 @@ class MemberSender(Generic[Medium]):
                 work.wait(self._timeout_s)
 
     @contextlib.contextmanager
-    def _reporting(self, activity: Callable[[], str]) -> Iterator[None]:
+    def _reporting(self) -> Iterator[None]:
         """Report an error within the context to the other members, and cancel transfers in flight."""
         try:
             yield
         except TransportError as error:
-            explanation = self._group.explain(error, activity())
+            activity = f"sending bucket {min(self.traffic.buckets + 1, self._count)} of {self._count}"
+            explanation = self._group.explain(error, activity)
             # The broken connection is a consequence. The others shall look for its cause instead of naming this member.
             self._group.fail(str(error), at_fault=False)
             self._transport.abort()
@@ -174,56 +192,31 @@ class MemberSender(Generic[Medium]):
 
 
 class Sender(MemberSender[Transport]):
-    """Sender of one manifest's tensors over one transport, for one update, as rank 0 of its group.
+    """Sender of whole tensors, as rank 0 of the update's group, to all workers of all engines.
 
     Tensors are read on the current stream of their device, on which their values must be ready, as anything computed with plain
     torch is; that stream is synchronised before a bucket is handed to the transport.
 
-    :meth:`connect` creates one when all receivers have joined.
-
     Args:
         overlap: fill one bucket while the other is sent; otherwise wait for every bucket before the next one is filled.
-        member: as for :class:`MemberSender`.
+        device, buffers: as for :class:`MemberSender`.
     """
 
     def __init__(
-        self, manifest: Manifest, group: Group, transport: Transport, *, overlap: bool = True, **member: Any
+        self,
+        offer: Offer,
+        *,
+        device: torch.device | str | None = None,
+        buffers: Buffers | None = None,
+        overlap: bool = True,
     ) -> None:
-        super().__init__("the sender", manifest, group, transport, **member)
-        self.traffic, self._overlap = Traffic(), overlap
-        self._buckets = plan_buckets(manifest.tensors, manifest.bucket_bytes)
+        self._buckets = plan_buckets(offer.manifest.tensors, offer.manifest.bucket_bytes)
+        super().__init__(offer, 0, "the sender", len(self._buckets), device, buffers)
+        self._overlap = overlap
         self._digests: list[digest.Pending] = []
 
-    @classmethod
-    def connect(
-        cls,
-        listener: Listener,
-        name: str,
-        manifest: Manifest,
-        *,
-        transport: str,
-        device: torch.device | str | None = None,
-        timeout_s: float,
-        options: Mapping[str, Any] | None = None,
-        overlap: bool = True,
-        buffers: Buffers | None = None,
-    ) -> Sender:
-        """Join the group ``name`` with its receivers, and connect the transport.
-
-        Args:
-            device: device of the buckets; default: the transport's preferred type of device.
-
-        Raises:
-            DeadlineError: receivers did not join within ``timeout_s`` seconds; the message names them.
-            PeerLostError: a receiver ended or failed before the group was complete.
-            GroupError, TransportError: the name was used before; the transport cannot work here.
-        """
-        # The transport's preferred memory: NCCL reads the device's, Gloo the host's.
-        bucket_device = with_index(torch.device(device_types(transport)[0] if device is None else device))
-        group = join(listener.host, listener.port, name, 0, timeout_s)
-        setup = Setup(group, manifest, bucket_device, timeout_s, options or {})
-        medium = connect_transport(make_transport, transport, setup)
-        return cls(manifest, group, medium, device=bucket_device, timeout_s=timeout_s, overlap=overlap, buffers=buffers)
+    def _connect(self, transport: str, setup: Setup) -> Transport:
+        return make_transport(transport, setup)
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> Seal:
         """Send the tensors, in the manifest's order, and return when every receiver has them all.
@@ -234,7 +227,7 @@ class Sender(MemberSender[Transport]):
             ManifestError: the tensors are not those of the manifest.
             PeerLostError, DeadlineError, TransportError: a receiver is lost, or too slow; the message names it.
         """
-        with self._reporting(self._activity):
+        with self._reporting():
             self._send(weights)
             # A send that completed locally may still be in a buffer of the network: only receivers know what has arrived.
             with self.traffic.timed("receivers"):
@@ -246,19 +239,13 @@ class Sender(MemberSender[Transport]):
             tuple(pending() for pending in self._digests),
         )
 
-    @property
-    def receivers(self) -> int:
-        return self._group.size - 1
-
-    def _activity(self) -> str:
-        return f"sending bucket {min(self.traffic.buckets + 1, len(self._buckets))} of {len(self._buckets)}"
-
     def _send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         tensors = self._checked(weights)
         index, content = -1, torch.empty(0, dtype=torch.uint8)
+        size = min(self.manifest.bucket_bytes, self.manifest.nbytes)
         for bucket in self._buckets:
             with self.traffic.timed("send"):
-                buffer = self._free_buffer(bucket)
+                buffer = self._free_buffer(bucket.index, size, bucket.nbytes, in_flight=1 if self._overlap else 0)
             start, exported = time.perf_counter(), self.traffic.seconds["export"]
             for piece in bucket.pieces:
                 # A loop, not one step: empty tensors are in no bucket, but are part of the stream.
@@ -307,13 +294,6 @@ class Sender(MemberSender[Transport]):
                 f"sending: after {index} of {len(specs)} tensors there are no more; {specs[index].name} is missing"
             )
 
-    def _free_buffer(self, bucket: Bucket) -> Tensor:
-        """Return the buffer for a bucket, after its previous content has been sent."""
-        self._wait_until_in_flight(1 if self._overlap else 0)
-        # Two buffers: one is filled while the transport reads the other.
-        size = min(self.manifest.bucket_bytes, self.manifest.nbytes)
-        return self._buffers.take(bucket.index % 2, size, self._device)[: bucket.nbytes]
-
     def _hand_over(self, bucket: Bucket, buffer: Tensor, source: torch.device) -> None:
         # Tests of faults replace this method, and select the bucket.
         # The transport uses streams of its own, and must not read before the copies have been made. With a GPU source
@@ -326,6 +306,7 @@ class Sender(MemberSender[Transport]):
             self._digests.append(digest.begin(self.manifest.digest, buffer))
         self.traffic.buckets += 1
         self.traffic.nbytes += buffer.numel()
+        self.traffic.delivered = self.traffic.content = self.traffic.nbytes * (self._group.size - 1)
         self._group.progress(self.traffic.buckets)
 
 

@@ -11,21 +11,18 @@ received last, applies the difference to it, and compares the digest of the resu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from weightwire import delta, digest
 from weightwire.errors import PlanError
-from weightwire.group import Group, join
-from weightwire.manifest import Manifest, TensorSpec
+from weightwire.manifest import TensorSpec
+from weightwire.offer import Offer
 from weightwire.plan import Chunk, Region, Share
-from weightwire.sender import RECEIVED, Buffers, MemberSender, connect_transport, synchronise_stream
+from weightwire.sender import RECEIVED, Buffers, MemberSender, synchronise_stream
 from weightwire.slices import index_of, minus
 from weightwire.transports.base import PairTransport, Setup, Work
 from weightwire.transports.pairs import make_pairs
@@ -96,80 +93,40 @@ class History:
         self.plan, self.version, self.contents = "", None, {}
 
 
-@dataclass
-class ShardTraffic:
-    """Amount of a rank's messages.
-
-    Attributes:
-        messages: their number, differences and complete ones.
-        nbytes: bytes handed to the transport.
-        delivered: bytes of the messages, once for each worker, whether it receives them from here or from another worker.
-        content: bytes of the chunks, counted like ``delivered``: what complete messages would have been.
-    """
-
-    messages: int = 0
-    nbytes: int = 0
-    delivered: int = 0
-    content: int = 0
-
-
 class ShardSender(MemberSender[PairTransport]):
     """One trainer rank's side of a sharded update, with two buffers as large as the largest chunk.
 
-    :meth:`connect` creates one when all members have joined; a member's rank is the trainer's rank.
-
     Args:
+        rank: the trainer's rank, which is that of the member.
         share: this rank's part of the plan.
-        history: filled with what is sent; None: differences will not be needed.
-        base: version from which differences are sent; None: complete messages.
-        member: as for :class:`weightwire.sender.MemberSender`.
+        history: filled with what is sent, if differences from it may follow.
+        device, buffers: as for :class:`weightwire.sender.MemberSender`.
     """
 
     def __init__(
         self,
-        manifest: Manifest,
-        share: Share,
-        group: Group,
-        transport: PairTransport,
-        *,
-        history: History | None = None,
-        base: int | None = None,
-        **member: Any,
-    ) -> None:
-        super().__init__(f"trainer rank {group.rank}", manifest, group, transport, **member)
-        self.share, self.traffic = share, ShardTraffic()
-        self._history, self._base = history, base
-        self._buffer_bytes = max((chunk.nbytes for chunk in share.chunks), default=0)
-
-    @classmethod
-    def connect(
-        cls,
-        address: tuple[str, int],
-        name: str,
+        offer: Offer,
         rank: int,
-        manifest: Manifest,
         share: Share,
         *,
-        transport: str,
-        device: torch.device,
-        timeout_s: float,
-        options: Mapping[str, Any] | None = None,
         history: History | None = None,
-        base: int | None = None,
+        device: torch.device | str | None = None,
         buffers: Buffers | None = None,
-    ) -> Self:
-        """Join the group ``name`` at a listener's ``address`` as trainer rank ``rank``, and connect the transport."""
-        group = join(*address, name, rank, timeout_s)
-        make = partial(make_pairs, largest=largest_messages(share))
-        medium = connect_transport(make, transport, Setup(group, manifest, device, timeout_s, options or {}))
-        member: dict[str, Any] = {"device": device, "timeout_s": timeout_s, "buffers": buffers}
-        return cls(manifest, share, group, medium, history=history, base=base, **member)
+    ) -> None:
+        assert offer.sharded is not None
+        self.share, self._base = share, offer.sharded.base
+        self._history = history if offer.sharded.keep else None
+        super().__init__(offer, rank, f"trainer rank {rank}", len(share.chunks), device, buffers)
 
-    def send(self, slices: Sequence[HeldSlice]) -> list[str]:
+    def _connect(self, transport: str, setup: Setup) -> PairTransport:
+        return make_pairs(transport, setup, largest_messages(self.share))
+
+    def send(self, slices: Iterable[HeldSlice]) -> list[str]:
         """Send this rank's chunks; on rank 0, return only when every worker has received everything.
 
         Args:
-            slices: those that were listed for the plan, ready on their device's current stream.
+            slices: those that were listed for the plan, ready on their device's current stream. If it raises, the receivers
+                are notified and drop the update.
 
         Returns:
             Digest of each chunk of the share.
@@ -178,16 +135,13 @@ class ShardSender(MemberSender[PairTransport]):
             PlanError: a slice of the plan is not within one of ``slices``.
             PeerLostError, DeadlineError, TransportError: a member is lost, or too slow; the message names it.
         """
-        with self._reporting(self._activity):
-            digests = self._send(slices)
+        with self._reporting():
+            digests = self._send([*slices])
             if self._group.rank == 0:
                 self._group.await_receivers(RECEIVED, self._timeout_s)
             else:
                 self._group.acknowledge(RECEIVED)
         return digests
-
-    def _activity(self) -> str:
-        return f"sending message {self.traffic.messages + 1} of {len(self.share.operations)}"
 
     def _send(self, slices: Sequence[HeldSlice]) -> list[str]:
         sources = match(self.share, slices, self.manifest.tensors)
@@ -198,8 +152,10 @@ class ShardSender(MemberSender[PairTransport]):
         if self._history is not None and self._base is None:
             # Until all is sent: an update that fails leaves nothing to compare with.
             self._history.forget()
+        size = max((chunk.nbytes for chunk in self.share.chunks), default=0)
         for index, chunk in enumerate(self.share.chunks):
-            content = self._pack(index, chunk, sources[index])
+            content = self._free_buffer(index, size, chunk.nbytes)
+            self._pack(chunk, sources[index], content)
             pending.append(digest.begin(self.manifest.digest, content))
             message, head = self._message(index, content)
             self._works.append(
@@ -208,20 +164,18 @@ class ShardSender(MemberSender[PairTransport]):
             nbytes = message.numel() + (0 if head is None else head.numel())
             self.traffic.delivered += nbytes * len(chunk.receivers)
             self.traffic.content += chunk.nbytes * len(chunk.receivers)
-            self._group.progress(index + 1)
+            self.traffic.buckets += 1
+            self._group.progress(self.traffic.buckets)
         self._wait_until_in_flight(0)
         return [value() for value in pending]
 
-    def _pack(self, index: int, chunk: Chunk, sources: Sequence[Tensor]) -> Tensor:
-        """Copy a chunk's pieces into a buffer that is no longer in use."""
-        self._wait_until_in_flight(1)
-        buffer = self._buffers.take(index % 2, self._buffer_bytes, self._device)[: chunk.nbytes]
+    def _pack(self, chunk: Chunk, sources: Sequence[Tensor], buffer: Tensor) -> None:
+        """Copy a chunk's pieces into a buffer."""
         targets = [view for _, view in views(chunk, self.manifest.tensors, buffer)]
         # One call for all pieces: a chunk may have thousands of them.
         torch._foreach_copy_(targets, list(sources), non_blocking=True)
         for device in {buffer.device, *(source.device for source in sources)}:
             synchronise_stream(device)
-        return buffer
 
     def _message(self, index: int, content: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the bytes to send and, in an update with a base, the message before them."""
@@ -244,13 +198,8 @@ class ShardSender(MemberSender[PairTransport]):
         # Tests of faults replace this method, and select the message.
         works = [] if head is None else [self._transport.send_to(head, peer)]
         works.append(self._transport.send_to(message, peer))
-        self.traffic.messages += 1
         self.traffic.nbytes += message.numel() + (0 if head is None else head.numel())
         return works
-
-    def abandon(self, reason: str) -> None:
-        """Report to the other members that this rank cannot send."""
-        self._group.fail(reason)
 
 
 def match(share: Share, slices: Sequence[HeldSlice], tensors: Sequence[TensorSpec]) -> list[list[Tensor]]:

@@ -31,7 +31,7 @@ from megascend.apps.rl.rollout.engines.vllm_process import engine_environment, v
 from megascend.errors import WeightSyncError
 from megascend.runtime.distributed.launch import child_environment
 from megascend.sync.delivery import Delivery
-from megascend.sync.push import Push, push_tensors
+from megascend.sync.push import PushResult, push_tensors
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from support.vllm_server import FAULTS, ROOT, TOKENS, Reference, Server
 from weightwire.engine import Sampling
@@ -140,7 +140,9 @@ def assert_active(server: Server, reference: Reference, seed: int, version: int)
     assert_close(sampled.logprobs, server, reference, seed, [*TOKENS[:16], *sampled.tokens], 16)
 
 
-def push(delivery: Delivery, server: Server, seed: int, version: int, owner: str = "test", **options: Any) -> Push:
+def push(
+    delivery: Delivery, server: Server, seed: int, version: int, owner: str = "test", **options: Any
+) -> PushResult:
     engine = server.engine(owner, **options)
     return push_tensors(delivery, [engine], version, weights_of(server, seed))
 

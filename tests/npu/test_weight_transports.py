@@ -109,11 +109,9 @@ def test_update_from_two_trainer_ranks_to_an_engine(tmp_path: Path) -> None:
         LISTENERS.append(listener)
         manifest = Manifest(7, specs, bucket_bytes=100_000)
         name = listener.new_group(["trainer", "engine"])
-        publish(
-            paths["offer"],
-            Offer(name, "test", listener.host, listener.port, 1, 1, "hccl", 60.0, 60.0, manifest).to_json(),
-        )
-        with Sender.connect(listener, name, manifest, transport="hccl", device="npu:0", timeout_s=60.0) as sender:
+        offer = Offer(name, "test", listener.host, listener.port, 1, 1, "hccl", 60.0, 60.0, manifest)
+        publish(paths["offer"], offer.to_json())
+        with Sender(offer, device="npu:0") as sender:
             publish(paths["seal"], sender.send(weights()).to_json())
         wait_for(paths["committed"])
         torch.distributed.barrier()  # the trainer's own group works as before

@@ -135,7 +135,7 @@ def test_trainer_killed_during_an_exchange_does_not_stop_it(server, weights, ref
         listener = Listener()
         offer = offered(engine, listener, manifest_of(new, 3), await engine.receivers())
         await engine.begin_update(offer)
-        seal = await asyncio.to_thread(send, listener, offer, new)
+        seal = await asyncio.to_thread(send, offer, new)
         await engine.verify(seal, 30.0)
         server.fault.write_text("slow")
         commit = asyncio.create_task(engine.commit(offer.update))

@@ -297,9 +297,7 @@ def test_trainer_killed_at_any_moment_leaves_a_working_engine(server, weights, r
         await engine.begin_update(offer)
         if moment == "offered":
             now()
-        seal = await asyncio.to_thread(
-            send, listener_of_trainer, offer, new, Dying if moment == "sending" else lambda transport: transport
-        )
+        seal = await asyncio.to_thread(send, offer, new, Dying if moment == "sending" else lambda transport: transport)
         if moment == "sent":
             now()
         await engine.verify(seal, 30.0)

@@ -7,6 +7,7 @@ import copy
 import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +137,9 @@ def manifest_of(weights: Weights, version: int) -> Manifest:
     )
 
 
-def send(
-    listener: Listener, offer: Offer, weights: Weights, wrap: Callable[[Any], Any] = lambda transport: transport
-) -> Seal:
+def send(offer: Offer, weights: Weights, wrap: Callable[[Any], Any] = lambda transport: transport) -> Seal:
     """Send weights as the trainer's side of an offer; ``wrap`` may wrap the transport."""
-    manifest, name = offer.manifest, offer.transport
-    with Sender.connect(listener, offer.update, manifest, transport=name, timeout_s=20.0) as sender:
+    with Sender(replace(offer, timeout_s=20.0)) as sender:
         sender._transport = wrap(sender._transport)
         return sender.send(weights.items())
 
@@ -158,7 +156,7 @@ async def push(
     offer = offered(engine, listener, manifest or manifest_of(weights, version), await engine.receivers())
     await engine.begin_update(offer)
     try:
-        seal = await asyncio.to_thread(send, listener, offer, weights, wrap)
+        seal = await asyncio.to_thread(send, offer, weights, wrap)
         await engine.verify(seal, 30.0)
         return dict(await engine.commit(offer.update) or {})
     except BaseException:

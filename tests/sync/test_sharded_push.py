@@ -28,9 +28,9 @@ from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from support.forked_programs import run_forked
 from support.trainers import make_trainer
-from weightwire import sharded
 from weightwire.errors import PlanError
 from weightwire.manifest import TensorSpec
+from weightwire.sharded import ShardSender
 from weightwire.transports.choice import Location, choose_pairs
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -302,8 +302,6 @@ def at_message(rank: int, number: int, act: Any) -> Any:
     """Return a fault: rank ``rank`` calls ``act`` before its chunk ``number``; the result undoes it."""
 
     def fault(sync, served, backend):
-        from weightwire.sharded import ShardSender
-
         handed_over = ShardSender._hand_over
 
         def acting(self, index, *rest):
@@ -385,23 +383,23 @@ def test_an_engine_restarted_with_other_workers_gets_the_next_push(parity_folder
 def test_an_engine_that_stops_while_members_connect_fails_the_push_in_time(parity_folder, tmp_path, monkeypatch):
     """Gloo's constructor returns after five times its timeout, which is longer than the other ranks wait."""
     checkpoint = case_checkpoint(parity_folder, "qwen3")
-    connect = sharded.connect_transport
+    connect = ShardSender._connect
     with engines(tmp_path, "stopped", workers=2, needs=vllm_like) as served:
 
         def on_rank():
             backend = make_trainer(checkpoint, Parallel(tensor=2), timeout_s=20)
 
-            def stop_first(*arguments):
+            def stop_first(sender, *arguments):
                 if backend.rank == 0:
                     time.sleep(1.0)  # the workers have published their addresses, and wait for this rank's
                     served[0].kill(signal.SIGSTOP)
-                return connect(*arguments)
+                return connect(sender, *arguments)
 
             with megascend.WeightSync(backend, served, sharded=True, timeout_s=5.0) as sync:
-                monkeypatch.setattr(sharded, "connect_transport", stop_first)
+                monkeypatch.setattr(ShardSender, "_connect", stop_first)
                 with pytest.raises(EngineFaultError, match=r"stopped worker 0, process \d+ on \S+\) is stopped"):
                     sync.push(1)
-                monkeypatch.setattr(sharded, "connect_transport", connect)
+                monkeypatch.setattr(ShardSender, "_connect", connect)
                 if backend.rank == 0:
                     served[0].kill(signal.SIGCONT)
                 return sync.push(2).sharded

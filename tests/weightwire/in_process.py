@@ -76,15 +76,7 @@ class Trainer:
         offers = self.offers(manifest)
         for offer, receiver in zip(offers, self.receivers, strict=True):
             receiver.open(Offer.from_json(offer.to_json()))
-        with Sender.connect(
-            self.listener,
-            offers[0].update,
-            manifest,
-            transport=self.transport,
-            timeout_s=self.timeout_s,
-            options=self.options,
-            **settings,
-        ) as sender:
+        with Sender(offers[0], **settings) as sender:
             self.sender = sender
             return sender.send(weights)
 

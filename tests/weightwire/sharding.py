@@ -131,17 +131,14 @@ class ShardedTrainer:
         for offer, receiver in zip(offers, self.receivers, strict=True):
             receiver.open(Offer.from_json(offer.to_json()))
         assert self.plan is not None
-        shares, address = self.plan.shares(), (self.listener.host, self.listener.port)
+        shares = self.plan.shares()
         digests: dict[int, list[str]] = {}
         problems: dict[int, BaseException] = {}
         senders: dict[int, ShardSender] = {}
 
         def run(rank: int) -> None:
             try:
-                with ShardSender.connect(
-                    address, offers[0].update, rank, manifest, shares[rank], transport=self.transport, device=CPU,
-                    timeout_s=self.timeout_s, history=self.histories[rank] if self.keep else None, base=base,
-                ) as sender:  # fmt: skip
+                with ShardSender(offers[0], rank, shares[rank], history=self.histories[rank], device=CPU) as sender:
                     senders[rank] = sender
                     adjust(sender)
                     digests[rank] = sender.send(self.slices_of(weights, rank))

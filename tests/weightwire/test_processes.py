@@ -31,9 +31,7 @@ class Remote(Trainer):
         return offer
 
     def connect(self, offer: Offer) -> Sender:
-        return Sender.connect(
-            self.listener, offer.update, offer.manifest, transport=self.transport, timeout_s=self.timeout_s
-        )
+        return Sender(offer)
 
     def push_and_commit(self, version, weights):
         offer = self.begin(manifest_of(weights, version, 300))
@@ -120,8 +118,9 @@ weights = {"a": torch.arange(7.0), "b": torch.ones(3, dtype=torch.bfloat16)}
 manifest = Manifest(1, tuple(spec_of(*item) for item in weights.items()), 16)
 listener, receiver, found = Listener(), Receiver("engine"), {}
 name = listener.new_group(["trainer", "engine"])
-receiver.open(Offer(name, "trainer", listener.host, listener.port, 1, 1, "gloo", 30.0, 30.0, manifest))
-with Sender.connect(listener, name, manifest, transport="gloo", timeout_s=30.0) as sender:
+offer = Offer(name, "trainer", listener.host, listener.port, 1, 1, "gloo", 30.0, 30.0, manifest)
+receiver.open(offer)
+with Sender(offer) as sender:
     seal = sender.send(weights.items())
 receiver.verify(seal, 30.0)
 receiver.commit(name, lambda tensors: found.update((key, tensor.clone()) for key, tensor in tensors))

@@ -208,7 +208,7 @@ async def owned(control: Control, owner: str, call: str, *arguments: Any) -> Non
 
 
 def send(offer: Offer, weights: dict[str, torch.Tensor]) -> Seal:
-    with Sender.connect(LISTENER[0], offer.update, offer.manifest, transport="gloo", timeout_s=TIMEOUT_S) as sender:
+    with Sender(offer) as sender:
         return sender.send(weights.items())
 
 

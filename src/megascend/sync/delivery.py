@@ -20,6 +20,7 @@ from weightwire.errors import ManifestError, PlanError, TransportError, WireErro
 from weightwire.fp8 import BlockFormat, merged_formats
 from weightwire.group import EXPLAIN_S, Listener
 from weightwire.manifest import AdapterInfo, Manifest, TensorSpec, default_bucket_bytes
+from weightwire.offer import Offer
 from weightwire.plan import Region
 from weightwire.sender import Buffers
 from weightwire.transports.base import device_types
@@ -177,11 +178,14 @@ class Delivery:
                 # Within the margin that other ranks grant this one for reporting a failure.
                 self.call(left, drop, min(self.timeout_s, MARGIN_S))
 
-    def accepted(self, engines: Sequence[str]) -> None:
-        """Note engines that have accepted an offer."""
-        for name in engines:
+    def begin(self, engines: Sequence[InferenceEngine], offers: Mapping[str, Offer]) -> Answers:
+        """Offer an update to engines, which must not have an earlier one."""
+        self.drop_left(engines)
+        answers = self.call(engines, lambda engine: engine.begin_update(offers[engine.name]))
+        for name in answers.results:
             # It would have refused if it still had an earlier update: one that was restarted never answers for it.
             self._undropped.pop(name, None)
+        return answers
 
     def manifest(
         self, version: int, specs: tuple[TensorSpec, ...], transport: str, adapter: AdapterInfo | None = None

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 
 from megascend.errors import WeightSyncError
@@ -57,9 +58,9 @@ class PlanRecord:
         return len(self.shares) - sum(self.engines.values())
 
 
-@dataclass(frozen=True)
+@dataclass
 class PushResult:
-    """Result of a push.
+    """Result of a push, on every rank; filled on rank 0 while the push is under way.
 
     Attributes:
         version: version now active on all engines.
@@ -71,25 +72,25 @@ class PushResult:
         sharded: every rank of the trainer has sent its slices.
         why_not_sharded: the reason, if rank 0 has sent everything.
         base: version from which the changes were sent; None: complete weights.
-        parts: seconds of the phases' parts (``transfer.export``, ``commit.paused`` ...), which show where time goes. vLLM adds
-            ``commit.exchange`` if it has copied into the parameters in use, ``commit.reload`` if it has reloaded its model.
         payload: bytes that the workers of all engines received, together, whoever sent them: ``nbytes`` for each worker if rank 0
             has sent whole tensors; of a sharded push, the slices or changes of each worker.
         share: ``payload`` relative to that of complete weights.
+        parts: seconds of the phases' parts (``transfer.export``, ``commit.paused`` ...), which show where time goes. vLLM adds
+            ``commit.exchange`` if it has copied into the parameters in use, ``commit.reload`` if it has reloaded its model.
     """
 
     version: int
-    nbytes: int
-    buckets: int
-    engines: tuple[str, ...]
-    seconds: Mapping[str, float]
+    nbytes: int = 0
+    buckets: int = 0
+    engines: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
     transport: str = ""
     sharded: bool = False
     why_not_sharded: str = ""
     base: int | None = None
     payload: int = 0
     share: float = 1.0
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
 
     @property
     def pause_s(self) -> float:
@@ -105,44 +106,39 @@ class Plan(Protocol):
         ...
 
     def send(self, push: Push) -> Seal | None:
-        """Send everything; return the seal on rank 0, and note the amounts there."""
+        """Send everything; return the seal on rank 0, and note the amounts in the push's result there."""
         ...
 
 
-@dataclass
 class Push:
-    """One update, from all ranks of a trainer to its engines. Its methods are collective.
+    """One update, from all ranks of a trainer to its engines. Its methods are collective, but for those that say so.
 
-    Attributes:
+    Args:
         engines: participating engines, on rank 0.
         version: version that they receive.
         delivery: connection to them, on rank 0.
+
+    Attributes:
         name: name of its group; empty before it is offered.
         sender: connected sender; None until all receivers have joined, and on ranks that do not send.
-        transport, nbytes, buckets, payload, base, seconds, parts: those of its :class:`PushResult`, so far.
-        content: bytes of complete messages in the place of ``payload``.
+        result: what is known of the push so far, on rank 0.
     """
 
-    engines: Sequence[InferenceEngine]
-    version: int
-    delivery: Delivery | None
-    ranks: Ranks = field(default_factory=Ranks)
-    name: str = ""
-    sender: Sender | ShardSender | None = None
-    transport: str = ""
-    nbytes: int = 0
-    buckets: int = 0
-    payload: int = 0
-    content: int = 0
-    base: int | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    parts: dict[str, float] = field(default_factory=dict)
-    _offers: dict[str, Offer] = field(default_factory=dict)  # by engine
+    def __init__(
+        self, engines: Sequence[InferenceEngine], version: int, delivery: Delivery | None, ranks: Ranks | None = None
+    ) -> None:
+        self.engines, self.version, self.ranks = list(engines), version, ranks or Ranks()
+        self.name = ""
+        self.sender: Sender | ShardSender | None = None
+        self.result = PushResult(version, engines=tuple(engine.name for engine in engines))
+        self._delivery = delivery
 
     @property
-    def share(self) -> float:
-        """Return the received bytes relative to those of complete messages."""
-        return self.payload / max(1, self.content)
+    def delivery(self) -> Delivery:
+        """Return the connection to the engines; a WeightSyncError once it is closed."""
+        if self._delivery is None:
+            raise WeightSyncError("push: this WeightSync is closed")
+        return self._delivery
 
     def run(self, plan: Plan) -> None:
         """Carry out a plan, and note the seconds of each phase.
@@ -174,7 +170,7 @@ class Push:
         adapter: AdapterInfo | None = None,
         plan: PlanRecord | None = None,
         base: int | None = None,
-    ) -> tuple[Offer, str]:
+    ) -> tuple[Offer, torch.device]:
         """Offer the update to all engines. On rank 0 only.
 
         If engines do not have the base version, and nothing else is wrong, all of them are offered a complete update.
@@ -184,22 +180,22 @@ class Push:
             base: version from which differences are to be sent.
 
         Returns:
-            The offer to one of the engines, without shares, by which ranks join the group; type of the device of the buffers.
+            The offer to one of the engines, without shares, by which ranks join the group; device of rank 0's buffers.
 
         Raises:
             OutdatedPlanError: an engine no longer has the plan.
         """
-        delivery = self.connection
+        result, delivery = self.result, self.delivery
         if plan is None:
             # The devices of the engines' workers decide the transport.
             with self.timed("begin.locations"):
                 counts, members = delivery.members(self.engines)
-            self.transport = delivery.fitting_transport(members)
+            result.transport = delivery.fitting_transport(members)
         else:
-            counts, self.transport = plan.engines, plan.transport
-        self.base = base
-        manifest, device = delivery.manifest(self.version, specs, self.transport, adapter)
-        answers = self._offer(delivery, manifest, counts, plan)
+            counts, result.transport = plan.engines, plan.transport
+        manifest, device = delivery.manifest(self.version, specs, result.transport, adapter)
+        result.base = base
+        offers, answers = self._offer(manifest, counts, plan)
         unknown = next((error for error in answers.errors.values() if isinstance(error, PlanError)), None)
         if unknown is not None and plan is not None and plan.provisioned:
             # It was restarted, perhaps with other workers or other slices: its old share may not be what it needs now.
@@ -213,22 +209,22 @@ class Push:
             else:
                 log.info("version %d is sent completely: %s", self.version, next(iter(answers.errors.values())))
                 self.drop()
-                self.base = None
-                answers = self._offer(delivery, manifest, counts, plan)
+                result.base = None
+                offers, answers = self._offer(manifest, counts, plan)
         answers.required(f"version {self.version} was not begun")
-        offer = self._offers[self.engines[0].name]
+        offer = next(iter(offers.values()))
         # Every rank has its own share.
-        return replace(offer, sharded=offer.sharded and replace(offer.sharded, shares=None)), device.type
+        return replace(offer, sharded=offer.sharded and replace(offer.sharded, shares=None)), device
 
     def _offer(
-        self, delivery: Delivery, manifest: Manifest, counts: Mapping[str, int], plan: PlanRecord | None
-    ) -> Answers:
-        """Announce the update's group, and offer the update to every engine.
+        self, manifest: Manifest, counts: Mapping[str, int], plan: PlanRecord | None
+    ) -> tuple[dict[str, Offer], Answers]:
+        """Announce the update's group, and offer the update to every engine; return the offers and answers by engine.
 
         Args:
             counts: number of workers by engine.
         """
-        delivery.drop_left(self.engines)
+        delivery, offers = self.delivery, dict[str, Offer]()
         trainers = [f"trainer {delivery.owner}"]
         if plan is not None:
             trainers = [f"{trainers[0]} rank {rank}" for rank in range(plan.senders)]
@@ -239,15 +235,15 @@ class Push:
             if plan is not None:
                 # Engines keep their shares: tens of thousands of slices would be sent again with every push.
                 shares = None if name in plan.provisioned else tuple(plan.shares[first : first + workers])
-                sharded = Sharding(plan.identity, len(trainers), shares, self.base, plan.keep)
-            self._offers[name] = Offer(
+                sharded = Sharding(plan.identity, len(trainers), shares, self.result.base, plan.keep)
+            offers[name] = Offer(
                 update=self.name,
                 owner=delivery.owner,
                 host=delivery.listener.host,
                 port=delivery.listener.port,
                 first=first,
                 workers=workers,
-                transport=self.transport,
+                transport=self.result.transport,
                 timeout_s=delivery.timeout_s,
                 lease_s=2 * delivery.timeout_s + MARGIN_S,  # then an engine drops the update of a trainer that died
                 manifest=manifest,
@@ -256,9 +252,7 @@ class Push:
             )
             first += workers
         with self.timed("begin.offer"):
-            answers = delivery.call(self.engines, lambda engine: engine.begin_update(self._offers[engine.name]))
-        delivery.accepted([*answers.results])
-        return answers
+            return offers, delivery.begin(self.engines, offers)
 
     def seal(self, seal: Seal | None) -> None:
         """Wait until every engine has verified what it received.
@@ -268,11 +262,10 @@ class Push:
         """
 
         def verify() -> None:
-            sealed = cast(Seal, seal)  # rank 0 has it
-            in_time = max(
-                0.1, self.connection.timeout_s - 2.0
-            )  # leaves the engine time to answer before our own deadline
-            answers = self.connection.call(self.engines, lambda engine: engine.verify(sealed, in_time))
+            sealed, delivery = cast(Seal, seal), self.delivery
+            # Leaves the engine time to answer before our own deadline.
+            in_time = max(0.1, delivery.timeout_s - 2.0)
+            answers = delivery.call(self.engines, lambda engine: engine.verify(sealed, in_time))
             answers.required(f"version {self.version} was not verified")
 
         self.ranks.on_rank_0(verify, "verification by the engines")
@@ -281,15 +274,15 @@ class Push:
         """Activate the verified update on all engines."""
 
         def commit() -> None:
-            answers = self.connection.call(self.engines, lambda engine: engine.commit(self.name))
+            answers = self.delivery.call(self.engines, lambda engine: engine.commit(self.name))
             # The slowest engine's: the trainer waits for it.
             for seconds in answers.results.values():
                 for part, value in (seconds or {}).items():
                     name = f"commit.{part}"
-                    self.parts[name] = max(self.parts.get(name, 0.0), value)
+                    self.result.parts[name] = max(self.result.parts.get(name, 0.0), value)
             if answers.errors:
                 # Open, it would keep them from the next one. A no-op on an engine that has committed it, or does so now.
-                self.connection.drop(self.name, [engine for engine in self.engines if engine.name in answers.errors])
+                self.delivery.drop(self.name, [engine for engine in self.engines if engine.name in answers.errors])
             names = ", ".join(answers.results)
             active = f"; version {self.version} is active on {names}" if names else ""
             answers.required(f"version {self.version} was not committed everywhere", active)
@@ -300,44 +293,17 @@ class Push:
         """Leave the update's group and, on rank 0, make the engines drop it. Not collective; raises no engine's error."""
         if self.sender is not None:
             self.sender.close()
-        if self.delivery is not None and self.name:
-            self.delivery.drop(self.name, self.engines)
-
-    def result(self, why_not_sharded: str) -> PushResult:
-        """Return the result after a commit, on rank 0.
-
-        Args:
-            why_not_sharded: the reason if rank 0 has sent everything; empty if every rank has sent its slices.
-        """
-        return PushResult(
-            self.version,
-            self.nbytes,
-            self.buckets,
-            tuple(engine.name for engine in self.engines),
-            self.seconds,
-            self.transport,
-            sharded=not why_not_sharded,
-            why_not_sharded=why_not_sharded,
-            base=self.base,
-            payload=self.payload,
-            share=self.share,
-            parts=self.parts,
-        )
-
-    @property
-    def connection(self) -> Delivery:
-        """Return the connection to the engines; a WeightSyncError once it is closed."""
-        if self.delivery is None:
-            raise WeightSyncError("push: this WeightSync is closed")
-        return self.delivery
+        if self._delivery is not None and self.name:
+            self._delivery.drop(self.name, self.engines)
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Record the seconds within the context as those of a phase, or of its part ``PHASE.PART``."""
+        """Record the seconds within the context as those of a phase, or of its part ``PHASE.PART``. Local."""
         log.debug("version %d: %s", self.version, name)
         start = time.perf_counter()
         yield
-        (self.parts if "." in name else self.seconds)[name] = time.perf_counter() - start
+        seconds = self.result.parts if "." in name else self.result.seconds
+        seconds[name] = time.perf_counter() - start
 
 
 @dataclass
@@ -364,23 +330,15 @@ class WholeTensors:
 
     def offer(self, push: Push) -> None:
         """Offer the update to the engines, and connect rank 0."""
-        push.ranks.on_rank_0(lambda: self._connect(push), "the offer to the engines")
 
-    def _connect(self, push: Push) -> None:
-        (offer, device), delivery = push.offer(self.specs, self.adapter), push.connection
-        # Waits for the receivers, which the engines start in begin_update.
-        with push.timed("begin.connect"):
-            push.sender = Sender.connect(
-                delivery.listener,
-                offer.update,
-                offer.manifest,
-                transport=offer.transport,
-                device=device,
-                timeout_s=offer.timeout_s,
-                options=offer.options,
-                overlap=delivery.overlap,
-                buffers=delivery.buffers,
-            )
+        def connect() -> None:
+            offer, device = push.offer(self.specs, self.adapter)
+            # Waits for the receivers, which the engines start in begin_update.
+            with push.timed("begin.connect"):
+                delivery = push.delivery
+                push.sender = Sender(offer, device=device, buffers=delivery.buffers, overlap=delivery.overlap)
+
+        push.ranks.on_rank_0(connect, "the offer to the engines")
 
     def send(self, push: Push) -> Seal | None:
         """Export, and send on rank 0."""
@@ -393,9 +351,9 @@ class WholeTensors:
             if isinstance(push.sender, Sender):
                 with push.sender as sender:
                     seal = sender.send(stored_tensors(stream, self.formats))
-                push.nbytes, push.buckets = sender.traffic.nbytes, sender.traffic.buckets
-                push.payload = push.content = push.nbytes * sender.receivers
-                push.parts |= {f"transfer.{part}": seconds for part, seconds in sender.traffic.seconds.items()}
+                traffic, result = sender.traffic, push.result
+                result.nbytes, result.buckets, result.payload = traffic.nbytes, traffic.buckets, traffic.delivered
+                result.parts |= {f"transfer.{part}": seconds for part, seconds in traffic.seconds.items()}
             # Iterating joins the export's collectives.
             for _ in stream:
                 pass
@@ -404,7 +362,7 @@ class WholeTensors:
 
 def push_tensors(
     delivery: Delivery, engines: Sequence[InferenceEngine], version: int, tensors: Mapping[str, Tensor]
-) -> Push:
+) -> PushResult:
     """Update engines from one process, without ranks.
 
     Args:
@@ -414,8 +372,8 @@ def push_tensors(
     Raises:
         WeightSyncError: the message names the engine, its error, and the engines that keep the old weights.
     """
-    push = Push(list(engines), version, delivery)
+    push = Push(engines, version, delivery)
     formats = delivery.quantised(push.engines)
     failure = f"version {version} was not sent"
     push.run(push.ranks.on_rank_0(lambda: WholeTensors.of(tensors, formats), "the tensors to send", failure))
-    return push
+    return push.result

@@ -9,22 +9,21 @@ whole tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.reference.reductions import out_of_range
-from megascend.runtime.distributed.objects import broadcast_object, collect_objects, from_rank_0
+from megascend.runtime.distributed.objects import broadcast_object, collect_objects
 from megascend.sync.delivery import Delivery
-from megascend.sync.push import PlanRecord, Push
-from megascend.sync.ranks import Ranks
+from megascend.sync.push import PlanRecord, Push, PushResult, WholeTensors
 from megascend.training.checkpoint.hf_slices import held_weights
 from weightwire.errors import PlanError
 from weightwire.fp8 import SCALES, BlockFormat, quantise, require_finite
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
-from weightwire.offer import Offer, Seal
+from weightwire.offer import Seal
 from weightwire.plan import Region, Share, by_name, complete, plan
 from weightwire.sender import Buffers
 from weightwire.sharded import HeldSlice, History, ShardSender, digests_by_worker
@@ -72,7 +71,7 @@ class ShardedSync:
             raise ConfigError(
                 "WeightSync: mode delta with sharded=False: differences are sent by a plan; leave sharded out"
             )
-        self._backend, self._groups, self._ranks = backend, backend.groups, Ranks(backend.groups)
+        self._backend, self._groups = backend, backend.groups
         self._sharded, self._mode, self._full_every, self._chunk_bytes = sharded, mode, full_every, chunk_bytes
         self._history = History() if mode != "full" else None
         self._buffers = Buffers()
@@ -90,47 +89,37 @@ class ShardedSync:
 
     # --- the plan ---
 
-    def refusal(self, adapter: str | None, factors_only: bool) -> str:
-        """Return the reason why a push is not sharded whatever the engines say; empty if it may be. The same on all ranks."""
-        if factors_only:
-            return "an adapter alone is sent by rank 0"
-        if adapter is not None:
-            return "a merged adapter is sent by rank 0"
-        if self._sharded is False:
-            return "sharded is off"
-        return ""
-
-    def require_optional(self, version: int, reason: str, *, factors_only: bool) -> None:
-        """Raise WeightSyncError if a push is not sharded although the settings need it. The same on all ranks.
+    def prepare(self, push: Push, whole: WholeTensors, exported: tuple[TensorSpec, ...], *, merged: bool) -> str:
+        """Make a plan unless there is one; return the reason why the push is not sharded, empty if it is. The same on all ranks.
 
         Args:
-            reason: why it is not.
-            factors_only: an adapter alone is sent, which no setting concerns.
-        """
-        if factors_only or not (self._sharded or self._mode == "delta"):
-            return
-        self._refusal = None  # nothing is sent without a plan: the next push tries again
-        setting, advice = (
-            ("mode delta", "mode auto sends complete weights then")
-            if self._mode == "delta"
-            else ("sharded=True", "leave sharded (sync.sharded) out to let rank 0 send everything then")
-        )
-        raise WeightSyncError(f"version {version} was not sent: {setting} is not possible: {reason}; {advice}")
+            whole: plan by which rank 0 would send everything.
+            exported: specs of the tensors that the backend exports; ignored on ranks other than 0.
+            merged: with an adapter merged into the model.
 
-    def prepare(
+        Raises:
+            WeightSyncError: the push is not sharded although the settings need it.
+        """
+        if whole.adapter is not None:
+            return "an adapter alone is sent by rank 0"  # which no setting concerns
+        reason = "a merged adapter is sent by rank 0" if merged else "sharded is off" if self._sharded is False else ""
+        reason = reason or self._prepare(push, whole.specs, exported, whole.formats)
+        if not reason or not (self._sharded or self._mode == "delta"):
+            return reason
+        self._refusal = None  # nothing is sent without a plan: the next push tries again
+        setting, advice = "mode delta", "mode auto sends complete weights then"
+        if self._mode != "delta":
+            setting, advice = "sharded=True", "leave sharded (sync.sharded) out to let rank 0 send everything then"
+        raise WeightSyncError(f"version {push.version} was not sent: {setting} is not possible: {reason}; {advice}")
+
+    def _prepare(
         self,
         push: Push,
         specs: tuple[TensorSpec, ...],
         exported: tuple[TensorSpec, ...],
         formats: Mapping[str, BlockFormat],
     ) -> str:
-        """Make a plan unless there is one; return the reason why none is possible, or an empty text.
-
-        Args:
-            specs: of the tensors to send; ignored on ranks other than 0, as are the others.
-            exported: of those that the backend exports.
-            formats: weights of them that are sent in fp8 blocks.
-        """
+        """Make a plan unless there is one; return the reason why none is possible, or an empty text."""
         names = tuple(engine.name for engine in push.engines)
 
         def state() -> tuple[bool, str]:
@@ -141,7 +130,7 @@ class ShardedSync:
             same_tensors = self._specs == specs and self._formats == formats
             return self._planned is not None and tuple(self._planned.engines) == names and same_tensors, ""
 
-        valid, reason = from_rank_0(state, self._groups, "the state of the transfer plan")
+        valid, reason = push.ranks.on_rank_0(state, "the state of the transfer plan")
         if valid:
             return reason
         self.forget()
@@ -164,12 +153,12 @@ class ShardedSync:
             pieces = [[Region(*row) for row in rank_rows] for rank_rows, _, _ in collected]
             try:
                 places = [memory for _, memory, _ in collected]
-                self._planned = self._plan(push.engines, pieces, places, push.connection)
+                self._planned = self._plan(push.engines, pieces, places, push.delivery)
             except (PlanError, ConfigError) as error:
                 return str(error), []
             return "", self._planned.shares
 
-        reason, shares = self._ranks.on_rank_0(make, "the plan of the transfer")
+        reason, shares = push.ranks.on_rank_0(make, "the plan of the transfer")
         if reason:
             self._refusal, self._refused_pushes = (names, reason), 0
             # A warning only if the user has asked for what does not work.
@@ -262,7 +251,9 @@ class ShardedSync:
     def _describe(self) -> tuple[list[HeldSlice], str]:
         """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""
         try:
-            return self._slices(self._backend.engine.hf_slices(), with_values=False), ""
+            # First: it is collective the first time, and the rest may fail on one rank.
+            self._backend.engine.hf_slices()
+            return self._slices(with_values=False), ""
         except MegascendError as error:
             return [], f"the trainer's slices cannot be described: {error}"
         except Exception as error:
@@ -270,7 +261,7 @@ class ShardedSync:
             log.exception("rank %d cannot describe its slices of the model", self._groups.rank)
             return [], f"the trainer's slices cannot be described: {type(error).__name__}: {error}"
 
-    def _slices(self, hf_slices: Any = None, *, with_values: bool = True) -> list[HeldSlice]:
+    def _slices(self, *, with_values: bool = True) -> list[HeldSlice]:
         """Return this rank's slices as they are now. Not collective once the engine knows its Hugging Face slices.
 
         Args:
@@ -286,7 +277,7 @@ class ShardedSync:
             copies.setdefault(original, []).append(copy)
         slices = []
         if self._views[0] is not state:
-            self._views = state, list(held_weights(state, engine.hf_slices() if hf_slices is None else hf_slices))
+            self._views = state, list(held_weights(state, engine.hf_slices()))
         quantised: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
         for weight, offsets, values in self._views[1]:
             for name in (weight, *copies.get(weight, ())):
@@ -330,34 +321,20 @@ class ShardedSync:
 
     def offer(self, push: Push) -> None:
         """Offer the update to the engines, and join its group on every rank."""
-        offer, device = self._ranks.on_rank_0(
+        offer, device = push.ranks.on_rank_0(
             lambda: push.offer(self._specs, plan=self._planned, base=self._base()), "the offer to the engines"
         )
 
         def connect() -> None:
-            push.sender = self._connect(offer, device)
+            assert self._share is not None
+            # Each rank has a device of its own.
+            local = self._groups.device if device.type == self._groups.device.type else device
+            push.sender = ShardSender(
+                offer, self._groups.rank, self._share, history=self._history, device=local, buffers=self._buffers
+            )
 
         failure = f"version {push.version} was not begun"
-        self._ranks.on_every_rank(connect, "joining the group of the update", failure)
-
-    def _connect(self, offer: Offer, device_type: str) -> ShardSender:
-        assert self._share is not None
-        assert offer.sharded is not None
-        device = self._groups.device if device_type == self._groups.device.type else torch.device(device_type)
-        return ShardSender.connect(
-            (offer.host, offer.port),
-            offer.update,
-            self._groups.rank,
-            offer.manifest,
-            self._share,
-            transport=offer.transport,
-            device=device,
-            timeout_s=offer.timeout_s,
-            options=offer.options,
-            history=self._history if offer.sharded.keep else None,
-            base=offer.sharded.base,
-            buffers=self._buffers,
-        )
+        push.ranks.on_every_rank(connect, "joining the group of the update", failure)
 
     def _base(self) -> int | None:
         """Return the version from which to send differences; on rank 0, whose decision all ranks follow."""
@@ -371,8 +348,8 @@ class ShardedSync:
         """Send this rank's slices; return the seal on rank 0, and note the amounts there."""
         sender = push.sender
         assert isinstance(sender, ShardSender)
-        digests = self._ranks.on_every_rank(
-            lambda: self._send(sender), "the outcome of the transfer", "the model was not sent"
+        digests = push.ranks.on_every_rank(
+            lambda: sender.send(self._checked_slices()), "the outcome of the transfer", "the model was not sent"
         )
         # Only now: other members may still read the last messages from this process. Rank 0 leaves last.
         if self._groups.rank != 0:
@@ -382,47 +359,41 @@ class ShardedSync:
         if collected is None or self._planned is None:
             return None
         sender.close()
-        shares, senders = self._planned.shares, len(collected)
+        shares, senders, result = self._planned.shares, len(collected), push.result
         by_member = digests_by_worker(shares, senders, [values for values, _, _ in collected])
-        push.nbytes = max(share.nbytes for share in shares[senders:])
-        push.buckets = sum(len(share.chunks) for share in shares[:senders])
-        push.payload = sum(delivered for _, delivered, _ in collected)
-        push.content = sum(content for _, _, content in collected)
+        result.nbytes = max(share.nbytes for share in shares[senders:])
+        result.buckets = sum(len(share.chunks) for share in shares[:senders])
+        result.payload = sum(delivered for _, delivered, _ in collected)
+        result.share = result.payload / max(1, sum(content for _, _, content in collected))
         return Seal(push.name, push.version, sender.manifest.identity, (), by_member)
 
-    def _send(self, sender: ShardSender) -> list[str]:
-        """Send this rank's slices; return the digests of its chunks."""
-        try:
-            slices = self._slices()
-            finite = []
-            for source in slices:
-                spec = self._specs[source.piece.tensor]
-                if spec.name.endswith(SCALES) and (weight := spec.name.removesuffix(SCALES)) in self._formats:
-                    finite.append((weight, source.values.isfinite().all()))
-                dtype = getattr(torch, spec.dtype)
-                # Checked before the first byte is sent: inf in the engines' weights would be seen only in their samples.
-                if source.values.dtype != dtype and (text := out_of_range(spec.name, source.values, dtype)):
-                    raise WeightSyncError(text)
-            require_finite(finite)
-        except Exception as error:
-            # Tell the receivers at once: they would otherwise wait for their deadline.
-            sender.abandon(str(error))
-            raise
-        return sender.send(slices)
+    def _checked_slices(self) -> Iterator[HeldSlice]:
+        """Yield this rank's slices. Raise if an engine could not compute with one: inf would be seen only in its samples."""
+        finite = []
+        for source in self._slices():
+            spec = self._specs[source.piece.tensor]
+            if spec.name.endswith(SCALES) and (weight := spec.name.removesuffix(SCALES)) in self._formats:
+                finite.append((weight, source.values.isfinite().all()))
+            dtype = getattr(torch, spec.dtype)
+            if source.values.dtype != dtype and (text := out_of_range(spec.name, source.values, dtype)):
+                raise WeightSyncError(text)
+            yield source
+        require_finite(finite)
 
-    def succeeded(self, version: int, base: int | None, share: float) -> None:
-        """Note a push that all engines have committed."""
+    def succeeded(self, result: PushResult) -> None:
+        """Note a push that all engines have committed. Local."""
         if self._planned is not None:
             self._planned.provisioned = set(self._planned.engines)
         if self._history is None or self._share is None:
             return
-        self._history.note(self._share.plan, version)
-        self._differences = 0 if base is None else self._differences + 1
+        self._history.note(self._share.plan, result.version)
         # Differences that were hardly smaller than the weights pause for a while: computing them costs time, too.
-        if base is None:
-            self._rest = max(0, self._rest - 1)
-        elif self._mode == "auto" and share > WORTH:
-            self._rest = self._full_every
+        if result.base is None:
+            self._differences, self._rest = 0, max(0, self._rest - 1)
+        else:
+            self._differences += 1
+            if self._mode == "auto" and result.share > WORTH:
+                self._rest = self._full_every
 
     def forget(self) -> None:
         """Forget the plan and what was sent, after a failure: engines may have been restarted. Local."""

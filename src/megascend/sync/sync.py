@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.errors import ConfigError, MegascendError
 from megascend.runtime.distributed.objects import agree
 from megascend.sync.delivery import MARGIN_S, Delivery, RunCoroutine
-from megascend.sync.push import OutdatedPlanError, Push, PushResult, WholeTensors
+from megascend.sync.push import OutdatedPlanError, Plan, Push, PushResult, WholeTensors
 from megascend.sync.ranks import Ranks
 from megascend.sync.sharded import Mode, ShardedSync
 from weightwire import digest as digests
@@ -136,14 +136,10 @@ class WeightSync:
             # Compared before anything is exported: ranks that push different things would wait for each other in the export.
             self._agree(version, adapter, adapter_only)
             try:
-                push, reason = self._push(version, adapter, adapter_only)
+                return self._push(version, adapter, adapter_only)
             except OutdatedPlanError:
                 # No failure: an engine was restarted. A new plan is not outdated, and the second attempt is the last.
-                push, reason = self._push(version, adapter, adapter_only)
-            pushed = self._ranks.on_rank_0(lambda: push.result(reason), "the result of the push")
-            if pushed.sharded:
-                self._shards.succeeded(version, pushed.base, pushed.share)
-            return pushed
+                return self._push(version, adapter, adapter_only)
 
     def close(self) -> None:
         """Stop listening, and release what was kept for the next push. Engines keep their weights. Not collective."""
@@ -160,29 +156,30 @@ class WeightSync:
 
     # --- on all ranks ---
 
-    def _push(self, version: int, adapter: str | None, adapter_only: bool) -> tuple[Push, str]:
-        """Push once; return it with the reason why it was not sharded, empty if it was.
+    def _push(self, version: int, adapter: str | None, adapter_only: bool) -> PushResult:
+        """Push once.
 
         Raises:
             OutdatedPlanError: an engine no longer had the plan of a sharded update, which is forgotten.
         """
-        # Every rank has a Push, but only rank 0 calls engines: its durations and amounts are the ones reported.
-        push = Push(list(self.engines), version, self._delivery, self._ranks)
+        push = Push(self.engines, version, self._delivery, self._ranks)
         with push.timed("describe"):
             whole = self._whole_tensors(push, adapter, adapter_only)
             # Without a reason against it every rank sends its own slices; rank 0 otherwise gathers and sends whole tensors.
-            reason = self._shards.refusal(adapter, adapter_only) or self._shards.prepare(
-                push, whole.specs, self._specs or (), whole.formats
-            )
-            if reason:
-                self._shards.require_optional(version, reason, factors_only=adapter_only)
+            reason = self._shards.prepare(push, whole, self._specs or (), merged=adapter is not None)
+        plan: Plan = whole if reason else self._shards
+        push.result.sharded, push.result.why_not_sharded = not reason, reason
         try:
-            push.run(whole if reason else self._shards)
+            push.run(plan)
         except BaseException:  # an interrupt, too: what the engines have is then unknown
             if not reason:
                 self._shards.forget()
             raise
-        return push, reason
+        # Only rank 0 calls engines: its durations and amounts are the ones reported.
+        result = self._ranks.on_rank_0(lambda: push.result, "the result of the push")
+        if not reason:
+            self._shards.succeeded(result)
+        return result
 
     def _agree(self, version: int, adapter: str | None, adapter_only: bool) -> None:
         problem: MegascendError | None = None
@@ -209,7 +206,7 @@ class WeightSync:
         exported = self._specs
 
         def store() -> None:
-            formats = push.connection.quantised(push.engines)
+            formats = push.delivery.quantised(push.engines)
             # The same object as in the push before: see weightwire.manifest.
             if self._stored is None or self._stored[1] != formats:
                 self._stored = stored_specs(exported, formats) if formats else exported, formats

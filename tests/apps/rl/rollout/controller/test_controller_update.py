@@ -75,8 +75,9 @@ def push(listener: Listener, claim: Blocking, version: int, weights: dict[str, t
     manifest = Manifest(version, tuple(spec_of(*item) for item in weights.items()), bucket_bytes=64)
     update = listener.new_group(names)
     endpoint = (listener.host, listener.port, 1, len(names) - 1)
-    claim.begin_update(Offer(update, "trainer", *endpoint, "gloo", TIMEOUT_S, TIMEOUT_S, manifest))
-    with Sender.connect(listener, update, manifest, transport="gloo", timeout_s=TIMEOUT_S) as sender:
+    offer = Offer(update, "trainer", *endpoint, "gloo", TIMEOUT_S, TIMEOUT_S, manifest)
+    claim.begin_update(offer)
+    with Sender(offer) as sender:
         seal = sender.send(weights.items())
     claim.verify(seal, TIMEOUT_S)
     claim.commit(update)
