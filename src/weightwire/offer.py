@@ -42,8 +42,7 @@ class Sharding:
     keep: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        shares = None if self.shares is None else [share.to_json() for share in self.shares]
-        return {"plan": self.plan, "senders": self.senders, "shares": shares, "base": self.base, "keep": self.keep}
+        return {**vars(self), "shares": None if self.shares is None else [share.to_json() for share in self.shares]}
 
     @classmethod
     def from_json(cls, data: Any, manifest: Manifest) -> Sharding:
@@ -109,6 +108,9 @@ class Offer:
         if self.sharded is not None and self.sharded.shares is not None and len(self.sharded.shares) != self.workers:
             raise ManifestError(f"offer: {len(self.sharded.shares)} shares for {self.workers} workers")
 
+    def __str__(self) -> str:
+        return f"update {self.update} of {self.manifest.target} to version {self.manifest.version}"
+
     def rank(self, worker: int) -> int:
         """Return the rank in the group of the engine's worker ``worker``, counted from 0."""
         if not 0 <= worker < self.workers:
@@ -118,18 +120,11 @@ class Offer:
     def to_json(self) -> dict[str, Any]:
         # Left out where it is not used: engines of an earlier version refuse fields that they do not know.
         sharded = {} if self.sharded is None else {"sharded": self.sharded.to_json()}
+        plain = {name: value for name, value in vars(self).items() if name != "sharded"}
         return {
             "protocol": PROTOCOL,
-            "update": self.update,
-            "owner": self.owner,
-            "host": self.host,
-            "port": self.port,
-            "first": self.first,
-            "workers": self.workers,
-            "transport": self.transport,
+            **plain,
             "options": dict(self.options),
-            "timeout_s": self.timeout_s,
-            "lease_s": self.lease_s,
             "manifest": self.manifest.to_json(),
             **sharded,
         }
@@ -138,9 +133,8 @@ class Offer:
     def from_json(cls, data: Any) -> Offer:
         """Parse the untrusted output of :meth:`to_json`."""
         fields = _check_protocol(data, "offer")
-        names = ("update", "owner", "host", "port", "first", "workers", "transport", "options", "timeout_s", "lease_s")
         sharded = fields.pop("sharded", None)
-        fields = dict(exactly(fields, (*names, "manifest"), "offer"))
+        fields = exactly(fields, tuple(name for name in cls.__dataclass_fields__ if name != "sharded"), "offer")
         fields["manifest"] = Manifest.from_json(fields["manifest"])
         fields["sharded"] = None if sharded is None else Sharding.from_json(sharded, fields["manifest"])
         try:
@@ -180,14 +174,10 @@ class Seal:
             _check_text(digest, "seal: digest")
 
     def to_json(self) -> dict[str, Any]:
-        fields = {
-            "protocol": PROTOCOL,
-            "update": self.update,
-            "version": self.version,
-            "manifest": self.manifest,
-            "digests": list(self.digests),
-        }
-        if self.by_member is not None:
+        fields = {"protocol": PROTOCOL, **vars(self), "digests": list(self.digests)}
+        if self.by_member is None:
+            del fields["by_member"]
+        else:
             fields["by_member"] = {str(rank): list(digests) for rank, digests in self.by_member.items()}
         return fields
 

@@ -94,7 +94,7 @@ class Receiver:
         self._lock = threading.RLock()
         self._needs = needs
         self._planned: ShardLayout | None = None
-        self._refill: _Refill | None = None
+        self._refill: BackgroundThread | None = None
 
     # --- state ---
 
@@ -294,14 +294,24 @@ class Receiver:
                     self._memory.base = update.base
                 if update.base is not None and update.refill is not None:
                     # On a thread: the engine generates with the new weights meanwhile.
-                    self._refill = _Refill(update.refill, self._device, f"{self.name}: {update}")
+                    self._refill = BackgroundThread(self._fill_again, update, update.refill, name="weightwire-refill")
+                    self._refill.start()
             update.restore = update.refill = update.staging = None
 
-    def _finish_refill(self) -> None:
-        """Wait until the memory that is kept holds what was received; if it cannot, it is no base."""
-        refill, self._refill = self._refill, None
-        if refill is not None and not refill.succeeded():
+    def _fill_again(self, update: IncomingUpdate, refill: Callable[[], object]) -> None:
+        try:
+            with side_stream(self._device):
+                refill()
+                synchronise_stream(self._device)
+        except BaseException:
+            log.exception("%s: %s cannot be the base of the next one, which has to be complete", self.name, update)
             self._memory.base = None
+
+    def _finish_refill(self) -> None:
+        """Wait until the memory that is kept holds what was received, or is no base."""
+        refill, self._refill = self._refill, None
+        if refill is not None:
+            refill.join()
 
     def drop(self, name: str, reason: str = "the trainer dropped it") -> None:
         """Drop an update; the old weights stay active. A no-op if the name is unknown, or the update is committed."""
@@ -419,11 +429,7 @@ class Receiver:
             # The transport may still write to the memory of an update that has not arrived: it is freed, not kept.
             if update.state != RECEIVING:
                 self._memory.keep(update.staging, adapter=update.is_adapter)
-            # The first problem stays: those after it follow from it.
-            update.state, update.problem, update.staging = DROPPED, update.problem or problem, None
-            update.digests = []
-        update.abandoned.set()
-        update.arrived.set()
+            update.end(problem)
 
     def _undo(self, update: IncomingUpdate, cause: BaseException) -> CommitError:
         """Restore the old weights if possible, and return the error to raise."""
@@ -452,9 +458,7 @@ class Receiver:
             # No version is active: the next commit may have any, the same one included.
             self._versions.pop(update.manifest.target, None)
         self._memory.keep(update.staging, adapter=update.is_adapter)
-        update.state, update.problem = DROPPED, error
-        update.staging = update.restore = update.refill = None
-        update.abandoned.set()
+        update.end(error)
         return error
 
     # --- the receiving thread ---
@@ -512,32 +516,9 @@ def _leave_groups() -> None:
     updates, deadline = [update for update in _joining if not update.left.is_set()], time.monotonic() + EXIT_S
     # Without the receivers' locks, which a commit may hold.
     for update in updates:
-        update.abandoned.set()
+        update.abandon()
     for update in updates:
         update.left.wait(max(0.0, deadline - time.monotonic()))
-
-
-class _Refill:
-    """Writes what was received into an update's memory again, on a thread."""
-
-    def __init__(self, refill: Callable[[], object], device: torch.device, label: str) -> None:
-        self._refill, self._device, self._label, self._succeeded = refill, device, label, False
-        self._thread = BackgroundThread(self._run, name="weightwire-refill", on_error=self._report)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with side_stream(self._device):
-            self._refill()
-            synchronise_stream(self._device)
-        self._succeeded = True
-
-    def _report(self, error: BaseException) -> None:
-        log.error("%s cannot be the base of the next one, which has to be complete", self._label, exc_info=error)
-
-    def succeeded(self) -> bool:
-        """Wait for the thread; return whether the memory holds what was received."""
-        self._thread.join()
-        return self._succeeded
 
 
 def _synchronise(device: torch.device) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from weightwire import digest
-from weightwire.background import BackgroundThread
 from weightwire.engine import Lease
 from weightwire.errors import DigestError, ManifestError, TransportError, WireError
 from weightwire.group import Group, join
@@ -39,7 +38,8 @@ class IncomingUpdate:
         problem: error because of which it was dropped.
         digests: digests of the buckets or chunks that have arrived.
         arrived: set when everything has, or nothing more will.
-        abandoned: set when the update is dropped: ends the waits of the thread.
+        abandoned: set when the update is dropped: ends the wait for the other members (:meth:`abandon`).
+        group: while the thread is in it.
         left: set when the thread has left the group, and calls no library of the transport any more.
         restore: undoes the commit.
         refill: writes into the staging memory what was received, which the commit has overwritten.
@@ -57,6 +57,7 @@ class IncomingUpdate:
     lease: Lease = field(init=False)
     arrived: threading.Event = field(default_factory=threading.Event)
     abandoned: threading.Event = field(default_factory=threading.Event)
+    group: Group | None = None
     left: threading.Event = field(default_factory=threading.Event)
     restore: Callable[[], object] | None = None
     refill: Callable[[], object] | None = None
@@ -84,7 +85,22 @@ class IncomingUpdate:
         return (sharded.plan, self.manifest.version) if sharded is not None and sharded.keep else None
 
     def __str__(self) -> str:
-        return f"update {self.offer.update} of {self.manifest.target} to version {self.manifest.version}"
+        return str(self.offer)
+
+    def end(self, problem: WireError) -> None:
+        """Set the state of an update that will never be active, and release its memory."""
+        # The first problem stays: those after it follow from it.
+        self.state, self.problem, self.digests = DROPPED, self.problem or problem, []
+        self.staging = self.restore = self.refill = None
+        self.abandon()
+        self.arrived.set()
+
+    def abandon(self) -> None:
+        """End the waits of the thread."""
+        self.abandoned.set()
+        # Transports wait in calls of libraries that know no event; they poll the group's state.
+        if (group := self.group) is not None:
+            group.abandon("the update was dropped")
 
     def compare(self, receiver: str, seal: Seal) -> None:
         """Compare what has arrived with the seal."""
@@ -116,10 +132,12 @@ def receive(update: IncomingUpdate, note_arrival: Callable[[IncomingUpdate], obj
     """
     offer, staging, layout = update.offer, update.staging, update.layout
     assert staging is not None
-    group = join(offer.host, offer.port, offer.update, update.rank, offer.timeout_s, update.abandoned)
+    group = update.group = join(offer.host, offer.port, offer.update, update.rank, offer.timeout_s, update.abandoned)
+    # It may have been dropped while the last member joined.
+    if update.abandoned.is_set():
+        update.abandon()
     # Bound before the try block: if creating the transport fails, the group must still be notified.
     transport: Any = None
-    BackgroundThread(_abandon_group, update, group, name="weightwire-given-up").start()
 
     def arrived(index: int, content: Tensor) -> None:
         # Only started: the device computes the digest while the next bucket arrives; verify() reads the values.
@@ -158,15 +176,8 @@ def receive(update: IncomingUpdate, note_arrival: Callable[[IncomingUpdate], obj
     finally:
         if transport is not None:
             transport.close()
+        update.group = None
         group.close()
-
-
-def _abandon_group(update: IncomingUpdate, group: Group) -> None:
-    # Transports wait in calls of libraries that know no event; they poll the group's state instead.
-    while not update.arrived.is_set():
-        if update.abandoned.wait(1.0):
-            group.abandon("the update was dropped")
-            return
 
 
 SWITCH_S = 0.0005

@@ -177,20 +177,20 @@ class Control(InferenceEngine):
         """
         lease_s = _lease(lease_s)
         self._require_claimable(name, take_over)
-        if name != self._last_owner:
-            # Before the lock: a call of the owner that waits, as verify does, ends and does not delay the claim.
-            self._claimant = name
-            try:
-                async with self._changing:
-                    self._require_claimable(name, take_over)  # another claim may have had the lock before
-                    if name != self._last_owner:
-                        await self._take_over(name)
-                    self._owner = Lease.begin(name, lease_s, self._clock())
-            finally:
-                if self._claimant == name:
-                    self._claimant = ""
-        else:
+        if name == self._last_owner:
             self._owner = Lease.begin(name, lease_s, self._clock())
+            return
+        # Before the lock: a call of the owner that waits, as verify does, ends and does not delay the claim.
+        self._claimant = name
+        try:
+            async with self._changing:
+                self._require_claimable(name, take_over)  # another claim may have had the lock before
+                if name != self._last_owner:
+                    await self._take_over(name)
+                self._owner = Lease.begin(name, lease_s, self._clock())
+        finally:
+            if self._claimant == name:
+                self._claimant = ""
 
     def _require_claimable(self, name: str, take_over: bool) -> None:
         owner = self._current_owner()
@@ -314,11 +314,16 @@ class Control(InferenceEngine):
         await contract.pause(self._engine)
         try:
             try:
-                # Both at once: the first new token needs the new number, and none is sampled before both have succeeded.
-                answers, _ = await _gather_pair(
+                # Both at once: the first new token needs the new number, and none is sampled before both have succeeded. Both
+                # to their end: what is still running could not be undone.
+                results = await asyncio.gather(
                     self._workers("commit", offer.update, timeout_s=COMMIT_S),
                     contract.stamp(self._engine, version),
+                    return_exceptions=True,
                 )
+                for result in results:
+                    if isinstance(result, BaseException):
+                        raise result
             except BaseException as error:  # a cancellation, too: the workers may have committed
                 await asyncio.shield(self._revert(offer, error, before))
                 raise
@@ -329,6 +334,7 @@ class Control(InferenceEngine):
                 await self._engine.resume_generation()
         paused = time.perf_counter() - begin
         self._settle(offer)
+        answers: Any = results[0]
         self._reload_reason = next(filter(None, (answer["reload_reason"] for answer in answers)), "")
         slowest = max(answers, key=lambda answer: answer["seconds"])
         return {"paused": paused, slowest["way"]: slowest["seconds"]}
@@ -402,19 +408,16 @@ class Control(InferenceEngine):
     async def _drop(self, reason: str) -> None:
         if self._update is not None:
             offer, self._update = self._update, None
-            self._ended = offer.update, UpdateError(f"{_description(offer)} was dropped: {reason}")
+            self._ended = offer.update, UpdateError(f"{offer} was dropped: {reason}")
             await self._workers("drop", offer.update)
-
-    async def _drop_abandoned(self) -> None:
-        """Drop an update that its owner has not continued for its lease; the workers have done so by themselves."""
-        if self._update is not None and not self._lease.left_s(self._clock()):
-            await self._drop(f"nobody continued it for {self._update.lease_s:g} s")
 
     async def _require_none_open(self, remedy: str) -> None:
         """Raise UpdateError if an update is open that its owner still continues."""
-        await self._drop_abandoned()
+        # Others are dropped; the workers have done so by themselves.
+        if self._update is not None and not self._lease.left_s(self._clock()):
+            await self._drop(f"nobody continued it for {self._update.lease_s:g} s")
         if self._update is not None:
-            raise UpdateError(f"{_description(self._update)} is under way: {remedy}")
+            raise UpdateError(f"{self._update} is under way: {remedy}")
 
     def _require_update(self, update: str) -> Offer:
         if self._update is not None and self._update.update == update:
@@ -423,8 +426,7 @@ class Control(InferenceEngine):
         name, problem = self._ended
         if name == update and problem is not None:
             raise problem
-        current = "none is" if self._update is None else f"{_description(self._update)} is"
-        raise UpdateError(f"{update:.120} is not under way: {current}")
+        raise UpdateError(f"{update:.120} is not under way: {self._update or 'none'} is")
 
     async def _workers(self, method: str, *arguments: Any, timeout_s: float = RPC_S) -> list[dict[str, Any]]:
         """Call a method of all workers' updates; each returns a mapping, which is an error if it has the field ``error``."""
@@ -485,19 +487,6 @@ class Control(InferenceEngine):
                     except Exception:
                         log.exception("the engine does not wake up; trying again in %g s", WAKE_RETRY_S)
                         self._paused_until = self._clock() + WAKE_RETRY_S
-
-
-async def _gather_pair(first: Awaitable[T], second: Awaitable[Any]) -> tuple[T, Any]:
-    """Await two calls at the same time, and both to their end; raise the first one's error before the second one's."""
-    results = await asyncio.gather(first, second, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results[0], results[1]  # type: ignore[return-value]
-
-
-def _description(offer: Offer) -> str:
-    return f"{offer.update} (version {offer.manifest.version} of {offer.manifest.target})"
 
 
 def _trainer(owner: str) -> str:

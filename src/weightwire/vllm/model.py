@@ -37,11 +37,15 @@ class Structure:
 
     def restore(self) -> None:
         """Restore the references after a reload that stopped in any state. The content of the tensors stays unchanged."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
         for owner, attributes in self._attributes:
             # Cleared first: attributes that the reload has added would remain.
             vars(owner).clear()
             vars(owner).update(attributes)
-        _forget_reload(self._model)
+        # vLLM's state of an unfinished reload.
+        for layer in self._model.modules():
+            get_layerwise_info(layer).reset()
 
 
 class Snapshot:
@@ -159,14 +163,6 @@ def _without_weights(model: torch.nn.Module) -> list[str]:
             parameters, _ = info.kernel_tensors or ({}, {})
             waiting[name] = {parameter.data_ptr() for parameter in parameters.values() if parameter.numel()}
     return [name for name, addresses in waiting.items() if addresses - loaded]
-
-
-def _forget_reload(model: torch.nn.Module) -> None:
-    """Reset vLLM's state of an unfinished reload."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    for layer in model.modules():
-        get_layerwise_info(layer).reset()
 
 
 def _quant_method(module: torch.nn.Module) -> Any:

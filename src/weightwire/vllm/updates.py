@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -174,31 +174,23 @@ class WorkerUpdates:
         if self._copy is None:
             self._copy, self._spare = _Copy(self._model(), self._spare), None
         self._copy.join()
-        snapshot = self._copy.snapshot
-        if snapshot is None:
-            self.receiver.commit(update, self._load)
-            return "reload"
         # The references right before the load are those to return to.
-        structure, contents = Structure(self._model()), snapshot
+        offer, structure, snapshot = self._offer, Structure(self._model()), self._copy.snapshot
+
+        def reload(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            from vllm.config import set_current_vllm_config
+
+            with set_current_vllm_config(self._vllm_config):
+                load(self._model(), self._vllm_config.model_config, tensors)
+            if snapshot is not None:
+                self._record(offer, snapshot)
 
         def restore() -> None:
             structure.restore()
-            contents.restore()
+            cast(Snapshot, snapshot).restore()
 
-        offer = self._offer
-
-        def load_and_record(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            self._load(tensors)
-            self._record(offer, contents)
-
-        self.receiver.commit(update, load_and_record, restore)
+        self.receiver.commit(update, reload, None if snapshot is None else restore)
         return "reload"
-
-    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        from vllm.config import set_current_vllm_config
-
-        with set_current_vllm_config(self._vllm_config):
-            load(self._model(), self._vllm_config.model_config, tensors)
 
     def _record(self, offer: Offer, before: Snapshot) -> None:
         """Record after a reload what its loaders copied, so that the next updates can be exchanged in place."""
@@ -243,8 +235,11 @@ class WorkerUpdates:
                 contents = {name: tensor.cpu().contiguous() for name, tensor in tensors}
                 save_file(contents, part / "adapter_model.safetensors")
                 (part / "adapter_config.json").write_text(json.dumps(dict(adapter.config)), encoding="utf-8")
-                with contextlib.suppress(FileExistsError):  # another worker of this machine was faster
-                    _rename(part, directory)
+                try:
+                    part.rename(directory)
+                except OSError:
+                    if not directory.is_dir():  # another worker of this machine was faster
+                        raise
             finally:
                 shutil.rmtree(part, ignore_errors=True)
 
@@ -334,12 +329,3 @@ def _adapters_directory() -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise UpdateError(f"{directory} is a link, another user's, or open to others: set TMPDIR to a folder of yours")
     return directory
-
-
-def _rename(source: Path, target: Path) -> None:
-    try:
-        source.rename(target)
-    except OSError as error:
-        if target.is_dir():
-            raise FileExistsError(target) from error
-        raise
