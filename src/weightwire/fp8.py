@@ -190,13 +190,6 @@ def _quantised_matrices(matrices: Tensor, blocks: BlockFormat) -> tuple[Tensor, 
     return values.contiguous(), scales.reshape(grid)
 
 
-def dequantise(values: Tensor, scales: Tensor, blocks: BlockFormat) -> Tensor:
-    """Return the weight that an engine computes with, in float32."""
-    rows = torch.arange(values.shape[-2], device=values.device) // blocks.rows
-    columns = torch.arange(values.shape[-1], device=values.device) // blocks.columns
-    return values.float() * scales.index_select(-2, rows).index_select(-1, columns)
-
-
 def merged_formats(formats: Mapping[str, Mapping[str, BlockFormat]]) -> Mapping[str, BlockFormat]:
     """Return the quantised weights of all engines, which all of them are sent.
 

@@ -108,12 +108,6 @@ class Listener:
 class Group(Peers):
     """One member's view of a group that is complete. Created by :func:`join`."""
 
-    def __init__(
-        self, name: str, rank: int, members: Sequence[str], host: str, port: int, store: Store, senders: int = 1
-    ) -> None:
-        super().__init__(name, rank, members, host, port, store, senders)
-        self._store: Store | None = store
-
     @property
     def size(self) -> int:
         return len(self.members)

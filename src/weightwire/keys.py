@@ -64,8 +64,8 @@ class Key:
         return self
 
 
-def load_key(key: str | Key | None = None, *, file: str | Path | None = None, environment: str = ENVIRONMENT) -> Key:
-    """Return the key from the first of: argument, file, variable ``environment``, file named by ``environment + "_FILE"``.
+def load_key(key: str | Key | None = None, *, file: str | Path | None = None) -> Key:
+    """Return the key from the first of: argument, file, variable :data:`ENVIRONMENT`, file named by that with ``_FILE``.
 
     Args:
         file: readable only by its owner (mode 0600 or 0400), as :func:`write_key` creates it.
@@ -79,12 +79,12 @@ def load_key(key: str | Key | None = None, *, file: str | Path | None = None, en
         return key if isinstance(key, Key) else Key(key)
     if file is not None:
         return read_key(file)
-    if text := os.environ.get(environment):
+    if text := os.environ.get(ENVIRONMENT):
         return Key(text)
-    if name := os.environ.get(f"{environment}_FILE"):
+    if name := os.environ.get(f"{ENVIRONMENT}_FILE"):
         return read_key(name)
     raise SecretKeyError(
-        f"no key: pass key= or file=, or set {environment} or {environment}_FILE; weightwire.keys.write_key(PATH) makes a file"
+        f"no key: pass key= or file=, or set {ENVIRONMENT} or {ENVIRONMENT}_FILE; weightwire.keys.write_key(PATH) makes a file"
     )
 
 

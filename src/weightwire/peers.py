@@ -123,6 +123,7 @@ class Peers:
         self.at_fault = True
         self.ended = threading.Event()
         self._watched_ranks = range(1, len(members)) if rank == 0 else range(1)
+        self._store: Store | None = store
         self._records = Records(store, name)
         self._observer = HeartbeatObserver[Heartbeat]()
         self._beat, self._done, self._left, self._unanswered = 0, 0, False, 0.0

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from weightwire.errors import ManifestError, PlanError
 from weightwire.manifest import DTYPE_BYTES, MAX_BYTES, MAX_DIMENSIONS, TensorSpec, check_size, exactly, is_count
@@ -87,9 +87,8 @@ class Chunk:
     relayed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """One message from a member to another.
+class Hop(NamedTuple):
+    """One message from a member to another; the total order of all messages is that of these tuples.
 
     Attributes:
         phase: 0 from a trainer rank, 1 from a worker that forwards.
@@ -102,11 +101,6 @@ class Hop:
     sender: int
     receiver: int
     chunk: int
-
-    @property
-    def order(self) -> tuple[int, int, int, int]:
-        """Return the key of the total order of all messages."""
-        return self.phase, self.step, self.sender, self.receiver
 
 
 @dataclass(frozen=True)
@@ -140,10 +134,7 @@ class Share:
     def to_json(self) -> dict[str, Any]:
         return {
             "plan": self.plan,
-            "chunks": [
-                [chunk.source, [[piece.tensor, [*piece.offsets], [*piece.sizes]] for piece in chunk.pieces]]
-                for chunk in self.chunks
-            ],
+            "chunks": [[chunk.source, needs_to_json(chunk.pieces)] for chunk in self.chunks],
             "operations": [[int(step.sends), step.chunk, step.peer] for step in self.operations],
         }
 
@@ -307,7 +298,7 @@ class TransferPlan:
             chunk = self.chunks[index]
             if chunk.relayed and len(chunk.receivers) > 1:
                 add(1, chunk.receivers[0], chunk.receivers[1:], index)
-        return tuple(sorted(hops, key=lambda hop: hop.order))
+        return tuple(sorted(hops))
 
     def shares(self) -> list[Share]:
         """Return each member's part, by member."""
@@ -332,11 +323,6 @@ class TransferPlan:
             totals[2 * hop.phase][hop.sender] += self.chunks[hop.chunk].nbytes
             totals[2 * hop.phase + 1][hop.receiver] += self.chunks[hop.chunk].nbytes
         return totals  # type: ignore[return-value]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that all workers receive."""
-        return sum(chunk.nbytes * len(chunk.receivers) for chunk in self.chunks)
 
     @property
     def imbalance(self) -> float:

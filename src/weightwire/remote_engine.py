@@ -131,24 +131,23 @@ PARAMETERS: dict[str, Callable[[Arguments, Any], Any]] = {
 """Readers of untrusted arguments, by the name of the contract's parameter, which is also that of the field."""
 
 
-def _write_argument(name: str, value: Any) -> dict[str, Any]:
-    """Return the fields of an argument: one of its name, and of a Sampling all of its own."""
-    match name, value:
-        case "sampling", Sampling():
-            fields = {**asdict(value), "stop_token_ids": list(value.stop_token_ids)}
-            # Only sent if used: these are unknown to servers of an earlier version.
-            unused = set() if value.routed_experts else {"routed_experts"}
-            unused |= set() if value.truncates else {"top_p", "top_k"}
-            return {field: content for field, content in fields.items() if field not in unused}
-        case (("offer" | "seal"), _):
-            return {name: value.to_json()}
-        case "tensors", _:
-            return {name: [[spec.name, spec.dtype, list(spec.shape)] for spec in value]}
-        case (("prompt" | "tokens"), _):
-            return {name: list(value)}
-        case "directory", _:
-            return {name: str(value)}
-    return {name: value}
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    fields = {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids)}
+    # Only sent if used: these are unknown to servers of an earlier version.
+    unused = set() if sampling.routed_experts else {"routed_experts"}
+    unused |= set() if sampling.truncates else {"top_p", "top_k"}
+    return {field: content for field, content in fields.items() if field not in unused}
+
+
+WRITERS: dict[str, Callable[[Any], Any]] = {
+    "prompt": list,
+    "tokens": list,
+    "tensors": lambda specs: [[spec.name, spec.dtype, list(spec.shape)] for spec in specs],
+    "offer": Offer.to_json,
+    "seal": Seal.to_json,
+    "directory": str,
+}
+"""Writers of arguments that are not JSON as they are, by the same names; the fields of a Sampling are those of the call."""
 
 
 def _completion_json(completion: Completion) -> dict[str, Any]:
@@ -251,9 +250,9 @@ def _remote(contract: Method) -> Method:
         bound = signature.bind(self, *values, **named)
         bound.apply_defaults()
         sent = {parameter: value for parameter, value in bound.arguments.items() if parameter != "self"}
-        fields: dict[str, Any] = {}
-        for parameter, value in sent.items():
-            fields |= _write_argument(parameter, value)
+        fields = {parameter: WRITERS.get(parameter, _unchanged)(value) for parameter, value in sent.items()}
+        if (sampling := fields.pop("sampling", None)) is not None:
+            fields |= _sampling_fields(sampling)
         # Longer than the engine's own deadline, so that the engine's error arrives instead of a timeout of this call.
         answer = await self.ask(name, fields, getattr(self, call.deadline) + sent.get("timeout_s", 0.0))
         if call.result is None:

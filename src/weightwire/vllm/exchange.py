@@ -317,20 +317,14 @@ def split_large(parts: Iterable[ExchangePart]) -> list[ExchangePart]:
     for part in parts:
         if part.target.nbytes <= SCRATCH_BYTES:
             small_parts.append(part)
-        elif part.target.dim() == 1:
-            step = SCRATCH_BYTES // part.target.dtype.itemsize
-            for first in range(0, part.target.numel(), step):
-                target = part.target[first : first + step]
-                offset = part.offset + first * part.strides[0] * part.dtype.itemsize
-                small_parts.append(ExchangePart(target, part.dtype, offset, tuple(target.shape), part.strides))
-        else:
-            # By rows: a row of any parameter is smaller than the scratch memory, or is split again.
-            rows = max(1, SCRATCH_BYTES // max(1, part.target[0].nbytes))
-            for first in range(0, part.shape[0], rows):
-                target = part.target[first : first + rows]
-                offset = part.offset + first * part.strides[0] * part.dtype.itemsize
-                shape, strides = tuple(target.shape), part.strides
-                if shape[0] == 1 and target.nbytes > SCRATCH_BYTES:
-                    target, shape, strides = target[0], shape[1:], strides[1:]
-                small_parts += split_large([ExchangePart(target, part.dtype, offset, shape, strides)])
+            continue
+        # By rows: a row of any parameter is smaller than the scratch memory, or is split again.
+        rows = max(1, SCRATCH_BYTES // part.target[0].nbytes)
+        for first in range(0, part.shape[0], rows):
+            target = part.target[first : first + rows]
+            offset = part.offset + first * part.strides[0] * part.dtype.itemsize
+            shape, strides = tuple(target.shape), part.strides
+            if shape[0] == 1 and target.nbytes > SCRATCH_BYTES:
+                target, shape, strides = target[0], shape[1:], strides[1:]
+            small_parts += split_large([ExchangePart(target, part.dtype, offset, shape, strides)])
     return small_parts

@@ -30,9 +30,9 @@ from weightwire.manifest import Manifest, TensorSpec
 from weightwire.plan import Region, Share, overlapping
 from weightwire.slices import Box, index_of, minus, overlap
 from weightwire.staging import BucketLayout, ShardLayout
-from weightwire.vllm.checkpoint import EMBEDDINGS, HEAD
+from weightwire.vllm.checkpoint import HEAD
 from weightwire.vllm.exchange import Exchange, ExchangePart
-from weightwire.vllm.needs import Recorder, as_slices, observe
+from weightwire.vllm.needs import Recorder, as_slices, observe, tied_numbers
 
 SEPARATE_BYTES = 64 * 2**20
 """Most bytes of old weights for which an exchange allocates memory, as they do not fit into the update's own."""
@@ -206,7 +206,7 @@ def record_copies(
     except Exception as error:
         # Whatever a loader cannot do without memory: the reload can load this model, and this cannot.
         raise NotInPlaceError(f"{type(error).__name__}: {error}") from error
-    tied = _tied_numbers(vllm_config, tensors)
+    tied = tied_numbers(vllm_config, tensors)
     # The output layer equals the embedding, as Exchange.run checks, and is loaded into the same memory or not at all.
     copies = distinct(copy for copy in _copies(recorder, tensors) if tied is None or copy.source.tensor != tied[0])
     _require_complete(model, copies, [_part_in_use(part, recorder) for part in recorder.zeros])
@@ -309,15 +309,6 @@ def _require_complete(model: torch.nn.Module, copies: Sequence[Copy], constants:
     for name, parameter in model.named_parameters():
         if sum(regions.get(parameter.untyped_storage().data_ptr(), {}).values()) != parameter.numel():
             raise NotInPlaceError(f"{name} is not loaded from the update's tensors alone")
-
-
-def _tied_numbers(vllm_config: Any, tensors: Sequence[TensorSpec]) -> tuple[int, int] | None:
-    """Return the numbers of an output layer and of the embedding in whose place vLLM does not use it."""
-    if not getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False):
-        return None
-    head = [number for number, spec in enumerate(tensors) if spec.name == HEAD]
-    embedding = [number for number, spec in enumerate(tensors) if spec.name.endswith(EMBEDDINGS)]
-    return (head[0], embedding[0]) if head and embedding else None
 
 
 def _torch_dtype(spec: TensorSpec) -> torch.dtype:

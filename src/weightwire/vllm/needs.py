@@ -35,8 +35,11 @@ def worker_needs(model: torch.nn.Module, vllm_config: Any, tensors: Sequence[Ten
     except Exception as error:
         raise PlanError(f"the loaders of this model cannot be observed: {type(error).__name__}: {error}") from error
     needs = disjoint(recorder.pieces())
-    if getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False):
-        needs += _tied(tensors, needs)
+    if (tied := tied_numbers(vllm_config, tensors)) is not None:
+        head, embedding = tied
+        # Of a separate output layer, the slices of the embedding, in whose place vLLM uses it: the two are compared.
+        if all(piece.tensor != head for piece in needs):
+            needs += [Region(head, piece.offsets, piece.sizes) for piece in needs if piece.tensor == embedding]
     return tuple(sorted(needs, key=lambda piece: (piece.tensor, piece.offsets)))
 
 
@@ -204,13 +207,13 @@ def _coordinates(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(coordinates))
 
 
-def _tied(tensors: Sequence[TensorSpec], needs: Sequence[Region]) -> list[Region]:
-    """Return the slices of a separate output layer that are compared with the embedding's, in whose place vLLM uses them."""
-    head = next((number for number, spec in enumerate(tensors) if spec.name == HEAD), None)
-    if head is None or any(piece.tensor == head for piece in needs):
-        return []
-    embedding = next((number for number, spec in enumerate(tensors) if spec.name.endswith(EMBEDDINGS)), None)
-    return [Region(head, piece.offsets, piece.sizes) for piece in needs if piece.tensor == embedding]
+def tied_numbers(vllm_config: Any, tensors: Sequence[TensorSpec]) -> tuple[int, int] | None:
+    """Return the numbers of an output layer and of the embedding in whose place vLLM does not use it."""
+    if not getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False):
+        return None
+    head = [number for number, spec in enumerate(tensors) if spec.name == HEAD]
+    embedding = [number for number, spec in enumerate(tensors) if spec.name.endswith(EMBEDDINGS)]
+    return (head[0], embedding[0]) if head and embedding else None
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
