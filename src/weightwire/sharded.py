@@ -24,8 +24,7 @@ from weightwire.offer import Offer
 from weightwire.plan import Chunk, Region, Share
 from weightwire.sender import RECEIVED, Buffers, MemberSender, synchronise_stream
 from weightwire.slices import index_of, minus
-from weightwire.transports.base import PairTransport, Setup, Work
-from weightwire.transports.pairs import make_pairs
+from weightwire.transports.base import PairTransport, Setup, Work, make_pairs
 
 HEAD_BYTES = 16
 """Message before each chunk of an update with a base: (1 for a difference, its bytes) as int64."""

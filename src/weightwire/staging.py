@@ -17,8 +17,7 @@ from weightwire.sender import synchronise_stream
 from weightwire.sharded import HEAD_BYTES, largest_messages, views
 from weightwire.slices import index_of
 from weightwire.transports import Setup, Transport, Work, make_transport
-from weightwire.transports.base import RECEIVES_IN_FLIGHT, PairTransport
-from weightwire.transports.pairs import make_pairs
+from weightwire.transports.base import RECEIVES_IN_FLIGHT, PairTransport, make_pairs
 
 ALIGNMENT = 16
 """Chunks begin at multiples of this in a worker's staging memory, in bytes."""

@@ -21,7 +21,7 @@ from weightwire.digest import digest
 from weightwire.errors import DeadlineError, PeerLostError, TransportError
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.transports import Setup, make_transport, nccl
-from weightwire.transports.pairs import make_pairs
+from weightwire.transports.base import make_pairs
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(not GPUS, reason="no GPU")

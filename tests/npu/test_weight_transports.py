@@ -24,7 +24,7 @@ from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
 from weightwire.sender import Sender, spec_of
 from weightwire.transports import Setup, hccl, make_transport
-from weightwire.transports.pairs import make_pairs
+from weightwire.transports.base import make_pairs
 from weightwire.vllm.hccl_transport import require_working
 
 pytestmark = pytest.mark.usefixtures("npu")

@@ -30,7 +30,7 @@ from weightwire.sender import Sender
 from weightwire.sharded import ShardSender
 from weightwire.slices import index_of
 from weightwire.transports import Setup
-from weightwire.transports.pairs import make_pairs
+from weightwire.transports.base import make_pairs
 from weightwire.vllm.in_place import Copy, Recording
 
 OLD, NEW = model(1), model(2)

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -202,6 +202,71 @@ def make_transport(name: str, setup: Setup) -> Transport:
         return factory(setup)
     module, _, attribute = factory.partition(":")
     return getattr(import_module(module), attribute)(setup)
+
+
+def make_pairs(name: str, setup: Setup, largest: Mapping[int, int] | None = None) -> PairTransport:
+    """Create a transport of messages by name.
+
+    Args:
+        largest: largest message that this member sends to each peer, in bytes; default: a bucket.
+    """
+    kind = transport_kind(name)
+    if not kind.pairs:
+        names = ", ".join(name for name, kind in TRANSPORTS.items() if kind.pairs)
+        raise TransportError(f"transport {name!r} only broadcasts; sharded updates need one of {names}")
+    transport: Any = (
+        make_transport(name, setup) if kind.pairs == "direct" else PairedTransport(name, setup, largest or {})
+    )
+    return transport
+
+
+class PairedTransport:
+    """A transport for each (sender, receiver), created at their first message."""
+
+    def __init__(self, name: str, setup: Setup, largest: Mapping[int, int]) -> None:
+        self._name, self._setup, self._largest = name, setup, largest
+        self._transports: dict[tuple[int, int], Transport] = {}
+
+    def send_to(self, buffer: torch.Tensor, peer: int) -> Work:
+        return self._transport(self._setup.group.rank, peer).send(buffer)
+
+    def receive_from(self, buffer: torch.Tensor, peer: int) -> Work:
+        return self._transport(peer, self._setup.group.rank).receive(buffer)
+
+    def _transport(self, sender: int, receiver: int) -> Transport:
+        key = sender, receiver
+        if key not in self._transports:
+            pair: Any = Pair(self._setup.group, sender, receiver)
+            setup = replace(self._setup, group=pair, largest=self._largest.get(receiver))
+            self._transports[key] = make_transport(self._name, setup)
+        return self._transports[key]
+
+    def abort(self) -> None:
+        for transport in self._transports.values():
+            transport.abort()
+
+    def close(self) -> None:
+        for transport in self._transports.values():
+            transport.close()
+
+
+class Pair:
+    """Two members of a group as a group of their own: the sender has rank 0, the receiver rank 1."""
+
+    def __init__(self, group: Group, sender: int, receiver: int) -> None:
+        self._group, self._ranks = group, (sender, receiver)
+        self.name, self.host, self.port = group.name, group.host, group.port
+        self.rank, self.size = self._ranks.index(group.rank), 2
+
+    def member(self, rank: int) -> str:
+        return self._group.member(self._ranks[rank])
+
+    def store(self, purpose: str, timeout_s: float) -> Any:
+        sender, receiver = self._ranks
+        return self._group.store(f"{purpose}/{sender}/{receiver}", timeout_s)
+
+    def check(self) -> None:
+        self._group.check()
 
 
 RECEIVES_IN_FLIGHT = 2
