@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from support.vllm_server import (
     assert_active,
     changed,
     far,
+    forked_trainer,
     manifest_of,
     offered,
     push,
@@ -144,10 +144,7 @@ def test_trainer_killed_during_an_exchange_does_not_stop_it(server, weights, ref
             await asyncio.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    child = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(die(server.engine())))
-    child.start()
-    child.join(120)
-    assert child.exitcode == -signal.SIGKILL
+    assert forked_trainer(lambda: die(server.engine())) == -signal.SIGKILL
     server.fault.unlink()
 
     async def act(engine):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -31,6 +30,7 @@ from support.vllm_server import (
     assert_active,
     changed,
     far,
+    forked_trainer,
     manifest_of,
     offered,
     push,
@@ -307,10 +307,7 @@ def test_trainer_killed_at_any_moment_leaves_a_working_engine(server, weights, r
         asyncio.get_running_loop().call_later(0.5, now)
         await engine.commit(offer.update)
 
-    child = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(die(server.engine())))
-    child.start()
-    child.join(120)
-    assert child.exitcode == -signal.SIGKILL
+    assert forked_trainer(lambda: die(server.engine())) == -signal.SIGKILL
     if moment == "paused":
         assert asyncio.run(server.engine().info())["paused"]
     if moment != "committing":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
+import multiprocessing
 import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -142,6 +144,20 @@ def send(offer: Offer, weights: Weights, wrap: Callable[[Any], Any] = lambda tra
     with Sender(replace(offer, timeout_s=20.0)) as sender:
         sender._transport = wrap(sender._transport)
         return sender.send(weights.items())
+
+
+def forked_trainer(act: Callable[[], Awaitable[Any]]) -> int | None:
+    """Run a trainer in a fork of this process; return its exit code."""
+
+    def run() -> None:
+        # A store of this process that is garbage has a thread, which a fork lacks and its destructor would wait for.
+        gc.disable()
+        asyncio.run(act())  # type: ignore[arg-type]
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join(120)
+    return child.exitcode
 
 
 async def push(
