@@ -10,13 +10,15 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from weightwire.errors import ManifestError
+
+T = TypeVar("T")
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -220,52 +222,58 @@ class Manifest:
             raise ManifestError(f"version {self.version}: {'; '.join(sorted(problems)[:8])}{suffix}")
 
 
-class _Last:
-    """Results for the last tensors of this process: those of an update are the same as those of the one before.
+def _last_result(function: Callable[..., T]) -> Callable[..., T]:
+    """Keep the last result of a function of tensors: those of an update are the same object as those of the one before.
 
-    A mixture of experts has tens of thousands, whose parsing takes longer than sending them. Each attribute is replaced as a
-    whole, so threads see one or the other.
+    A mixture of experts has tens of thousands, and looking at each takes longer than sending them.
     """
+    last: tuple[Any, Any, Any] = None, None, None
 
-    rows: tuple[Any, tuple[TensorSpec, ...]] = None, ()
-    checked: tuple[TensorSpec, ...] = ()
-    text: tuple[tuple[TensorSpec, ...], str] = (), "[]"
-    plan: tuple[Any, int, tuple[Bucket, ...]] = None, 0, ()
+    @wraps(function)
+    def call(specs: Sequence[TensorSpec], *rest: Any) -> T:
+        nonlocal last
+        key, arguments, result = last
+        # A list may have changed.
+        if key is not specs or arguments != rest or not isinstance(specs, tuple):
+            result = function(specs, *rest)
+            last = specs, rest, result  # as a whole: threads see one or the other
+        return result
+
+    return call
+
+
+_last_rows: tuple[Any, tuple[TensorSpec, ...]] = None, ()
+"""Rows that were parsed last, and their specs."""
 
 
 def _specs(rows: Any) -> tuple[TensorSpec, ...]:
     """Parse untrusted rows of ``[name, dtype, shape]``; equal rows yield the same object."""
+    global _last_rows
     # Bounded here as well as in the constructor, which sees the rows only when all of them have been parsed.
     check_size(rows, list, MAX_TENSORS, "manifest: tensors")
-    last, specs = _Last.rows
+    last, specs = _last_rows
     # True and 1.0 are equal to 1, and are no sizes.
     if rows != last or not all(type(size) is int for row in rows for size in row[2]):
         specs = tuple(map(_spec, rows))
-        _Last.rows = rows, specs
+        _last_rows = rows, specs
     return specs
 
 
+@_last_result
 def _check_specs(specs: tuple[TensorSpec, ...]) -> None:
     """Raise ManifestError if a spec is invalid, or two have one name."""
-    # The same object: it was checked, and is immutable.
-    if specs is _Last.checked:
-        return
     names = set()
     for spec in specs:
         spec.check()
         if spec.name in names:
             raise ManifestError(f"manifest: {spec.name} is listed twice")
         names.add(spec.name)
-    _Last.checked = specs
 
 
+@_last_result
 def _json_text(specs: tuple[TensorSpec, ...]) -> str:
     """Return the tensors as ``json.dumps`` writes them."""
-    last, text = _Last.text
-    if specs is not last:
-        text = json.dumps([[spec.name, spec.dtype, list(spec.shape)] for spec in specs])
-        _Last.text = specs, text
-    return text
+    return json.dumps([[spec.name, spec.dtype, list(spec.shape)] for spec in specs])
 
 
 def exactly(data: Any, names: tuple[str, ...], label: str) -> dict[str, Any]:
@@ -342,21 +350,12 @@ def offsets(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
     return tuple(accumulate((spec.nbytes for spec in specs), initial=0))
 
 
+@_last_result
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Split the tensors into buckets of ``bucket_bytes``; the last one may be smaller. Empty if there are no bytes.
 
     Empty tensors are in no bucket.
     """
-    last, size, plan = _Last.plan
-    # An immutable object: a list may have changed.
-    if specs is last and bucket_bytes == size and isinstance(specs, tuple):
-        return plan
-    plan = _plan_buckets(specs, bucket_bytes)
-    _Last.plan = specs, bucket_bytes, plan
-    return plan
-
-
-def _plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
     starts = offsets(specs)
     total = starts[-1]
     buckets = []

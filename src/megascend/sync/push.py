@@ -323,10 +323,12 @@ class WholeTensors:
     formats: Mapping[str, BlockFormat] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], formats: Mapping[str, BlockFormat]) -> WholeTensors:
-        """Plan to send a model's tensors, by their Hugging Face names."""
+    def of(
+        cls, tensors: Mapping[str, Tensor], formats: Mapping[str, BlockFormat], adapter: AdapterInfo | None = None
+    ) -> WholeTensors:
+        """Plan to send tensors that are at hand, by name."""
         specs = stored_specs((spec_of(*item) for item in tensors.items()), formats)
-        return cls(specs, None, (item for item in tensors.items()), formats)
+        return cls(specs, adapter, (item for item in tensors.items()), formats)
 
     def offer(self, push: Push) -> None:
         """Offer the update to the engines, and connect rank 0."""

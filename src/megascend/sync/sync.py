@@ -195,9 +195,7 @@ class WeightSync:
     def _whole_tensors(self, push: Push, adapter: str | None, factors_only: bool) -> WholeTensors:
         if factors_only and adapter is not None:
             config, tensors = self._backend.adapter_as_peft(adapter) or ({}, {})  # None on ranks other than 0
-            specs = tuple(spec_of(*item) for item in tensors.items())
-            factors = (item for item in tensors.items())
-            return WholeTensors(specs, AdapterInfo(adapter, config), factors)
+            return WholeTensors.of(tensors, {}, AdapterInfo(adapter, config))
         export = self._backend.named_weights
         if self._specs is None:
             # Only an export itself yields tensor names. Their order is fixed, so run it once on the meta device, without data.

@@ -210,13 +210,9 @@ def make_pairs(name: str, setup: Setup, largest: Mapping[int, int] | None = None
     Args:
         largest: largest message that this member sends to each peer, in bytes; default: a bucket.
     """
-    kind = transport_kind(name)
-    if not kind.pairs:
-        names = ", ".join(name for name, kind in TRANSPORTS.items() if kind.pairs)
-        raise TransportError(f"transport {name!r} only broadcasts; sharded updates need one of {names}")
-    transport: Any = (
-        make_transport(name, setup) if kind.pairs == "direct" else PairedTransport(name, setup, largest or {})
-    )
+    if transport_kind(name).pairs == "paired":
+        return PairedTransport(name, setup, largest or {})
+    transport: Any = make_transport(name, setup)  # its class has both interfaces
     return transport
 
 

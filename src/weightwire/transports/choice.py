@@ -50,9 +50,8 @@ class Location:
             import torch
             from torch.cuda.nccl import version
 
-            # Indices differ between processes with other CUDA_VISIBLE_DEVICES; UUIDs do not.
-            visible = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
-            gpu = _uuid(torch.cuda.current_device() if device.index is None else device.index)
+            visible = tuple(gpu_uuid(index) for index in range(torch.cuda.device_count()))
+            gpu = gpu_uuid(torch.cuda.current_device() if device.index is None else device.index)
             nccl = ".".join(map(str, version()))
         expandable = any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
         return cls(device.type, socket.gethostname(), memory_space(), gpu, visible, not expandable, nccl)
@@ -178,7 +177,8 @@ def _description(receivers: Mapping[str, Location]) -> str:
     return ", ".join(f"{name}: {location}" for name, location in receivers.items())
 
 
-def _uuid(index: int) -> str:
+def gpu_uuid(device: torch.device | int) -> str:
+    """Return a CUDA device's UUID, which is the same in all processes; CUDA_VISIBLE_DEVICES numbers devices differently."""
     import torch
 
-    return str(torch.cuda.get_device_properties(index).uuid)
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -20,6 +20,7 @@ import torch
 
 from weightwire.errors import TransportError
 from weightwire.transports.base import DeferredWork, Setup, first_line, wait_for_keys, wait_until
+from weightwire.transports.choice import gpu_uuid
 
 HANDLE_FIELDS = ("memory", "size", "offset", "counter", "counter_offset", "event", "wait_for_event")
 """Fields of PyTorch's handle of a shared allocation, after the device, in its order."""
@@ -39,8 +40,7 @@ class CudaIpcTransport:
         self._pending: list[IncomingBucket] = []
         self._source: torch.device | None = None  # a receiver's: the sender's device
         if self._rank == 0:
-            # By UUID: CUDA_VISIBLE_DEVICES numbers the same device differently in each process.
-            self._store.set("device", _uuid(setup.device))
+            self._store.set("device", gpu_uuid(setup.device))
 
     def send(self, buffer: torch.Tensor) -> DeferredWork:
         number = self._take_number()
@@ -160,13 +160,9 @@ class IncomingBucket:
             raise TransportError(f"cuda_ipc: {first_line(error)}") from error
 
 
-def _uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
 def _device_of(uuid: str) -> torch.device:
     """Return the device with this UUID, as this process numbers it."""
-    uuids = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    uuids = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
     if uuid not in uuids:
         raise TransportError(
             f"cuda_ipc: the sender's buffers are on GPU {uuid:.60}, and this process sees {', '.join(uuids) or 'none'}: "
