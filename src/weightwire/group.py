@@ -125,47 +125,30 @@ class Group(Peers):
         """Make :meth:`check` raise on this member, which ends a wait in another thread."""
         self.lost = self.lost or PeerLostError(f"given up: {reason}")
 
-    def exchange(self, purpose: str, text: str, timeout_s: float) -> list[str]:
-        """Give all members a text, and return theirs by rank, over this group's own connection.
-
-        Raises:
-            DeadlineError: a member has not given its text within ``timeout_s`` seconds.
-            PeerLostError: a member is lost.
-            TransportError: the store does not answer.
-        """
-        self._write(f"{purpose}/{self.rank}", text)
-        return self._await(purpose, range(self.size), timeout_s, "of")
-
     # --- events ---
 
-    def acknowledge(self, event: str) -> None:
-        self._write(f"{event}/{self.rank}", "1")
-
-    def await_receivers(self, event: str, timeout_s: float, ranks: Iterable[int] | None = None) -> None:
-        """Wait until members have acknowledged an event: those of ``ranks``; default: all but rank 0.
-
-        Raises:
-            DeadlineError: not within ``timeout_s`` seconds; the message names the receivers that did not.
-            PeerLostError: a member is lost.
-            TransportError: the store does not answer.
-        """
-        self._await(event, range(1, self.size) if ranks is None else ranks, timeout_s, "from")
-
-    def _write(self, name: str, text: str) -> None:
+    def acknowledge(self, event: str, text: str = "1") -> None:
+        """Report an event to all members, over this group's own connection; TransportError if the store does not answer."""
         try:
-            self._records.write(name, text)
+            self._records.write(f"{event}/{self.rank}", text)
         except RuntimeError as error:
             raise TransportError(f"the store does not answer: {error}") from error
 
-    def _await(self, purpose: str, ranks: Iterable[int], timeout_s: float, preposition: str) -> list[str]:
-        """Return the records of members in the order of ``ranks``, once all have written theirs."""
+    def await_receivers(self, event: str, timeout_s: float, ranks: Iterable[int] | None = None) -> list[str]:
+        """Wait until members have acknowledged an event: those of ``ranks``; default: all but rank 0. Return their texts.
+
+        Raises:
+            DeadlineError: not within ``timeout_s`` seconds; the message names the members that did not.
+            PeerLostError: a member is lost.
+            TransportError: the store does not answer.
+        """
         # Polled: the store's own wait could not be ended when a member is lost.
         start = time.monotonic()
-        texts: dict[int, str | None] = dict.fromkeys(ranks)
+        texts: dict[int, str | None] = dict.fromkeys(range(1, self.size) if ranks is None else ranks)
         while True:
             missing = [rank for rank, text in texts.items() if text is None]
             try:
-                answers = self._records.get_all([f"{purpose}/{rank}" for rank in missing])
+                answers = self._records.get_all([f"{event}/{rank}" for rank in missing])
             except RuntimeError as error:
                 raise TransportError(f"the store does not answer: {error}") from error
             texts.update(zip(missing, answers, strict=True))
@@ -176,7 +159,7 @@ class Group(Peers):
             waited = time.monotonic() - start
             if waited > timeout_s:
                 names = ", ".join(map(self.member, missing))
-                raise DeadlineError(f"timed out after {timeout_s:g} s waiting for {purpose!r} {preposition} {names}")
+                raise DeadlineError(f"timed out after {timeout_s:g} s waiting for {event!r} from {names}")
             time.sleep(poll_pause(waited))
 
     # --- failures ---

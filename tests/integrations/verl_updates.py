@@ -25,7 +25,7 @@ from verl.utils.import_utils import import_external_libs
 BUCKET = 10_000
 ACTORS, ROLLOUTS = 2, 2
 FLIPPED = 5
-"""The bucket of which a bit is flipped on its way: five tensors are complete before it."""
+"""The full bucket of which a bit is flipped on its way: five tensors are in batches before its own."""
 DEADLINE_S = 60.0
 
 

@@ -77,7 +77,7 @@ def test_communicator_is_ended_when_members_do_not_answer() -> None:
         library.communicators.keep(library.connect(group), torch.device("cpu"))
         second = next_group(group)
         if group.rank == 0:
-            with pytest.raises(DeadlineError, match="waiting for 'communicator' of receiver 1"):
+            with pytest.raises(DeadlineError, match="waiting for 'communicator' from receiver 1"):
                 library.communicators.connect(Setup(second, MANIFEST, torch.device("cpu"), 1.5))
             group.store("over", 20.0).set("over", "1")
         else:

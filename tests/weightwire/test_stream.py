@@ -13,7 +13,7 @@ from wire_members import run_members
 
 from weightwire.errors import DigestError, ManifestError, PeerLostError, VersionError, WireError
 from weightwire.manifest import Manifest, TensorSpec
-from weightwire.stream import Header, Part, StreamReceiver, StreamSender
+from weightwire.stream import Head, StreamReceiver, StreamSender
 from weightwire.transports import Setup, make_transport
 
 CPU, TIMEOUT_S, BUCKET = torch.device("cpu"), 20.0, 5000
@@ -22,7 +22,7 @@ SPECS = [
     ("empty", (0, 3), torch.float32),
     ("odd", (7,), torch.int8),
     ("scalar", (), torch.float64),
-    ("last", (1000,), torch.float32),
+    ("last", (2000,), torch.float32),
 ]
 
 
@@ -79,10 +79,10 @@ def refused(group: Any, medium: Any, end: Any, send: Any = send_all) -> list[Any
 
 
 def test_flipped_bit_is_detected_before_the_tensor_is_yielded() -> None:
-    last = sum(tensor.nbytes for _, tensor in weights()) % BUCKET
+    last = weights()[-1][1].nbytes % BUCKET
 
     class Flipping:
-        """Transport that flips a bit of the last bucket."""
+        """Transport that flips a bit of the last bucket, which is one of two of a tensor."""
 
         def __init__(self, medium: Any) -> None:
             self.medium = medium
@@ -100,7 +100,7 @@ def test_flipped_bit_is_detected_before_the_tensor_is_yielded() -> None:
         return refused(group, medium, end)
 
     sender, receiver = run_members(on_member, 2)
-    assert receiver == [DigestError, 4]  # every tensor except the one that ends in the last bucket
+    assert receiver == [DigestError, 4]  # every tensor except the one that ends in the last bucket: its batch
     assert sender in ([PeerLostError, 0], [])
 
 
@@ -112,7 +112,7 @@ def test_another_version_is_refused() -> None:
     assert run_members(on_member, 2)[1] == [VersionError, 0]
 
 
-@pytest.mark.parametrize("fault", ["twice", "short", "larger bucket"])
+@pytest.mark.parametrize("fault", ["twice", "a batch is missing", "larger bucket"])
 def test_inconsistent_streams_raise_manifest_error(fault: str) -> None:
     def on_member(group: Any) -> list[Any]:
         medium, end = member(
@@ -124,48 +124,39 @@ def test_inconsistent_streams_raise_manifest_error(fault: str) -> None:
             sender.add(name, tensor)
             if fault == "twice":
                 sender.add(name, tensor)
-            if fault == "short":
-                sender._parts = sender._parts[:-1]
-                sender._filled = sum(part.length for part in sender._parts)
+            if fault == "a batch is missing":
+                sender._index += 1
             sender.finish()
 
         return refused(group, medium, end, send)
 
     kind, handed_out = run_members(on_member, 2)[1]
     assert kind is ManifestError
-    assert handed_out == (1 if fault == "twice" else 0)
+    assert handed_out == (0 if fault == "larger bucket" else 1)
 
 
-PART = Part(TensorSpec("a", "float32", (4,)), 4, 12)
-HEADER = Header(3, 2, False, "0123", (PART,))
+MANIFEST = Manifest(0, (TensorSpec("a", "float32", (4,)),), BUCKET)
+HEAD = Head(3, 2, False, ("0123",), MANIFEST)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    where=st.sampled_from(["version", "index", "last", "digest", "parts", "part", "missing", "extra"]),
+    where=st.sampled_from(["version", "index", "last", "digests", "manifest", "tensor", "missing", "extra"]),
     value=st.one_of(st.none(), st.booleans(), st.text(max_size=3), st.floats(), st.lists(st.integers(), max_size=6)),
     index=st.integers(0, 4),
 )
-def test_a_malformed_header_is_refused(where: str, value: Any, index: int) -> None:
-    fields = json.loads(HEADER.to_bytes())
-    if where == "part":
-        fields["parts"][0][index] = value
+def test_a_malformed_head_is_refused(where: str, value: Any, index: int) -> None:
+    fields = json.loads(HEAD.to_bytes())
+    if where == "tensor":
+        fields["manifest"]["tensors"][0][index % 3] = value
     elif where == "missing":
         del fields[sorted(fields)[index]]
     else:
         fields[where] = value
     text = json.dumps(fields).encode()
     try:
-        header = Header.from_bytes(text)
+        head = Head.from_bytes(text)
     except ManifestError:
         return
-    assert json.loads(header.to_bytes()) == fields  # the value happened to be one that fits
-    assert all(type(kind) is str for kind in (header.digest, *(part.tensor.name for part in header.parts)))
-
-
-@pytest.mark.parametrize(("offset", "length"), [(-1, 4), (0, -4), (8, 12), (0, 17)])
-def test_parts_outside_of_their_tensor_are_refused(offset: int, length: int) -> None:
-    fields = json.loads(HEADER.to_bytes())
-    fields["parts"][0][3:] = [offset, length]
-    with pytest.raises(ManifestError, match="no bytes"):
-        Header.from_bytes(json.dumps(fields).encode())
+    assert json.loads(head.to_bytes()) == fields  # the value happened to be one that fits
+    assert all(type(value) is str for value in head.digests)

@@ -102,7 +102,9 @@ class Communicators:
         """Exchange what the members have cached, also if this one has nothing: the others wait for its report."""
         # The number of broadcasts is a part of the state: a member that missed one would receive everything shifted.
         state = "none" if cached is None else cached.state
-        return {*setup.group.exchange("communicator", state, setup.timeout_s)} == {state} and cached is not None
+        setup.group.acknowledge("communicator", state)
+        states = setup.group.await_receivers("communicator", setup.timeout_s, range(setup.group.size))
+        return {*states} == {state} and cached is not None
 
 
 class CommunicatorTransport:
