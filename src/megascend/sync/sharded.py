@@ -103,7 +103,7 @@ class ShardedSync:
         if whole.adapter is not None:
             return "an adapter alone is sent by rank 0"  # which no setting concerns
         reason = "a merged adapter is sent by rank 0" if merged else "sharded is off" if self._sharded is False else ""
-        reason = reason or self._prepare(push, whole.specs, exported, whole.formats)
+        reason = reason or self._prepare(push, whole, exported)
         if not reason or not (self._sharded or self._mode == "delta"):
             return reason
         self._refusal = None  # nothing is sent without a plan: the next push tries again
@@ -112,15 +112,9 @@ class ShardedSync:
             setting, advice = "sharded=True", "leave sharded (sync.sharded) out to let rank 0 send everything then"
         raise WeightSyncError(f"version {push.version} was not sent: {setting} is not possible: {reason}; {advice}")
 
-    def _prepare(
-        self,
-        push: Push,
-        specs: tuple[TensorSpec, ...],
-        exported: tuple[TensorSpec, ...],
-        formats: Mapping[str, BlockFormat],
-    ) -> str:
+    def _prepare(self, push: Push, whole: WholeTensors, exported: tuple[TensorSpec, ...]) -> str:
         """Make a plan unless there is one; return the reason why none is possible, or an empty text."""
-        names = tuple(engine.name for engine in push.engines)
+        names, specs, formats = push.result.engines, whole.specs, whole.formats
 
         def state() -> tuple[bool, str]:
             # A refusal holds for some pushes: asking every engine each time would delay all of them.
