@@ -105,7 +105,7 @@ class StreamSender:
         spec = spec_of(name, tensor)
         spec.check()
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        if self._filled + spec.nbytes > self._bucket_bytes:
+        if self._specs and self._filled + spec.nbytes > self._bucket_bytes:
             self._send_filled(last=False)
         if spec.nbytes > self._bucket_bytes:
             self._send([spec], data, last=False)
@@ -227,6 +227,8 @@ class StreamReceiver:
 
     def _batch(self, manifest: Manifest, expected: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
         layout, digests = BucketLayout(manifest), list[str]()
+        if len(expected) != layout.count:
+            raise ManifestError(f"{self._label()}: {len(expected)} digests of {layout.count} buckets")
         content = torch.empty(manifest.nbytes, dtype=torch.uint8, device=self._device)
         try:
             layout.receive(
@@ -235,11 +237,10 @@ class StreamReceiver:
         except TransportError as error:
             raise self._group.explain(error, f"receiving batch {self._index}") from error
         # Compared before anything of the batch is yielded: a consumer loads tensors at once.
-        if tuple(digests) != expected:
-            names = ", ".join(spec.name for spec in manifest.tensors[:4])
-            raise DigestError(
-                f"{self._label()}: the digest is {', '.join(digests)}, and {', '.join(expected)} was sent (in it: {names})"
-            )
+        for value, sent in zip(digests, expected, strict=True):
+            if value != sent:
+                names = ", ".join(spec.name for spec in manifest.tensors[:4])
+                raise DigestError(f"{self._label()}: a digest is {value}, and {sent} was sent (in it: {names})")
         for name, tensor in layout.tensors(content):
             # A consumer could not tell which of two values is meant.
             if name in self._names:

@@ -53,7 +53,7 @@ def test_a_flipped_bit_is_an_error_before_the_tensor_is_given_out(
     for worker, (kind, text) in enumerate(receivers):
         assert kind == "DigestError"
         assert text.startswith(f"after {given_out} tensors: receiver {worker + 1} (rollout worker {worker}")
-        assert "batch 2: the digest is" in text
+        assert "batch 2: a digest is" in text
     assert sender[0] == "PeerLostError"
     assert "has failed: DigestError" in sender[1]
     assert other == SENDER_RESULT  # it has exhausted the generator, and so has the sender

@@ -10,7 +10,7 @@ In verl's configuration, below ``actor_rollout_ref.rollout``::
         megascend: {transport: nccl, timeout_s: 300}
 
 Each update creates a group of the master (actor rank 0) and all rollout workers, without the default process group or guessed
-ports. A bucket's digest and version are verified before its tensors are passed to the engine; every wait has a deadline, and
+ports. A batch's digests and version are verified before its tensors are passed to the engine; every wait has a deadline, and
 errors name the member that is missing or lost. With ``stage: true`` a worker first receives and verifies the whole update, which
 takes the memory of the model once more, so that a failing sender cannot leave an engine with half an update. verl's manager
 pauses and resumes the engines; a failed update leaves them paused, as with verl's own checkpoint engines.
@@ -142,7 +142,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
         self._group = join(meeting["host"], meeting["port"], name, rank, self._timeout_s)
         # One thread makes all calls, since NCCL and CUDA bind their current device to a thread.
         self._thread = ThreadPoolExecutor(1, "megascend-verl") if self._transport_name not in CALLING_THREAD else None
-        # Each bucket carries its tensors' names and shapes; the manifest describes just the buffer.
+        # Each batch carries its own manifest; this one describes just the buffer.
         manifest = Manifest(0, (TensorSpec("bucket", "uint8", (self.bucket_size,)),), self.bucket_size)
         setup = Setup(self._group, manifest, self._device, self._timeout_s, self._options)
         self._transport = self._run(make_transport, self._transport_name, setup)
@@ -179,7 +179,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
 
         Raises:
             VersionError: the sender's version is not ``global_steps``.
-            DigestError: a bucket was corrupted in transit.
+            DigestError: a batch was corrupted in transit.
             TransportError: a bucket did not arrive.
         """
         group, transport = self._ready()
