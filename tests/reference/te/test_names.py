@@ -1,11 +1,9 @@
-"""The public names of the real Transformer Engine 2.8 to 2.11 against those of the reference one; peft's LoRA on its layers."""
+"""The public names of the real Transformer Engine 2.8 to 2.11 against those of the reference one."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -101,45 +99,3 @@ def test_default_window_depends_on_the_mask() -> None:
     """Check that the default window depends on the mask type, as in the real Transformer Engine."""
     assert attention.DotProductAttention(2, 4).window_size == (-1, 0)
     assert attention.DotProductAttention(2, 4, attn_mask_type="padding").window_size == (-1, -1)
-
-
-PEFT = """
-import megascend.reference.te
-megascend.reference.te.install()
-import peft, torch
-import transformer_engine.pytorch as te
-from peft.tuners.lora.te import TeLinear
-
-torch.manual_seed(0)
-model = torch.nn.Sequential(te.LayerNormLinear(8, 16, normalization="RMSNorm"), te.Linear(16, 4))
-x = torch.randn(6, 8)
-plain = model(x)
-settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["0", "1"], init_lora_weights=False)
-model = peft.get_peft_model(model, settings)
-layers = [module for module in model.modules() if isinstance(module, TeLinear)]
-assert len(layers) == 2 and sum(parameter.requires_grad for parameter in model.parameters()) == 4
-first, second = layers
-def with_adapter(layer, x):  # the formula of LoRA, alpha / r = 2
-    return layer.base_layer(x) + 2 * x @ layer.lora_A.default.weight.T @ layer.lora_B.default.weight.T
-torch.testing.assert_close(model(x), with_adapter(second, with_adapter(first, x)))
-with model.disable_adapter():
-    torch.testing.assert_close(model(x), plain)
-before = model(x).square().mean().item()
-optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)
-for _ in range(5):
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-assert loss.item() < before
-print("done")
-"""
-
-
-@pytest.mark.nightly  # covered: training/lora/test_parity_with_peft.py
-def test_lora_of_peft_on_the_layers() -> None:
-    """Train LoRA of peft 0.20, whose layer for Transformer Engine's layers looks LayerNormMLP up."""
-    pytest.importorskip("peft.tuners.lora.te")
-    completed = subprocess.run([sys.executable, "-c", PEFT], capture_output=True, text=True, timeout=300, check=False)
-    assert completed.returncode == 0, completed.stderr
-    assert completed.stdout.splitlines()[-1] == "done"

@@ -16,7 +16,6 @@ from megascend.training.batch.loss import LossInputs, split_output
 from megascend.training.batch.losses import BUILT_IN, dpo, resolve
 from megascend.training.batch.policy_losses import stable_reinforce
 
-LOGPROBS = [-1.0, -2.5, -0.25, -3.0]
 OLD = [-1.5, -2.0, -0.25, -2.0]
 ADVANTAGES = [1.0, -2.0, 0.5, -1.0]
 
