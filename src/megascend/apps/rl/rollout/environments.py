@@ -23,7 +23,6 @@ import asyncio
 import copy
 import logging
 import math
-import threading
 import time
 import traceback
 from collections import deque
@@ -389,6 +388,8 @@ class EpisodeLimits:
 class EnvironmentEpisodes(Episodes):
     """Episodes of an environment. One that raises or exceeds its time is left out of its group and counted."""
 
+    unfinished = "has not ended"
+
     def __init__(
         self,
         environment: Environment,
@@ -396,14 +397,12 @@ class EnvironmentEpisodes(Episodes):
         limits: EpisodeLimits,
         locate: Callable[[Prompt], str] = lambda prompt: "",
     ) -> None:
-        self.name = f"the environment {type(environment).__qualname__}"
-        self._environment, self._renderer, self._limits, self._locate = environment, renderer, limits, locate
+        super().__init__(f"the environment {type(environment).__qualname__}", locate)
+        self._environment, self._renderer, self._limits = environment, renderer, limits
         self._thread = LoopThread("environments")
         # Over all prompts and engines: what environments use (sandboxes, services) is limited, not the engines.
         self._slots = asyncio.Semaphore(limits.concurrency)
-        self._running: dict[int, tuple[float, Prompt]] = {}
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)  # True: failed
-        self._lock = threading.Lock()
 
     async def run_each(
         self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int
@@ -443,21 +442,14 @@ class EnvironmentEpisodes(Episodes):
 
         The error is not raised: if the group was cancelled meanwhile, nobody would retrieve it, and asyncio would log it.
         """
-        # Unique among running episodes: the policy belongs to this episode and lives as long.
-        key = id(policy)
-        self._running[key] = time.monotonic(), prompt
         problem: Exception | None = None
         try:
-            # A copy: an environment may change its example, and what the example holds.
-            result = await asyncio.wait_for(self._result(policy, copy.deepcopy(prompt)), self._limits.timeout_s)
+            with self._calling(prompt):
+                # A copy: an environment may change its example, and what the example holds.
+                result = await asyncio.wait_for(self._result(policy, copy.deepcopy(prompt)), self._limits.timeout_s)
             trajectories = self._checked(result)
-        # Also one that the environment raised itself: the two cannot be told apart on Python 3.10.
-        except asyncio.TimeoutError as error:
-            problem, trajectories = error, []
         except Exception as error:  # noqa: BLE001  counted, and reported with its place
             problem, trajectories = error, []
-        finally:
-            del self._running[key]
         # Also if the environment has caught it: what it did then is no behaviour of the model.
         if policy.engine_error is not None:
             return policy.engine_error
@@ -497,14 +489,14 @@ class EnvironmentEpisodes(Episodes):
 
     def _count(self, problem: Exception, prompt: Prompt) -> DataError | None:
         """Count and report a failed episode; return an error if there are too many."""
-        source = self._locate(prompt)
+        # Also one that the environment raised itself: the two cannot be told apart on Python 3.10.
         if isinstance(problem, asyncio.TimeoutError):
             self.timed_out += 1
             event = f"did not end within {self._limits.timeout_s:g} s (rollout.environment.timeout_s)"
         else:
             self.failed += 1
             event = f"raised {type(problem).__name__}: {problem}{_location(problem)}"
-        line = f"{self.name} {event}{f' for the prompt at {source}' if source else ''}"
+        line = f"{self.name} {event}{self._place(prompt)}"
         self.last_failure = line
         log.warning("%s; the episode has no trajectory", line)
         failures, count = sum(self._outcomes), len(self._outcomes)
@@ -516,14 +508,6 @@ class EnvironmentEpisodes(Episodes):
             error.__cause__ = problem
             return error
         return None
-
-    def describe_wait(self) -> str | None:
-        running = list(self._running.values())  # a copy: another thread changes it
-        if not running:
-            return None
-        start, prompt = min(running, key=lambda call: call[0])
-        source = self._locate(prompt)
-        return f"{self.name} has not ended for {time.monotonic() - start:.0f} s{f' for the prompt at {source}' if source else ''}"
 
     def close(self) -> None:
         # On a thread: an environment that blocks must not hold up the end of the run.

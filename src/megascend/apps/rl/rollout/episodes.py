@@ -7,13 +7,11 @@ import contextlib
 import copy
 import logging
 import math
-import queue
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from megascend.apps.rl.rollout.group import Trajectory
 from megascend.apps.rl.rollout.prompts import Prompt
@@ -26,6 +24,8 @@ from weightwire.errors import UnsupportedCallError
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+THREADS = 8
+"""Prompts whose responses are graded at a time."""
 SLOW_S = 300.0
 """Seconds after which a call of the reward function that has not returned is reported; then after twice as many, and so on."""
 
@@ -50,11 +50,20 @@ class Episodes(ABC):
         last_failure: description of the last of these failures.
     """
 
-    name: str
     completed: int = 0
     timed_out: int = 0
     failed: int = 0
     last_failure: str = ""
+    unfinished = "has not returned"
+    """What a message says about a call of the user's code that takes long."""
+
+    def __init__(self, name: str, locate: Callable[[Prompt], str]) -> None:
+        """
+        Args:
+            locate: returns file and line of a prompt, for messages; may be empty.
+        """
+        self.name, self._locate = name, locate
+        self._running: dict[int, tuple[float, Prompt]] = {}  # calls of the user's code, with the time of their start
 
     async def run(self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
         """Run ``n`` episodes of a prompt; return all their trajectories. See :meth:`run_each`."""
@@ -73,9 +82,29 @@ class Episodes(ABC):
             DataError: the prompt, the reward function or the environment is at fault.
         """
 
+    @contextlib.contextmanager
+    def _calling(self, prompt: Prompt) -> Iterator[None]:
+        """Note that the user's code runs for a prompt within the context."""
+        call = time.monotonic(), prompt
+        # By identity: several calls may begin at one moment, for one prompt.
+        self._running[id(call)] = call
+        try:
+            yield
+        finally:
+            del self._running[id(call)]
+
     def describe_wait(self) -> str | None:
         """Describe the longest call of the user's code that has not returned; None if there is none."""
-        return None
+        running = list(self._running.values())  # a copy: other threads change it
+        return self._describe(*min(running, key=lambda call: call[0])) if running else None
+
+    def _describe(self, start: float, prompt: Prompt) -> str:
+        return f"{self.name} {self.unfinished} for {time.monotonic() - start:.0f} s{self._place(prompt)}"
+
+    def _place(self, prompt: Prompt) -> str:
+        """Return file and line of a prompt as the end of a message; empty if they are unknown."""
+        source = self._locate(prompt)
+        return f" for the prompt at {source}" if source else ""
 
     def close(self) -> None:  # noqa: B027  most kinds hold nothing
         """End what runs. May be called twice."""
@@ -109,18 +138,16 @@ class GradedResponses(Episodes):
         decode: Callable[[Sequence[int]], str],
         reward: Reward,
         locate: Callable[[Prompt], str] = lambda prompt: "",
-        threads: int = 8,
     ) -> None:
         """
         Args:
             encode: returns the token ids of a prompt.
             decode: returns the text of a response's token ids, for the reward function.
             reward: see :data:`megascend.apps.rl.rollout.rewards.Reward`.
-            locate: returns file and line of a prompt, for messages.
         """
-        self.name = f"the reward function {reward_name(reward)}"
-        self._encode, self._decode, self._reward, self._locate = encode, decode, reward, locate
-        self._graders = Graders(threads)
+        super().__init__(f"the reward function {reward_name(reward)}", locate)
+        self._encode, self._decode, self._reward = encode, decode, reward
+        self._slots = asyncio.Semaphore(THREADS)
 
     async def run_each(
         self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int
@@ -129,22 +156,25 @@ class GradedResponses(Episodes):
         completions = await sample(engine, tokens, sampling, n)
 
         def graded() -> list[list[Trajectory]]:
-            return [
-                [self._graded(tokens, completion, prompt, engine.name, sampling.temperature)]
-                for completion in completions
-            ]
+            with self._calling(prompt):
+                return [
+                    [self._graded(tokens, completion, prompt, engine.name, sampling.temperature)]
+                    for completion in completions
+                ]
 
-        waiter = asyncio.wrap_future(self._graders.submit(prompt, graded))
-        wait_s = SLOW_S
         try:
-            while not (await asyncio.wait({waiter}, timeout=wait_s))[0]:
-                wait_s *= 2
-                # Other prompts keep the run going, so that nothing else would report it.
-                if (seconds := self._graders.running_s(prompt)) is not None:
-                    log.warning("rollouts: %s; they continue without this prompt", self._describe(prompt, seconds))
-            return waiter.result()
+            async with self._slots:
+                start, wait_s = time.monotonic(), SLOW_S
+                waiter = asyncio.wrap_future(on_daemon_thread(graded))
+                try:
+                    while not (await asyncio.wait({waiter}, timeout=wait_s))[0]:
+                        wait_s *= 2
+                        # Other prompts keep the run going, so that nothing else would report it.
+                        log.warning("rollouts: %s; they continue without this prompt", self._describe(start, prompt))
+                    return waiter.result()
+                finally:
+                    waiter.cancel()  # by the end of the run
         finally:
-            waiter.cancel()  # by the end of the run
             self.completed += 1
 
     def _graded(
@@ -172,72 +202,10 @@ class GradedResponses(Episodes):
             allowed=completion.allowed,
         )
 
-    def describe_wait(self) -> str | None:
-        call = self._graders.oldest()
-        if call is None:
-            return None
-        return self._describe(*call)
 
-    def _describe(self, prompt: Prompt, seconds: float) -> str:
-        source = self._locate(prompt)
-        return f"{self.name} has not returned for {seconds:.0f} s{f' for the prompt at {source}' if source else ''}"
-
-    def close(self) -> None:
-        self._graders.close()
-
-
-class Graders:
-    """Daemon threads that call the reward function: one that never returns does not keep the process alive."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads, self._calls = threads, queue.SimpleQueue[tuple[Prompt, Callable[[], Any], Future[Any]] | None]()
-        self._started: list[BackgroundThread] = []
-        self._running: dict[int, tuple[float, Prompt]] = {}  # by thread
-
-    def submit(self, prompt: Prompt, grade: Callable[[], T]) -> Future[T]:
-        """Call ``grade`` on one of the threads, which are started on demand."""
-        future: Future[T] = Future()
-        self._calls.put((prompt, grade, future))
-        if len(self._started) < self._threads:
-            # Daemons: a reward function that never returns must not keep the process alive.
-            self._started.append(BackgroundThread(self._work, name="reward"))
-            self._started[-1].start()
-        return future
-
-    def oldest(self) -> tuple[Prompt, float] | None:
-        """Return prompt and age in seconds of the longest running call; None if no call is running."""
-        # A copy: threads change it meanwhile.
-        running = list(self._running.values())
-        if not running:
-            return None
-        start, prompt = min(running, key=lambda call: call[0])
-        return prompt, time.monotonic() - start
-
-    def running_s(self, prompt: Prompt) -> float | None:
-        """Return how many seconds a prompt's call has been running; None if it waits for a thread."""
-        return next(
-            (time.monotonic() - start for start, other in list(self._running.values()) if other is prompt), None
-        )
-
-    def close(self) -> None:
-        """Cancel waiting calls, and end the threads after their current ones."""
-        with contextlib.suppress(queue.Empty):
-            while (call := self._calls.get_nowait()) is None or call[2].cancel():
-                pass
-        # One end for each thread. They are daemons: a call that does not return is left behind.
-        for _ in self._started:
-            self._calls.put(None)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            prompt, grade, future = call
-            # Cancelled by close() while it waited.
-            if not future.set_running_or_notify_cancel():
-                continue
-            self._running[threading.get_ident()] = time.monotonic(), prompt
-            try:
-                future.set_result(grade())
-            except BaseException as error:  # noqa: BLE001  raised in the waiter of the future
-                future.set_exception(error)
-            finally:
-                del self._running[threading.get_ident()]
+def on_daemon_thread(work: Callable[[], T]) -> Future[T]:
+    """Call a function on a thread of its own; one that never returns does not keep the process alive."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # cannot be cancelled: its result is dropped if nobody waits any more
+    BackgroundThread(lambda: future.set_result(work()), name="reward", on_error=future.set_exception).start()
+    return future
