@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from megascend.apps.rl.reference import KL_WEIGHTS, Divergence, ReferenceModel
+from megascend.apps.rl.rollout.advantages import response_length, step_advantages
 from megascend.apps.rl.rollout.group import Trajectory, TrajectoryGroup
 from megascend.apps.rl.rollout.mismatch import Mismatch, measure, total, truncated_weights
-from megascend.apps.rl.step_advantages import response_length, step_advantages
 from megascend.config.rl import Objective
 from megascend.errors import ConfigError
 from megascend.training.batch.candidates import allowed_rows

@@ -39,7 +39,6 @@ from megascend.apps.rl.set_up import (
     read_and_check,
 )
 from megascend.apps.rl.teacher import Teacher, TeacherScores, TrainerTeacher, check_teacher, make_teacher
-from megascend.apps.rl.trial import EpisodeTrial, try_episode
 from megascend.apps.train.learner import Learner, Run, RunContext, RunData, model_line
 from megascend.apps.train.resume import with_template_date
 from megascend.apps.train.run_inputs import InputNames
@@ -149,10 +148,6 @@ class RlData(RunData[RlConfig]):
         """Build the episodes that the settings describe."""
         located = [*self.prompts.train, *self.prompts.held_out]
         return make_episodes(self.config, self.tokenizer, self.grader, self.max_length, located)
-
-    def try_episode(self) -> EpisodeTrial:
-        """Run an episode of the first prompt with a canned response. See :func:`trial.try_episode`."""
-        return try_episode(self.config, self.episodes(), self.tokenizer, *self.prompts.train[0])
 
 
 def input_names(config: RlConfig) -> InputNames:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend.apps.rl.rollout.advantages import ESTIMATORS
-from megascend.apps.rl.step_advantages import reward_parts, step_advantages
+from megascend.apps.rl.rollout.advantages import ESTIMATORS, reward_parts, step_advantages
 from megascend.apps.train.event_log import finite
 from megascend.apps.train.run_log import MAX_CHARACTERS, AppendFile, complete_rows, quoted_text
 
@@ -205,7 +204,7 @@ def trajectory_text(row: Mapping[str, Any], *, full: bool = False) -> str:
 
 def tracker_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of rollouts.jsonl as a row of a tracker's table, which holds no lists or mappings."""
-    names = (
+    figures = (
         "step",
         "prompt_number",
         "reward",
@@ -217,7 +216,7 @@ def tracker_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "engine",
     )
     parts = {f"rewards/{name}": value for name, value in row["rewards"].items()}
-    return {name: row[name] for name in names} | parts | {name: row[name] for name in ("prompt", "response")}
+    return {name: row[name] for name in figures} | parts | {name: row[name] for name in ("prompt", "response")}
 
 
 def last_row_end(path: Path, step: int) -> int:

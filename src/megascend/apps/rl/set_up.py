@@ -166,7 +166,6 @@ def read_and_check(
     grader: Reward | Environment,
 ) -> PromptData:
     """Read all prompts and check them; without a file, they are the environment's examples."""
-    response_ends(tokenizer, config)
     findings, prompts, digests, lengths = Findings(), [], [], []
     for path in (config.rollout.prompts, config.evaluation.prompts if config.evaluation is not None else None):
         numbered, digest = [], xxhash.xxh3_64()

@@ -13,7 +13,7 @@ from megascend.apps.plan.hardware import matching
 from megascend.apps.plan.search import MEMORY_SHARE
 from megascend.apps.rl.servers import placements, share_beside_trainer
 from megascend.apps.rl.train import ReinforcementLearning
-from megascend.apps.rl.trial import EpisodeTrial, ask_engines, describe_teacher
+from megascend.apps.rl.trial import EpisodeTrial, ask_engines, describe_teacher, try_episode
 from megascend.apps.train.layout_plan import Suggestion, suggestion
 from megascend.apps.train.learner import RunContext, RunData, RunKind
 from megascend.apps.train.loop import plan_with_plugins
@@ -197,7 +197,7 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
         prompts=len(prompts.train),
         held_out=len(prompts.held_out),
         prompt_lengths=(lengths[0], lengths[len(lengths) // 2], lengths[-1]),
-        trial=data.try_episode(),
+        trial=try_episode(config, data.episodes(), data.tokenizer, *prompts.train[0]),
         engines=ask_engines(config),
         teacher=describe_teacher(config),
         free_disk=free_bytes(config.output),

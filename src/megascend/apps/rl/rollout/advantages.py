@@ -1,4 +1,4 @@
-"""Advantages of the responses of a step, computed from their rewards. Pure."""
+"""Advantages of the responses of a step, computed from their rewards. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megascend.apps.rl.rollout.group import Trajectory, TrajectoryGroup
+from megascend.config.rl import Objective
 from megascend.errors import ConfigError, DataError
 
 STD_EPSILON = 1e-6
@@ -140,3 +142,27 @@ def overlong_penalty(tokens: int, length: int, share: float) -> float:
         share: last part of ``length`` within which it falls from 0; 0: no penalty.
     """
     return min(max(((1 - share) * length - tokens) / (share * length), -1.0), 0.0) if share else 0.0
+
+
+def reward_parts(trajectory: Trajectory, objective: Objective) -> dict[str, float]:
+    """Return the objective's additions to the reward of a trajectory, by name."""
+    if not objective.overlong_share:
+        return {}
+    penalty = overlong_penalty(trajectory.sampled_tokens, response_length(objective), objective.overlong_share)
+    return {"overlong": penalty}
+
+
+def step_advantages(groups: Sequence[TrajectoryGroup], objective: Objective) -> list[list[float]]:
+    """Return the advantage of every trajectory of a step, from its reward and the objective's additions."""
+    rewards = [
+        [trajectory.reward + sum(reward_parts(trajectory, objective).values()) for trajectory in group.trajectories]
+        for group in groups
+    ]
+    tokens = [[trajectory.sampled_tokens for trajectory in group.trajectories] for group in groups]
+    return advantages(rewards, objective.advantages, objective.divide_by_std, tokens)
+
+
+def response_length(objective: Objective) -> int:
+    """Return ``objective.length``, which a run file fills in."""
+    assert objective.length is not None
+    return objective.length
