@@ -8,6 +8,8 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -273,15 +275,16 @@ def test_run_continues_on_a_full_disk_and_saves_again_later(prepared, disk):
 def test_failed_checkpoint_of_the_last_step_is_retried(prepared, checkpoint, disk):
     from megascend.apps.train.checkpoint_policy import CheckpointPolicy
     from megascend.apps.train.event_log import EventLog
+    from megascend.apps.train.run_directory import OutputDirectory
 
     config = RunConfig(**settings(prepared, disk / "run", on_failure="continue"))
     retention, last = Retention(disk / "run" / "checkpoints"), config.checkpoint.every
 
     def work():
         with make_backend(checkpoint) as backend:
-            saves = CheckpointPolicy(
-                backend, config, EventLog(config.output, Launch.from_environment(), active=True), dict
-            )
+            log = EventLog(config.output, Launch.from_environment(), active=True)
+            learner: Any = SimpleNamespace(state=dict, best_step=None)
+            saves = CheckpointPolicy(OutputDirectory(config, backend, log), learner, {})
             train(backend)
             on_rank_0(lambda: leave(disk, 0))
             saves.after_step(last, stop=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -39,9 +39,8 @@ class Backend:
         return SimpleNamespace(path=path, done=True, wait=lambda: None, outcome=lambda: None)
 
 
-def policy(
-    tmp_path: Path, backend: Any, ready: Any = lambda: True, **checkpoint: Any
-) -> tuple[CheckpointPolicy, list[str]]:
+def policy(tmp_path: Path, backend: Any, **checkpoint: Any) -> tuple[CheckpointPolicy, list[str], SimpleNamespace]:
+    """Return the policy of a run, its events, and its directory."""
     config = RunConfig.model_validate(
         {
             "model": tmp_path,
@@ -52,13 +51,17 @@ def policy(
     )
     events: list[str] = []
     log: Any = SimpleNamespace(event=lambda name, **fields: events.append(f"{name} {json.dumps(fields, default=str)}"))
-    return CheckpointPolicy(backend, config, log, dict, may_save=ready), events
+    directory = SimpleNamespace(
+        config=config, backend=backend, event_log=log, take_over=lambda: None, holds_earlier_run=False
+    )
+    learner: Any = SimpleNamespace(state=dict, best_step=None)
+    return CheckpointPolicy(cast("Any", directory), learner, {}), events, directory
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_failed_export_does_not_prevent_the_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
     backend = Backend(exportable=False)
-    saves, events = policy(tmp_path, backend, every=2, hf=True, asynchronous=asynchronous, on_failure="stop")
+    saves, events, _ = policy(tmp_path, backend, every=2, hf=True, asynchronous=asynchronous, on_failure="stop")
     saves.after_step(2, False)
     saves.finish(2)
     assert saves.problem is None
@@ -67,13 +70,13 @@ def test_failed_export_does_not_prevent_the_checkpoint(tmp_path: Path, asynchron
 
 
 def test_no_checkpoint_until_ready(tmp_path: Path) -> None:
-    ready: list[int] = []
-    saves, _ = policy(tmp_path, Backend(), lambda: bool(ready), every=1)
+    saves, _, directory = policy(tmp_path, Backend(), every=1)
+    directory.holds_earlier_run = True
     assert saves.after_step(1, False) is False
     assert saves.after_step(2, True) is True
     saves.finish(2)
     assert not (tmp_path / "run").exists()
-    ready.append(3)
+    directory.holds_earlier_run = False
     saves.after_step(3, False)
     assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
 
@@ -85,7 +88,7 @@ def test_stop_before_a_step_saves_what_was_resumed_from_elsewhere(tmp_path: Path
     path = tmp_path / "run" / "checkpoints" / "step-00000005"
     if saved:
         path.mkdir(parents=True)
-    saves, events = policy(tmp_path, backend)
+    saves, events, _ = policy(tmp_path, backend)
     saves.after_step(5, True)
     saves.finish(5)
     assert path.is_dir()

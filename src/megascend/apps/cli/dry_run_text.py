@@ -16,7 +16,7 @@ from megascend.runtime.io.paths import format_bytes
 
 if TYPE_CHECKING:
     from megascend.apps.data.preview import SamplePiece
-    from megascend.apps.train.dry_run import DryRun, RlDryRun, ShownSample
+    from megascend.apps.train.dry_run import DryRun, RlDryRun, ShownSample, SupervisedDryRun
     from megascend.apps.train.layout_plan import Suggestion
 
 MIB = 2**20
@@ -71,7 +71,7 @@ class Style:
         return marked if self.unicode else marked.encode("ascii", "backslashreplace").decode()
 
 
-def report(dry: DryRun, style: Style) -> Iterator[str]:
+def report(dry: SupervisedDryRun, style: Style) -> Iterator[str]:
     """Yield the lines of a dry run."""
     yield from _model_and_layout(dry)
     if dry.suggestion is not None:
@@ -117,7 +117,7 @@ def report_rl(dry: RlDryRun, style: Style) -> Iterator[str]:
     yield from memory_table(dry, dry.engines_share, dry.processes)
 
 
-def _model_and_layout(dry: DryRun | RlDryRun) -> Iterator[str]:
+def _model_and_layout(dry: DryRun) -> Iterator[str]:
     config, shape = dry.config, dry.info.shape
     context = f", context {shape.max_position}" if shape.max_position else ""
     yield (
@@ -148,7 +148,7 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
-def _length(dry: DryRun) -> str:
+def _length(dry: SupervisedDryRun) -> str:
     config, plan = dry.config, dry.steps
     budget = f"{plan.budget} (auto, by the estimate)" if config.batching.micro_batch_tokens == "auto" else plan.budget
     batches = f"up to {plan.micro_batches} micro batches" if plan.micro_batches > 1 else "one micro batch"
@@ -159,7 +159,7 @@ def _length(dry: DryRun) -> str:
     )
 
 
-def _output(dry: DryRun | RlDryRun, problems: Iterator[str]) -> Iterator[str]:
+def _output(dry: DryRun, problems: Iterator[str]) -> Iterator[str]:
     """Yield where a run writes, and warnings."""
     yield f"output    {dry.config.output}; {format_bytes(dry.free_disk)} free there"
     yield from labelled("", dry.config.template_remarks())
@@ -168,7 +168,7 @@ def _output(dry: DryRun | RlDryRun, problems: Iterator[str]) -> Iterator[str]:
     yield ""
 
 
-def warnings(dry: DryRun) -> Iterator[str]:
+def warnings(dry: SupervisedDryRun) -> Iterator[str]:
     """Yield warnings about settings that work but are probably not intended."""
     config = dry.config
     if dry.steps.idle:
@@ -185,7 +185,7 @@ def warnings(dry: DryRun) -> Iterator[str]:
     yield from memory_warning(dry)
 
 
-def memory_warning(dry: DryRun | RlDryRun, engines_share: float = 0.0) -> Iterator[str]:
+def memory_warning(dry: DryRun, engines_share: float = 0.0) -> Iterator[str]:
     """Yield a warning if the estimate exceeds what engines leave to a rank."""
     available = int(dry.device_memory * (1 - engines_share))
     if dry.memory is not None and dry.memory.total > available:
@@ -196,7 +196,7 @@ def memory_warning(dry: DryRun | RlDryRun, engines_share: float = 0.0) -> Iterat
 
 
 def memory_table(
-    dry: DryRun | RlDryRun, engines_share: float = 0.0, processes: Mapping[str, int] = MappingProxyType({})
+    dry: DryRun, engines_share: float = 0.0, processes: Mapping[str, int] = MappingProxyType({})
 ) -> Iterator[str]:
     """Yield the memory that a rank will need, item by item.
 
@@ -226,7 +226,7 @@ def size(bytes_: int) -> str:
     return f"{bytes_ / GIB:.2f} GiB" if bytes_ >= GIB else f"{bytes_ / MIB:.1f} MiB"
 
 
-def data_table(dry: DryRun) -> Iterator[str]:
+def data_table(dry: SupervisedDryRun) -> Iterator[str]:
     """Yield statistics, a line for each part of the data."""
     rows = []
     for name, part in (("first batch" if dry.epochs is None else "learned", dry.train), ("held out", dry.held_out)):
@@ -239,7 +239,7 @@ def data_table(dry: DryRun) -> Iterator[str]:
     yield from table(("data", *figures), rows)
 
 
-def source_table(dry: DryRun) -> Iterator[str]:
+def source_table(dry: SupervisedDryRun) -> Iterator[str]:
     """Yield the kinds of documents of each source, and the numbers of samples up to each power of two in length."""
     edges = sorted({edge for source in dry.sources for edge in source.histogram})
     rows = (

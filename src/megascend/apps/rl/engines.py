@@ -196,11 +196,7 @@ def make_engines(config: RlConfig, servers: EngineServers | None = None) -> list
 
 
 def controller_engines(config: RlConfig, controller: str) -> list[str]:
-    """Return the names of a controller's engines; wait for it if it does not run yet.
-
-    Raises:
-        EngineLostError: it does not answer within ``rollout.engines_lost_s``, of which other ranks can wait for a part.
-    """
+    """Return the names of a controller's engines; wait for it if it does not run yet."""
     from megascend.apps.rl.rollout.controller.client import ControllerClient
     from megascend.apps.rl.servers import START_S
 

@@ -152,7 +152,6 @@ def averaged(loss: Loss, groups: Sequence[TrajectoryGroup], objective: Objective
 
 
 def objective_loss(objective: Objective) -> Loss:
-    """Return the objective's loss function with its options."""
     try:
         loss = resolve(objective.loss)
     except ConfigError as error:

@@ -145,7 +145,6 @@ class RlData(RunData[RlConfig]):
         return RlLearner(self, run, initial, progress or {}, log)
 
     def episodes(self) -> Episodes:
-        """Build the episodes that the settings describe."""
         located = [*self.prompts.train, *self.prompts.held_out]
         return make_episodes(self.config, self.tokenizer, self.grader, self.max_length, located)
 

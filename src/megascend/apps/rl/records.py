@@ -125,7 +125,6 @@ class RlRecord(MetricsRecord):
     at_intervals = ("eval_reward",)
 
     def summary(self, earlier: Mapping[str, tuple[int, float]] = EMPTY) -> str:
-        """Format the figures of a step in one short line."""
         reward = "-" if math.isnan(self.reward) else f"{self.reward:.3f}"  # no episode ended since the previous step
         parts = ", ".join(f"{name} {value:.3g}" for name, value in self.rewards.items())
         figures = [
@@ -207,7 +206,6 @@ def count_figures(before: Counts, now: Counts) -> dict[str, Any]:
 
 
 def mismatch_figures(mismatch: Mismatch | None) -> dict[str, Any]:
-    """Return the metrics of the mismatch. Pure."""
     if mismatch is None:
         return dict.fromkeys(("mismatch", "mismatch_max", "kl", "truncated"))
     return {
@@ -230,7 +228,6 @@ def push_figures(pushes: Sequence[PushResult]) -> dict[str, Any]:
 
 
 def reference_figures(divergence: Divergence | None) -> dict[str, Any]:
-    """Return the metrics of the divergence from the reference. Pure."""
     if divergence is None:
         return dict.fromkeys(("kl_reference", "kl_reference_k1"))
     return {"kl_reference": divergence.k3, "kl_reference_k1": divergence.k1}

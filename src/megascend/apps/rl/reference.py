@@ -75,9 +75,6 @@ class ReferenceModel:
     the device for one forward pass a step: the same kernels compute both, and equal weights give equal log-probabilities.
 
     To be built before a checkpoint is loaded: the model of a new backend has the weights that the run begins with. Collective.
-
-    Raises:
-        CheckpointError: on every rank: the weights of ``settings.model`` cannot be read.
     """
 
     def __init__(self, backend: Backend, settings: ReferenceSettings) -> None:

@@ -156,7 +156,6 @@ class SharedRollouts:
         return self.on_rank_0(count)
 
     def counts(self) -> Counts:
-        """Return the counts of prompts and responses so far."""
         return self.on_rank_0(lambda collector: collector.counts())
 
     def take_dropped(self) -> list[tuple[str, TrajectoryGroup]]:

@@ -58,7 +58,6 @@ class StartedVllm(VllmEngine):
 
     @property
     def ended(self) -> bool:
-        """Return whether the server has ended."""
         return self._process.ended
 
     async def revive(self) -> bool:
@@ -68,11 +67,6 @@ class StartedVllm(VllmEngine):
         return True
 
     def restart(self) -> None:
-        """Start the server again, and wait until it listens.
-
-        Raises:
-            EngineError: it does not, or has ended too often.
-        """
         self._restarts.note(f"{self.name} has ended")
         self._process.restart()
         self._process.wait_until_listening(START_S)
@@ -103,11 +97,7 @@ class EngineServers:
         self._renewal: Future[None] | None = None
 
     def client(self, index: int) -> StartedVllm:
-        """Return the client of a server, once it listens.
-
-        Raises:
-            EngineError: it has ended, or does not listen in time.
-        """
+        """Return the client of a server, once it listens."""
         if index not in self._clients:
             self._processes[index].wait_until_listening(START_S)
             self._clients[index] = StartedVllm(
@@ -120,11 +110,7 @@ class EngineServers:
         return self._clients[index]
 
     def sleep(self) -> None:
-        """Free the memory of the servers on the trainer's GPUs, until :meth:`wake` or the end of this process.
-
-        Raises:
-            EngineError, weightwire.errors.WireError: a server cannot sleep.
-        """
+        """Free the memory of the servers on the trainer's GPUs, until :meth:`wake` or the end of this process."""
         if not self._sleeping:
             return
         self._loop = self._loop or LoopThread("megascend-sleep")
@@ -177,7 +163,6 @@ class EngineServers:
 
 
 def interpreter(config: RlConfig) -> Path:
-    """Return the interpreter of vLLM's environment."""
     python = config.vllm.python or os.environ.get("MEGASCEND_VLLM_PYTHON")
     return Path(python) if python else Path(".venv-vllm") / "bin" / "python"
 
@@ -210,10 +195,6 @@ def start_servers(config: RlConfig, launch: Launch, limits: SampleLimits, stack:
     Args:
         limits: limits on the samples, from which the servers' context follows.
         stack: closes the servers.
-
-    Raises:
-        ConfigError: the placement cannot be, or the interpreter has no vLLM that takes weights.
-        EngineError: a server that shares a GPU with the trainer does not start.
     """
     numbers = config.started_engines
     if not numbers:

@@ -81,7 +81,6 @@ def make_collector(
     tokenizer: PreTrainedTokenizerBase,
     episodes: Episodes,
 ) -> RolloutCollector:
-    """Build the collector from a run's settings."""
     rollout = config.rollout
     task = Task(
         episodes,

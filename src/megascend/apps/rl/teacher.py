@@ -360,7 +360,6 @@ def check_teacher(config: RlConfig, info: ModelInfo, tokenizer: PreTrainedTokeni
 
 
 def teacher_engine(config: RlConfig, settings: TeacherSettings) -> InferenceEngine | SglangTeacher:
-    """Build the client of the teacher's engine."""
     timeout_s = config.rollout.timeout_s
     if settings.model is not None:
         from megascend.apps.rl.rollout.engines.local import LocalEngine

@@ -55,11 +55,7 @@ class Callback:
 
 
 class Callbacks:
-    """The callbacks of a run: on rank 0 those that the run file names, then those of the caller; none on other ranks.
-
-    Raises:
-        ConfigError: a class that the run file names cannot be used.
-    """
+    """The callbacks of a run: on rank 0 those that the run file names, then those of the caller; none on other ranks."""
 
     def __init__(self, config: TrainerConfig, objects: Sequence[Callback]) -> None:
         self._makers: list[tuple[str, Callable[[], Callback]]] = [
@@ -111,7 +107,6 @@ class Callbacks:
         return self._stopped_by
 
     def _guarded(self, name: str, event: str, function: Any, *arguments: Any) -> Any:
-        """Call ``function``, unless a callback has failed before."""
         if self._error is not None:
             return None
         try:

@@ -6,17 +6,17 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megascend.apps.train.run_directory import CHECKPOINTS
-from megascend.config import TrainerConfig
+from megascend.apps.train.run_inputs import INPUTS, Inputs
 from megascend.errors import CheckpointError, redacted
 from megascend.training.checkpoint.retention import Retention
 
 if TYPE_CHECKING:
-    from megascend.apps.train.event_log import EventLog
+    from megascend.apps.train.learner import Learner
     from megascend.apps.train.object_storage import Uploads
-    from megascend.backend import Backend
+    from megascend.apps.train.run_directory import OutputDirectory
     from megascend.training.checkpoint.saver import PendingSave
 
 logger = logging.getLogger(__name__)
@@ -32,43 +32,37 @@ class CheckpointPolicy:
 
     def __init__(
         self,
-        backend: Backend,
-        config: TrainerConfig,
-        event_log: EventLog,
-        progress: Callable[[], dict[str, Any]],
-        before_save: Callable[[], object] = lambda: None,
-        may_save: Callable[[], bool] = lambda: True,
-        best_step: Callable[[], int | None] = lambda: None,
+        directory: OutputDirectory,
+        learner: Learner,
+        inputs: Inputs,
         on_save: Callable[[Path], object] = lambda path: None,
         uploads: Uploads | None = None,
     ) -> None:
         """
         Args:
-            progress: returns the loop's state to resume from, as JSON; called at every save.
-            before_save: called on every rank before a save.
-            may_save: returns False, on every rank, while files of an earlier run are in the output directory.
-            best_step: returns the best step so far, whose checkpoint is saved at once and kept; None: there is none.
+            directory: taken over by the first save; none is made while it holds an earlier run.
+            learner: has the state to resume from, and the best step, whose checkpoint is saved at once and kept.
+            inputs: saved with each checkpoint.
             on_save: called on every rank with the directory of a checkpoint that is complete.
             uploads: gets every complete checkpoint, on rank 0.
         """
-        self._backend, self._config, self._settings = backend, config, config.checkpoint
-        self._event_log, self._progress = event_log, progress
-        self._before_save, self._may_save, self._best_step = before_save, may_save, best_step
-        self._on_save, self._uploads = on_save, uploads
+        self._directory, self._learner, self._inputs = directory, learner, inputs
+        self._backend, self._event_log, config = directory.backend, directory.event_log, directory.config
+        self._settings, self._on_save, self._uploads = config.checkpoint, on_save, uploads
         self._series = Retention(
             config.output / CHECKPOINTS, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every
         )
         self._pending: PendingSave | None = None
         # The last step that was saved; -1 if it was not, as in a run that begins or resumes from another directory.
-        step = backend.step_count
-        self._last_step = step if backend.from_rank_0(lambda: self._series.path(step).is_dir()) else -1
+        step = self._backend.step_count
+        self._last_step = step if self._backend.from_rank_0(lambda: self._series.path(step).is_dir()) else -1
         self._saved = False  # a checkpoint of that step is complete in this run's directory
         if uploads is not None and self._last_step == step:
             uploads.add_checkpoint(self._series.path(step))  # an attempt before may have ended before its copy
         self.stall_s = 0.0
         self.problem: str | None = None
         if self._settings.every and self._settings.asynchronous:
-            backend.prepare_saves()
+            self._backend.prepare_saves()
 
     def after_step(self, step: int, stop: bool, save: bool = False) -> bool:
         """Save if a checkpoint is due; return True if any rank is to stop. Once a step.
@@ -84,14 +78,14 @@ class CheckpointPolicy:
             self._finish_pending()
         # A run that is stopped while it waits for a batch may have saved this step already.
         due = requested or (self._settings.every and step % self._settings.every == 0)
-        if (stopping or due or self._best_step() == step) and self._may_save() and self._last_step != step:
-            self._save(step)
+        if stopping or due or self._learner.best_step == step:
+            self._save_once(step)
         return stopping
 
     def finish(self, step: int) -> None:
         """Wait for the last checkpoint; save the last step first, unless it was saved or the run saves no checkpoints."""
-        if self._settings.every and self._may_save() and self._last_step != step:
-            self._save(step)
+        if self._settings.every:
+            self._save_once(step)
         self._finish_pending()
 
     def save_last(self, step: int) -> None:
@@ -115,8 +109,13 @@ class CheckpointPolicy:
             return f"nor could a checkpoint of step {step} be written: {self.problem}"
         return f"{path} holds the trained state: after fixing this, --resume auto exports it"
 
+    def _save_once(self, step: int) -> None:
+        """Save a step, unless it was saved, or the directory still holds an earlier run."""
+        if self._last_step != step and not self._directory.holds_earlier_run:
+            self._save(step)
+
     def _save(self, step: int, *, hf: bool | None = None) -> None:
-        self._before_save()
+        self._directory.take_over()
         start = time.perf_counter()
         self._finish_pending()
         # Before the save, so that an error in it is not attributed to an earlier step.
@@ -133,18 +132,18 @@ class CheckpointPolicy:
             self._failed(str(error))
 
     def best_path(self) -> Path | None:
-        best = self._best_step()
+        best = self._learner.best_step
         path = None if best is None else self._series.path(best)
         return path if self._backend.from_rank_0(lambda: path is not None and path.is_dir()) else None
 
     def _begin(self, step: int, hf: bool) -> PendingSave:
         # Read now: by the time this save completes, a later step may be the best, and its checkpoint not complete yet.
-        best = self._best_step()
+        best = self._learner.best_step
         try:
             return self._backend.save(
                 self._series.path(step),
-                progress=self._progress(),
-                config=redacted(self._config.model_dump(mode="json")),
+                progress=self._learner.state() | {INPUTS: self._inputs},
+                config=redacted(self._directory.config.model_dump(mode="json")),
                 hf=hf,
                 after=lambda path: self._committed(path, best),
             )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from megascend.apps.data.preview import SamplePiece, SampleStatistics, SourceStatistics, pieces
 from megascend.apps.plan.hardware import matching
@@ -25,13 +26,13 @@ from megascend.apps.train.run_samples import RunSamples, StreamedSamples
 from megascend.apps.train.teacher_model import teacher_sizes
 from megascend.apps.train.token_budget import AUTO, largest_fitting, largest_useful
 from megascend.apps.train.train import SupervisedRun
-from megascend.config import RunConfig
+from megascend.config import RunConfig, TrainerConfig
 from megascend.config.registry import inference_engine
 from megascend.config.rl import LOCAL, RlConfig
 from megascend.models.checkpoint_files.files import read_config
 from megascend.models.checkpoint_files.info import ModelInfo, inspect_checkpoint
 from megascend.models.memory.estimate import Estimate, estimate
-from megascend.models.memory.sizes import ELEMENT_BYTES, Kernels, Workload
+from megascend.models.memory.sizes import ELEMENT_BYTES, Workload
 from megascend.runtime.bootstrap.runtime import Runtime
 from megascend.runtime.distributed.launch import Launch
 from megascend.runtime.io.paths import free_bytes
@@ -55,30 +56,45 @@ class ShownSample:
     pieces: list[SamplePiece]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """Plan of a run that has not started: statistics, steps, memory and disk.
+    """Plan of a run that has not started: model, layout, memory and disk.
 
     Attributes:
-        config: the run's settings, with ``epochs`` converted to steps.
+        config: the run's settings, completed from the data.
         platform: the one that the run would use.
-        train, held_out: statistics of the samples; the latter None without a validation set.
-        sources: figures of each source of training data; none of streams.
-        remarks: descriptions of data that was left out, cut or not read.
-        epochs: passes over the data in all steps; None of a stream, whose statistics are those of the first batch.
-        examples: the first samples of the first step.
         free_disk: bytes, where the output is to be.
         disk_warning: None if there is room for what the run will write.
         memory: estimate for one rank; None for an engine from another package.
         recomputed: the same with recompute.granularity: full; None where that is set, or cannot be.
         device_memory: bytes of one device; on a CPU, this machine's for each rank.
+    """
+
+    config: TrainerConfig
+    platform: str
+    topology: Topology
+    info: ModelInfo
+    free_disk: int
+    disk_warning: str | None
+    memory: Estimate | None
+    recomputed: Estimate | None
+    device_memory: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedDryRun(DryRun):
+    """Plan of a run of ``train``, with statistics of its data and its steps.
+
+    Attributes:
+        train, held_out: statistics of the samples; the latter None without a validation set.
+        sources: figures of each source of training data; none of streams.
+        remarks: descriptions of data that was left out, cut or not read.
+        epochs: passes over the data in all steps; None of a stream, whose statistics are those of the first batch.
+        examples: the first samples of the first step.
         suggestion: a layout that is predicted to be faster; None if there is none, or this device is not described.
     """
 
     config: RunConfig
-    platform: str
-    topology: Topology
-    info: ModelInfo
     train: SampleStatistics
     held_out: SampleStatistics | None
     sources: list[SourceStatistics]
@@ -86,17 +102,12 @@ class DryRun:
     epochs: float | None
     steps: StepPlan
     examples: list[ShownSample]
-    free_disk: int
-    disk_warning: str | None
-    memory: Estimate | None
-    recomputed: Estimate | None
-    device_memory: int
     suggestion: Suggestion | None = None
 
 
-@dataclass(frozen=True)
-class RlDryRun:
-    """Plan of a run of ``rl`` that has not started.
+@dataclass(frozen=True, kw_only=True)
+class RlDryRun(DryRun):
+    """Plan of a run of ``rl``; its memory is that of trajectories as long as they may become.
 
     Attributes:
         prompts, held_out: number of prompts for training and for evaluation.
@@ -104,26 +115,17 @@ class RlDryRun:
         trial: an episode with a canned response.
         engines: a line for each engine: its version, or why there is none.
         teacher: description of the teacher, and whether it answers; None without one.
-        memory, recomputed, device_memory: as of :class:`DryRun`, for trajectories as long as they may become.
         engines_share: share of a trainer's device that engines take during its steps.
         processes: bytes of models in processes beside rank 0, by name.
     """
 
     config: RlConfig
-    platform: str
-    topology: Topology
-    info: ModelInfo
     prompts: int
     held_out: int
     prompt_lengths: tuple[int, int, int]
     trial: EpisodeTrial
     engines: list[str]
     teacher: str | None
-    free_disk: int
-    disk_warning: str | None
-    memory: Estimate | None
-    recomputed: Estimate | None
-    device_memory: int
     engines_share: float
     processes: dict[str, int]
 
@@ -165,6 +167,28 @@ def check_model(context: RunContext[AnyConfig], data: RunData[AnyConfig], overwr
         check_adapter_path(config.output / "adapter", overwrite)
 
 
+def resources(context: RunContext[AnyConfig], config: AnyConfig, workload: Workload) -> dict[str, Any]:
+    """Return the attributes of :class:`DryRun`."""
+    plan, runtime = context.plan, context.runtime
+    full = config.model_copy(update={"recompute": config.recompute.model_copy(update={"granularity": "full"})})
+    return {
+        "config": config,
+        "platform": runtime.platform.name,
+        "topology": plan.topology,
+        "info": plan.info,
+        "free_disk": free_bytes(config.output),
+        "disk_warning": disk_warning(config, plan.info),
+        "memory": memory_of(context, config, workload),
+        "recomputed": None if config.recompute.granularity == "full" else memory_of(context, full, workload),
+        "device_memory": memory_per_rank(runtime, plan.world_size),
+    }
+
+
+def memory_of(context: RunContext[AnyConfig], config: AnyConfig, workload: Workload) -> Estimate | None:
+    plan, kernels = context.plan, "plain" if context.runtime.platform.name == "cpu" else "fused"
+    return estimate(config, plan.info, read_config(config.model), plan.topology, workload, kernels)
+
+
 def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | Path | None = None) -> RlDryRun:
     """Check what can be known of a run of ``rl`` in one process. Writes nothing.
 
@@ -174,39 +198,25 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
     context = start(kind, plan, overwrite, resume)
     data = kind.read(context)
     check_model(context, data, overwrite)
-    plan, runtime, config, prompts = context.plan, context.runtime, data.config, data.prompts
-    info, topology, budget = plan.info, plan.topology, config.batching.budget
-    lengths = sorted(prompts.lengths)
-    hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
-    teacher, rollout = teacher_sizes(config, info), config.rollout
-
-    def memory(config: RlConfig) -> Estimate | None:
-        # An environment may fill the whole length with further turns; a plain response is at most max_tokens.
-        longest = min(budget, plan.limits.length)
-        if rollout.environment is None:
-            longest = min(longest, lengths[-1] + rollout.max_tokens)
-        share = -(-rollout.prompts_per_step * rollout.group_size // topology.data)
-        workload = Workload(budget, 2, config.batching.packing, longest, share * longest, teacher)
-        return estimate(config, info, hf_config, topology, workload, kernels)
-
+    plan, config, prompts, rollout = context.plan, data.config, data.prompts, data.config.rollout
+    lengths, budget = sorted(prompts.lengths), config.batching.budget
+    # An environment may fill the whole length with further turns; a plain response is at most max_tokens.
+    longest = min(budget, plan.limits.length)
+    if rollout.environment is None:
+        longest = min(longest, lengths[-1] + rollout.max_tokens)
+    share = -(-rollout.prompts_per_step * rollout.group_size // plan.topology.data)
+    teacher = teacher_sizes(config, plan.info)
+    workload = Workload(budget, 2, config.batching.packing, longest, share * longest, teacher)
     return RlDryRun(
-        config=config,
-        platform=runtime.platform.name,
-        topology=topology,
-        info=info,
+        **resources(context, config, workload),
         prompts=len(prompts.train),
         held_out=len(prompts.held_out),
         prompt_lengths=(lengths[0], lengths[len(lengths) // 2], lengths[-1]),
         trial=try_episode(config, data.episodes(), data.tokenizer, *prompts.train[0]),
         engines=ask_engines(config),
         teacher=describe_teacher(config),
-        free_disk=free_bytes(config.output),
-        disk_warning=disk_warning(config, info),
-        memory=memory(config),
-        recomputed=None if config.recompute.granularity == "full" else memory(with_recomputation(config)),
-        device_memory=memory_per_rank(runtime, plan.world_size),
         engines_share=share_beside_trainer(placements(config, context.launch), sleep=config.placement.sleep),
-        processes=local_processes(config, info),
+        processes=local_processes(config, plan.info),
     )
 
 
@@ -222,22 +232,12 @@ def local_processes(config: RlConfig, info: ModelInfo) -> dict[str, int]:
     return processes
 
 
-def kernels_on(platform: str) -> Kernels:
-    """Return the kind of kernels that the estimate of memory assumes."""
-    return "plain" if platform == "cpu" else "fused"
-
-
 def memory_per_rank(runtime: Runtime, world_size: int) -> int:
     """Return the bytes of a device. On a CPU all ranks share this machine's memory."""
     return runtime.platform.memory().total // (world_size if runtime.platform.name == "cpu" else 1)
 
 
-def with_recomputation(config: AnyConfig) -> AnyConfig:
-    recompute = config.recompute.model_copy(update={"granularity": "full"})
-    return config.model_copy(update={"recompute": recompute})
-
-
-def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Path | None = None) -> DryRun:
+def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Path | None = None) -> SupervisedDryRun:
     """Check what can be known of a run of ``train`` in one process.
 
     Writes nothing but the samples in the cache folder, where the run finds them.
@@ -247,31 +247,25 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
     data = kind.read(context)
     check_model(context, data, overwrite)
     plan, runtime, config = context.plan, context.runtime, data.config
-    info, topology, layout = plan.info, plan.topology, plan.layout
+    topology, layout = plan.topology, plan.layout
     samples, objective = data.samples, data.objective
     mixture = samples.mixture(config, samples.batches(config, objective))
     if isinstance(samples, StreamedSamples):
         samples = samples.first_batch()
     first = objective.members(next(samples.unit_batches(config, objective)))
-    hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
-    device_memory = memory_per_rank(runtime, plan.world_size)
-    longest, teacher = samples.longest_unit(layout), teacher_sizes(config, info)
+    longest, teacher = samples.longest_unit(layout), teacher_sizes(config, plan.info)
 
     def fits(tokens: int) -> bool:
-        workload = Workload(tokens, micro_batches=2, longest=longest, teacher=teacher)
-        need = estimate(config, info, hf_config, topology, workload, kernels)
+        need = memory_of(context, config, Workload(tokens, micro_batches=2, longest=longest, teacher=teacher))
         # None: an engine from another package, of whose memory nothing is known.
-        return need is None or need.tensors <= MEMORY_SHARE * device_memory
+        return need is None or need.tensors <= MEMORY_SHARE * memory_per_rank(runtime, plan.world_size)
 
     budget = config.batching.micro_batch_tokens
     # A dry run measures nothing: the estimate takes the place of trials.
     if budget == AUTO:
         budget = largest_fitting(longest, largest_useful(config, samples, layout, topology), fits)
     steps = plan_steps(config, samples, objective, layout, topology, budget)
-
-    def memory(config: RunConfig) -> Estimate | None:
-        workload = Workload(steps.tokens, steps.micro_batches, steps.packed, longest, steps.most_tokens, teacher)
-        return estimate(config, info, hf_config, topology, workload, kernels)
+    workload = Workload(steps.tokens, steps.micro_batches, steps.packed, longest, steps.most_tokens, teacher)
 
     def decode(ids: Sequence[int]) -> str:
         return str(plan.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -287,11 +281,8 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
             name = f"pair {pair + 1}, {'chosen' if sample.chosen else 'rejected'}"
         return ShownSample(name, len(sample), pieces(sample, decode, scored=samples.train.scored))
 
-    return DryRun(
-        config=config,
-        platform=runtime.platform.name,
-        topology=topology,
-        info=info,
+    return SupervisedDryRun(
+        **resources(context, config, workload),
         train=SampleStatistics.of(samples.train),
         held_out=None if samples.held_out is None else SampleStatistics.of(samples.held_out),
         sources=samples.source_statistics(config),
@@ -301,11 +292,6 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
         else config.steps * config.data.global_batch_size / objective.units(samples.train),
         steps=steps,
         examples=[example(index, pair) for index, pair in first[: EXAMPLES * (2 if samples.train.has_pairs else 1)]],
-        free_disk=free_bytes(config.output),
-        disk_warning=disk_warning(config, info),
-        memory=memory(config),
-        recomputed=None if config.recompute.granularity == "full" else memory(with_recomputation(config)),
-        device_memory=device_memory,
         suggestion=suggested(
             config.model_copy(update={"batching": config.batching.with_budget(budget)}), runtime, plan, longest
         ),

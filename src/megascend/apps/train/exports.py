@@ -106,12 +106,7 @@ def find_adapter(path: Path) -> Path:
 
 
 def find_export(path: Path) -> Path:
-    """Return the exported model or adapter at ``path``: the directory itself, or that of a run.
-
-    Raises:
-        CheckpointError: there is none.
-        ConfigError: a run directory has both.
-    """
+    """Return the exported model or adapter at ``path``: the directory itself, or that of a run."""
     if (path / MODEL_CONFIG).is_file() or (path / ADAPTER_CONFIG).is_file():
         return path
     present = [

@@ -93,7 +93,6 @@ class AnswerSampler:
         return cls(settings, tuple(map(_title, settings.prompts)), prompts, images, sampling, tokenizer)
 
     def due(self, step: int, last: int) -> bool:
-        """Return True if the model answers after ``step``: at intervals, and at the end."""
         return step % self.settings.every == 0 or step == last
 
     def answer(self, backend: Backend, adapter: str | None) -> list[PromptAnswer]:

@@ -240,7 +240,6 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Token of the end of a text."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -255,7 +254,6 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer, for the harness's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

@@ -268,7 +268,7 @@ def evaluate_model(settings: InferenceSettings, tasks: ValidationTasks, *, show:
     scores: dict[str, TaskScores] = {}
     with loaded_model(settings) as loaded:
         for adapter in settings.adapters or (None,):
-            scorer = TaskScorer.prepare(
+            scorer = TaskScorer(
                 loaded.backend, loaded.tokenizer, settings.model, tasks, adapter, loaded.template, show=show
             )
             scores[adapter or ""] = scorer.measure(suite, errors=True)

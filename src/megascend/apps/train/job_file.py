@@ -64,10 +64,6 @@ def job_file(kind: str, config: TrainerConfig, request: ClusterRequest, path: Pa
 
     Args:
         path: path of the job file, which its comments name.
-
-    Raises:
-        ConfigError: the kind is unknown or has no such devices, the name is refused, or a placement does not fit a node.
-        TopologyError: the layout fits neither the cluster nor the model.
     """
     check_kind(kind)
     job = _ClusterJob(config, request, path)

@@ -100,11 +100,7 @@ def default_length(checkpoint: Path) -> int:
 
 
 def settings(model: Path, length: int, batch: int, data: Path | None, overrides: Sequence[str]) -> RunConfig:
-    """Return the run's settings before a layout is chosen: defaults, with ``a.b=value`` overrides.
-
-    Raises:
-        ConfigError: a setting is unknown, what a plan chooses, or what no prediction is for.
-    """
+    """Return the run's settings before a layout is chosen: defaults, with ``a.b=value`` overrides."""
     overrides = full_names(overrides, {}, RunConfig)
     for name in (override.partition("=")[0] for override in overrides):
         if name != "parallel.context_algorithm" and name.startswith(CHOSEN):

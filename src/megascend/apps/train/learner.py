@@ -179,7 +179,7 @@ class Learner(ABC):
     def after_step(self, number: int) -> None:  # noqa: B027
         """Run what is due after a logged step."""
 
-    def save_batch(self, number: int) -> Path | None:
+    def save_batch(self, number: int, batch: Any) -> Path | None:
         """Write the batch of a step with non-finite gradients, for debugging; None if it is not written."""
         return None
 

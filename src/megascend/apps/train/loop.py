@@ -9,6 +9,7 @@ import gc
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from megascend.apps.train.results import check_results, report_stop, upload, wri
 from megascend.apps.train.resume import begin, check_start, may_write
 from megascend.apps.train.run_backend import ADAPTER, bootstrap, make_backend
 from megascend.apps.train.run_directory import lock_output
-from megascend.apps.train.run_inputs import INPUTS, Inputs, compare_inputs, read_inputs
+from megascend.apps.train.run_inputs import INPUTS, compare_inputs, read_inputs
 from megascend.apps.train.run_log import RunLog
 from megascend.apps.train.start_phases import StartPhases
 from megascend.config.plugins import import_plugins
@@ -58,9 +59,6 @@ def run(
     Args:
         plan: result of :func:`megascend.apps.train.preflight.preflight` for ``config``; None: it was not called on this host.
         callbacks: as many on every rank; called on rank 0, after those that ``config`` names.
-
-    Raises:
-        MegascendError: a setting, data, a step, a callback, an export or a checkpoint that failed.
     """
     phases = StartPhases()
     launch = Launch.from_environment()
@@ -146,9 +144,9 @@ def run(
             phases.end("preparing")
             if this_run.main_rank:
                 print(f"ready after {phases}", flush=True)
-            saves, step = train_steps(
-                this_run, learner, directory, inputs, log, run_callbacks, phases, kernel_compilation, uploads
-            )
+            on_save = partial(run_callbacks.call, "on_save")
+            saves = CheckpointPolicy(directory, learner, inputs, on_save, uploads)
+            step = train_steps(this_run, learner, saves, directory, log, run_callbacks, phases, kernel_compilation)
             stopping_callback = run_callbacks.check()
 
         # Results
@@ -219,34 +217,21 @@ def build_model(
 def train_steps(
     run: Run[AnyConfig],
     learner: Learner,
+    saves: CheckpointPolicy,
     directory: OutputDirectory,
-    inputs: Inputs,
     log: RunLog,
     callbacks: Callbacks,
     phases: StartPhases,
     kernel_compilation: ExitStack,
-    uploads: Uploads | None,
-) -> tuple[CheckpointPolicy, int]:
-    """Train up to the last step, to a signal or to a callback's stop; return the checkpoints' policy and the last step.
+) -> int:
+    """Train up to the last step, to a signal or to a callback's stop; return the last step.
 
     Args:
-        inputs: saved with each checkpoint.
         kernel_compilation: closed after the first step, which has compiled all that it needed; a compiler that kept running would
             only use processor time.
     """
     config, backend = run.config, run.backend
     number = steps_done = backend.step_count
-    saves = CheckpointPolicy(
-        backend,
-        config,
-        run.event_log,
-        lambda: learner.state() | {INPUTS: inputs},
-        before_save=directory.take_over,
-        may_save=lambda: not directory.holds_earlier_run,
-        best_step=lambda: learner.best_step,
-        on_save=lambda path: callbacks.call("on_save", path),
-        uploads=uploads,
-    )
     # The peak while loading is not the peak of training.
     backend.platform.reset_peak_memory()
     steps = range(steps_done + 1, config.steps + 1)
@@ -277,7 +262,7 @@ def train_steps(
                 # After the row is written: metrics.jsonl ends with the skipped steps, and an evaluation that fails does not
                 # cost the step's figures.
                 if learner.skipped_in_a_row > config.max_skipped_steps:
-                    raise too_many_skips(config, number, learner.skipped_in_a_row, learner.save_batch(number))
+                    raise too_many_skips(config, number, learner.skipped_in_a_row, learner.save_batch(number, batch))
                 learner.after_step(number)
             if number == steps_done + 1:
                 phases.end("first step")
@@ -297,7 +282,7 @@ def train_steps(
     if number == config.steps or learner.finished:
         directory.take_over()
     saves.finish(number)
-    return saves, number
+    return number
 
 
 def run_log(run: Run[AnyConfig], directory: OutputDirectory) -> RunLog:

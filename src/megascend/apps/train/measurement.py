@@ -62,24 +62,24 @@ class Measurement:
 
 
 class MetricSums:
-    """Sums of a loss and its metrics over this rank's samples or pairs."""
+    """Sums of a loss and its metrics over this rank's samples or pairs, and of what divides them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = defaultdict(float)
-        self._count = 0
+        self._count = 0.0
         self._outcomes: torch.Tensor | None = None
 
-    def add(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> None:
+    def add(self, loss: torch.Tensor | float, metrics: Mapping[str, torch.Tensor], weight: float = 1.0) -> None:
         for name, value in {**metrics, LOSS: loss}.items():
             self._sums[name] += float(value)
-        self._count += 1
+        self._count += weight
 
     def add_outcomes(self, outcomes: torch.Tensor) -> None:
-        """Add a sample's :func:`label_outcomes`."""
         self._outcomes = outcomes if self._outcomes is None else self._outcomes + outcomes
 
     def gather(self, backend: Backend) -> Measurement:
         """Return the sums over all ranks. Collective."""
+        # Sums: the mean is over tokens or samples, not over ranks or sources, which have different numbers of them.
         table = [] if self._outcomes is None else self._outcomes.tolist()
         parts, counts, tables = zip(*backend.gather_by_data_rank((dict(self._sums), self._count, table)), strict=True)
         # A rank without samples has no sums; the names are the same on all others.

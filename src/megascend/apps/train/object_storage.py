@@ -36,12 +36,7 @@ RETRY_AFTER_S = 2.0
 
 
 class ObjectStorage:
-    """A folder in object storage. Methods raise whatever the storage's client raises; its exceptions share no class.
-
-    Raises:
-        ConfigError: the address is none.
-        MissingDependencyError: the package for its protocol is not installed.
-    """
+    """A folder in object storage. Methods raise whatever the storage's client raises; its exceptions share no class."""
 
     def __init__(self, address: str) -> None:
         from fsspec.core import url_to_fs
@@ -80,7 +75,6 @@ class ObjectStorage:
         return self._files.exists(path) and self._files.cat_file(path) == content
 
     def check(self) -> None:
-        """Write a file and remove it."""
         probe = f"{self._root}/.write-test"
         self._files.pipe_file(probe, b"megascend")
         self._files.rm_file(probe)
@@ -113,11 +107,7 @@ class ObjectStorage:
         self._files.rm(folder, recursive=True)
 
     def fetch(self, name: str, directory: Path) -> None:
-        """Copy a checkpoint to ``directory``, which appears when it is complete and all files are what was saved.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
+        """Copy a checkpoint to ``directory``, which appears when it is complete and all files are what was saved."""
         folder = f"{self._root}/{CHECKPOINTS}/{name}"
         text = self._files.cat_file(f"{folder}/{manifest.NAME}")
         files = manifest.parse(text.decode(), Path(name) / manifest.NAME).files
@@ -131,12 +121,7 @@ class ObjectStorage:
 
 
 def fetch_checkpoint(config: TrainerConfig, overwrite: bool, resume: str | Path | None) -> None:
-    """Copy the best checkpoint in ``checkpoint.remote`` to a run that has none. On rank 0, before it decides where to start.
-
-    Raises:
-        ConfigError: there is a run, which this one neither resumes nor overwrites.
-        CheckpointError: the storage cannot be read, or no checkpoint in it.
-    """
+    """Copy the best checkpoint in ``checkpoint.remote`` to a run that has none. On rank 0, before it decides where to start."""
     settings, here = config.checkpoint, Retention(config.output / CHECKPOINTS)
     if settings.remote is None or overwrite or here.steps() or resume not in (None, "auto"):
         return
@@ -297,5 +282,4 @@ def step_of(path: Path) -> int:
 
 
 def reason(error: BaseException) -> str:
-    """Describe an exception of a storage's client in one line."""
     return redacted(" ".join(f"{type(error).__name__}: {error}".split()))[:200]

@@ -43,7 +43,6 @@ class Scoring:
     before_batch: Callable[[], None] = lambda: None
 
     def batches(self, units: int) -> Iterator[range]:
-        """Yield the units of each batch."""
         for start in range(0, units, self.batch_size):
             self.before_batch()
             yield range(start, min(start + self.batch_size, units))
@@ -106,7 +105,6 @@ class LearningObjective(ABC):
 
 
 def make_objective(config: RunConfig, samples: Samples) -> LearningObjective:
-    """Build the objective that the settings select."""
     settings = config.distillation
     if settings is not None and settings.teacher is not None:
         _check_kind(config, samples, "token", "distillation")
@@ -233,18 +231,15 @@ class TokenObjective(LearningObjective):
 
     def measure(self, backend: Backend, samples: Samples, scoring: Scoring) -> Measurement:
         """Return the weighted sum of :meth:`losses` and the sum of weights, or the number of samples."""
-        total = weight = 0.0
+        sums = MetricSums()
         for batch in scoring.batches(len(samples)):
             shard = backend.shard(samples[batch.start : batch.stop])
             for sample, losses in zip(shard, self.losses(backend, shard, scoring.adapter), strict=True):
                 if self._loss.per == "sample":
-                    total, weight = total + float(losses.sum()), weight + 1
-                    continue
-                total += weighted_sum(losses, sample)
-                weight += float(sample.weights.double().sum())
-        # Sums: the mean is over tokens, not over ranks or sources, which have different numbers of them.
-        totals, weights = zip(*backend.gather_by_data_rank((total, weight)), strict=True)
-        return Measurement(sum(totals), sum(weights))
+                    sums.add(losses.sum(), {})
+                else:
+                    sums.add(weighted_sum(losses, sample), {}, weight=float(sample.weights.double().sum()))
+        return sums.gather(backend)
 
     def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
         """Return the loss of every target [length], or of the sample [1], for each sample, without gradients."""
@@ -477,12 +472,11 @@ class LabelledObjective(PreferenceObjective):
             entropies = scores.entropy or [None] * len(shard)
             labelled += zip(shard, scores.logprobs, entropies, strict=True)
         loss = self._with_kl(self._divergence(backend, ratios)) if self._has_kl else self._loss
-        values = [
-            float(loss_values(loss, [sample], [logprobs], None if entropy is None else [entropy])[0].sum())
-            for sample, logprobs, entropy in labelled
-        ]
-        totals, counts = zip(*backend.gather_by_data_rank((sum(values), len(values))), strict=True)
-        return Measurement(sum(totals), sum(counts))
+        sums = MetricSums()
+        for sample, logprobs, entropy in labelled:
+            losses, _ = loss_values(loss, [sample], [logprobs], None if entropy is None else [entropy])
+            sums.add(losses.sum(), {})
+        return sums.gather(backend)
 
     def _log_ratios(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[float]:
         """Return this rank's share of the log-ratios of policy and reference, summed over each sample."""

@@ -120,9 +120,6 @@ def preflight(
 
     Args:
         starts_ranks: the caller starts the ranks on this host; False: they are running already, perhaps on several hosts.
-
-    Raises:
-        MegascendError: whatever the first rank would have raised a few seconds later.
     """
     check_start(config.output, overwrite, resume, Launch())
     run_plan = check_run(config, world_size, overwrite)
@@ -144,12 +141,6 @@ def check_run(
 
     Args:
         plugins_pending: modules that the run names, and may register engines or trackers, have not been imported yet.
-
-    Raises:
-        ConfigError: a setting cannot work with this model, or paths conflict.
-        MissingDependencyError: a package is missing.
-        TopologyError: the layout does not fit the world size or the model.
-        CheckpointError: the model is missing, incomplete or damaged, as far as file headers show.
     """
     check_plugins(config.plugins)
     for name in config.callbacks:
@@ -188,7 +179,6 @@ def check_packages(config: TrainerConfig, *, plugins_pending: bool = False) -> N
 
 
 def require_harness(setting: str) -> None:
-    """Raise MissingDependencyError if lm-eval-harness is not installed."""
     if not is_installed("lm_eval"):
         raise MissingDependencyError(
             f"{setting} needs lm_eval (lm-eval-harness), which is not installed: pip install 'megascend[eval]'"
@@ -302,7 +292,6 @@ def check_rollouts(config: RlConfig) -> None:
 
 
 def disk_warning(config: TrainerConfig, info: ModelInfo) -> str | None:
-    """Return a warning if the disk has too little free space for the run, else None."""
     earlier = [path for name in (CHECKPOINTS, "hf") for path in (config.output / name).rglob("*") if path.is_file()]
     required = required_disk_bytes(config, info.parameter_count)
     # Files of an earlier run, which --overwrite will remove, count as free space.

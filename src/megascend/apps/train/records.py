@@ -102,7 +102,6 @@ class StepRecord(MetricsRecord):
         return f"epoch {self.epoch:.2f}  "
 
     def summary(self, earlier: Mapping[str, tuple[int, float]] = EMPTY) -> str:
-        """Return the figures of a step in one short line."""
         figures = [
             f"loss {self.loss:.4f}",
             f"accuracy {self.metrics['accuracy']:.3f}" if "accuracy" in self.metrics else "",

@@ -47,7 +47,6 @@ def check_results(config: TrainerConfig, backend: Backend, overwrite: bool) -> N
 
 
 def check_adapter_path(path: Path, overwrite: bool) -> None:
-    """Raise CheckpointError if a run's adapter cannot be written to ``path``."""
     from megascend.training.lora.adapter_io import check_target
 
     removed = overwrite and not is_kept(path)

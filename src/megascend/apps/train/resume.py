@@ -214,11 +214,6 @@ def begin(
 
     Returns:
         The output directory, and the saved progress; None for a run that starts at step 1.
-
-    Raises:
-        ConfigError, CheckpointError: as :func:`decide`, on every rank; or the checkpoint is of another kind of run, has an
-            adapter of another rank, scaling or targets, or is beyond the run's steps; or the hosts do not share the output
-            directory.
     """
     launch, output = backend.groups.launch, config.output
     # On rank 0 only: hosts may see different states of a directory on a network file system.
@@ -292,11 +287,7 @@ def check_adapter(config: TrainerConfig, candidates: Sequence[Path]) -> None:
 
 
 def apply_adapter_settings(backend: Backend, config: TrainerConfig, checkpoint: Path) -> None:
-    """Give this run's settings to the adapter that a checkpoint has restored together with those of its own run. Collective.
-
-    Raises:
-        ConfigError: on every rank: it has other targets.
-    """
+    """Give this run's settings to the adapter that a checkpoint has restored together with those of its own run. Collective."""
     if config.lora is None or backend.adapters[ADAPTER].lora == config.lora:
         return
     try:

@@ -124,9 +124,6 @@ def lock_output(output: Path, stack: ExitStack) -> None:
 
     Unlike the process id in the event log, the lock also shows runs in other containers and, on file systems that share locks
     (NFS, Lustre with ``flock``), on other hosts. A file system without locks is logged.
-
-    Raises:
-        ConfigError: another process has locked the directory.
     """
     path = output / LOCK
     try:
@@ -163,7 +160,6 @@ def refuse_locked(output: Path) -> None:
 
 
 def refuse_earlier_run(output: Path) -> None:
-    """Raise ConfigError if a directory holds a run."""
     files = run_files(output)
     if files:
         advice = "resume it with --resume auto, " if Retention(output / CHECKPOINTS).steps() else ""

@@ -50,11 +50,7 @@ class InputNames:
 
 
 def read_inputs(backend: Backend, names: InputNames) -> Inputs:
-    """Return the fingerprints of a run's inputs, on rank 0, whose files decide: other hosts may have copies. Collective.
-
-    Raises:
-        CheckpointError: on every rank: weights cannot be read.
-    """
+    """Return the fingerprints of a run's inputs, on rank 0, whose files decide: other hosts may have copies. Collective."""
     return backend.from_rank_0(
         lambda: {
             "weights": {setting: fingerprint(directory) for setting, directory in names.weights.items()},

@@ -132,7 +132,6 @@ class RunLog:
         return self
 
     def start(self) -> None:
-        """Start the clock and the progress display, before the first step."""
         if self._enabled:
             self._clock.start()
             self._display.start()
@@ -248,7 +247,6 @@ class AppendFile:
                 logger.warning("%s cannot be written: %s; its lines are kept until it can be", self._path, error)
 
     def close(self) -> None:
-        """Close the file; log the number of lines that could not be written."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         if self._waiting:
@@ -357,11 +355,10 @@ class PlainDisplay:
                 flush=True,
             )
 
-    def show_line(self, line: str) -> None:
-        print(line, flush=True)
-
     def print_text(self, text: str) -> None:
         print(text, flush=True)
+
+    show_line = print_text
 
 
 class BarDisplay:

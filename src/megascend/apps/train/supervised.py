@@ -182,7 +182,6 @@ class SupervisedLearner(Learner):
         self._samples, self._objective, self._answer_sampler = data.samples, objective, data.answer_sampler
         config, backend = run.config, run.backend
         self._last_step = backend.step_count
-        self._batch: Sequence[Sample] = ()
         self.totals = TrainCounts(**progress.get("counts", {}))
         self._stream = data.samples.batches(config, objective)
         run.stack.callback(self._stream.close)
@@ -243,7 +242,7 @@ class SupervisedLearner(Learner):
         step = backend.optimizer_step()
         # Updated at once: if an error follows, a checkpoint of this step is saved with these counts.
         seconds = time.perf_counter() - self._step_start
-        self._batch, self.skipped_in_a_row = batch, step.skipped_in_a_row
+        self.skipped_in_a_row = step.skipped_in_a_row
         self._stream_state = self._stream.progress.state
         totals.tokens += result.total_tokens
         totals.skipped += step.skipped
@@ -292,8 +291,8 @@ class SupervisedLearner(Learner):
             self._log.write_texts(number, {answer.prompt: answer.text for answer in answers})
         self._step_start = time.perf_counter()
 
-    def save_batch(self, number: int) -> Path | None:
-        return save_batch(self._run.config, number, self._batch) if self._log.writes else None
+    def save_batch(self, number: int, batch: Sequence[Sample]) -> Path | None:
+        return save_batch(self._run.config, number, batch) if self._log.writes else None
 
     @property
     def finished(self) -> bool:

@@ -55,11 +55,7 @@ class TaskScores:
     report: Mapping[str, Any] | None = None
 
     def metric(self, name: str) -> tuple[float, bool]:
-        """Return a metric and whether higher is better.
-
-        Raises:
-            EvaluationError: there is no such metric, or its task does not say which direction is better.
-        """
+        """Return a metric and whether higher is better."""
         if name not in self.values:
             raise EvaluationError(f"validation.metric: {name} was not measured; measured are {', '.join(self.values)}")
         direction = self.higher_is_better.get(name)
@@ -86,33 +82,18 @@ class TaskScorer:
     """Log-probabilities and responses of a backend's model for tasks. Collective, unless stated otherwise.
 
     Args:
-        stops: tokens that end a response.
-        template: chat template for tasks that are rendered as conversations.
+        model: the model's directory, whose generation_config.json may name tokens that end a response.
         adapter: name of the adapter that is measured; None: the model itself.
+        template: chat template of the run; default: the tokenizer's.
         show: show progress on stderr, on rank 0.
         before_batch: called on every rank before it scores sequences or samples responses; may raise, on all of them.
+
+    Attributes:
+        template: chat template of tasks that are rendered as conversations; else None.
     """
 
     def __init__(
         self,
-        backend: Backend,
-        tokenizer: PreTrainedTokenizerBase,
-        stops: Sequence[int],
-        template: ChatTemplate | None = None,
-        adapter: str | None = None,
-        *,
-        show: bool = False,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.backend, self.tokenizer, self.template = backend, tokenizer, template
-        self._stops, self._adapter, self._show, self._before_batch = tuple(stops), adapter, show, before_batch
-        budget = backend.engine.batching.budget
-        self.limit = min(backend.max_length, budget - budget % backend.engine.layout.padded_length(1))
-        self._computing = False
-
-    @classmethod
-    def prepare(
-        cls,
         backend: Backend,
         tokenizer: PreTrainedTokenizerBase,
         model: Path,
@@ -122,25 +103,17 @@ class TaskScorer:
         *,
         show: bool = False,
         before_batch: Callable[[], None] = lambda: None,
-    ) -> TaskScorer:
-        """Build a scorer for ``tasks``. Local.
-
-        Args:
-            model: the model's directory, whose generation_config.json may name tokens that end a response.
-            template: chat template of the run; default: the tokenizer's.
-
-        Raises:
-            ConfigError: tasks are conversations, and the tokenizer has no chat template.
-        """
-        if not tasks.chat_template:
-            # As in the harness: outside conversations, the end of a turn does not end the response.
-            stops = stop_tokens(tokenizer, model)
-            return cls(backend, tokenizer, sorted(stops), None, adapter, show=show, before_batch=before_batch)
-        if not tokenizer.chat_template:
+    ) -> None:
+        if tasks.chat_template and not tokenizer.chat_template:
             raise ConfigError("chat_template: true of the tasks, and the model's tokenizer has no chat template")
-        template = template or ChatTemplate(tokenizer)
-        stops = stop_tokens(tokenizer, model, template)
-        return cls(backend, tokenizer, sorted(stops), template, adapter, show=show, before_batch=before_batch)
+        self.backend, self.tokenizer = backend, tokenizer
+        self.template = (template or ChatTemplate(tokenizer)) if tasks.chat_template else None
+        # As in the harness: outside conversations, the end of a turn does not end the response.
+        self._stops = tuple(sorted(stop_tokens(tokenizer, model, self.template)))
+        self._adapter, self._show, self._before_batch = adapter, show, before_batch
+        budget = backend.engine.batching.budget
+        self.limit = min(backend.max_length, budget - budget % backend.engine.layout.padded_length(1))
+        self._computing = False
 
     def measure(self, suite: Tasks | None, *, errors: bool = False) -> TaskScores:
         """Measure the tasks of ``suite``, which rank 0 has; the same metrics on every rank.

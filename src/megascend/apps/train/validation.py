@@ -55,7 +55,7 @@ class Validator:
         self._unshown: TaskScores | None = None
         if settings.tasks is not None:
             template = ChatTemplate(tokenizer, run.config.data.chat_template_options, run.config.template_date)
-            self._tasks = TaskScorer.prepare(
+            self._tasks = TaskScorer(
                 *(run.backend, tokenizer, run.config.model, settings.tasks, run.adapter, template),
                 before_batch=check_stop,
             )

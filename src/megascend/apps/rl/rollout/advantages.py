@@ -64,10 +64,6 @@ def advantages(
             estimator does.
         tokens: sampled tokens of each response, by which it counts in the mean and standard deviation of a step, as in verl and
             OpenRLHF; None: all count alike.
-
-    Raises:
-        ConfigError: the estimator is unknown.
-        DataError: fewer than two responses to a prompt, or a reward is not finite or too large.
     """
     if estimator not in ESTIMATORS:
         raise ConfigError(f"advantages: unknown estimator {estimator!r}; known: {', '.join(ESTIMATORS)}")

@@ -108,9 +108,6 @@ class RolloutBuffer:
             max_lag: largest lag of a group; 0: sampling and learning alternate.
             in_order: return groups in the order of their prompts. A slow prompt then delays the trainer, but the groups of a step
                 no longer depend on timing.
-
-        Raises:
-            ConfigError: ``batch`` is below 1, or ``max_lag`` below 0.
         """
         if batch < 1 or max_lag < 0:
             raise ConfigError(f"a rollout buffer needs batch >= 1 and max_lag >= 0, got {batch} and {max_lag}")
@@ -159,9 +156,6 @@ class RolloutBuffer:
         Args:
             equal: all its rewards are equal.
             dropped: it is not given to the trainer; default: ``equal``.
-
-        Raises:
-            DataError: its version is older than that of its dispatch: the engine missed an update.
         """
         # A group that is not in flight is refused below, with its own message.
         dispatched = self._in_flight[group.number].version if group.number in self._in_flight else group.version
@@ -225,7 +219,6 @@ class RolloutBuffer:
 
     @property
     def in_flight(self) -> int:
-        """Number of prompts in flight."""
         return len(self._in_flight)
 
     @property

@@ -208,11 +208,7 @@ class RolloutCollector:
         return self.call(lambda: {"prompts": self._prompts.state_dict(), "buffer": self._buffer.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; before :meth:`start`.
-
-        Raises:
-            DataError: the prompts differ from those of the saved state.
-        """
+        """Continue from :meth:`state_dict`; before :meth:`start`."""
         assert not self._started, "load_state_dict() after start()"
         self._prompts.load_state_dict(state["prompts"])
         self._buffer.load_state_dict(state["buffer"])

@@ -196,7 +196,6 @@ class BoundedProtocol(asyncio.Protocol):
         self._read_timer = self._loop.call_later(WRITE_S, self._check_reading)
 
     def _drop(self) -> None:
-        """Reset the connection."""
         sock = self._transport.get_extra_info("socket")
         if sock is not None:
             # SO_LINGER 0 discards unsent data, which the kernel would otherwise keep for a client that does not read.

@@ -275,7 +275,6 @@ class EnginePool:
             )
 
     async def close(self) -> None:
-        """Stop asking, and close all engines."""
         tasks = [member.check for member in self._members if member.check is not None]
         for task in tasks:
             task.cancel()

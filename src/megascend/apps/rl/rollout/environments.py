@@ -98,11 +98,7 @@ class PromptRenderer:
         self._template = ChatTemplate(tokenizer, day=template_date) if tokenizer.chat_template else None
 
     def start(self, start: str | Sequence[Message], tools: Tools = None) -> list[int]:
-        """Return the tokens of a text, or of messages up to where the assistant replies.
-
-        Raises:
-            DataError: there are none, or there is no chat template for messages.
-        """
+        """Return the tokens of a text, or of messages up to where the assistant replies."""
         if isinstance(start, str):
             tokens: Any = opening_tokens(start, self._tokenizer)
         else:
@@ -182,11 +178,9 @@ class Policy:
         return self._renderer.text(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
         return self._renderer.decode(tokens)
 
     def save_tokenizer(self, directory: str) -> None:
-        """Write the model's tokenizer with its chat template, for programs that render conversations themselves."""
         self._renderer.save_tokenizer(directory)
 
     def conversation(self, start: str | Sequence[Message], tools: Tools = None) -> Conversation:
@@ -523,9 +517,6 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Environment:
 
     Args:
         options: keyword arguments of the class, or of the function that makes the environment.
-
-    Raises:
-        ConfigError: it cannot be imported or made, or has no asynchronous method ``run(policy, example)``.
     """
     environment = load_object(name, "rollout.environment", lambda value: callable(value) or hasattr(value, "run"))
     if isinstance(environment, type) or not hasattr(environment, "run"):

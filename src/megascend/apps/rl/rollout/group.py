@@ -83,7 +83,6 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
-        """Return the number of tokens that the model sampled."""
         return sum(self.mask)
 
 
@@ -109,7 +108,6 @@ class TrajectoryGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """Return the rewards of the trajectories, in order."""
         return [trajectory.reward for trajectory in self.trajectories]
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +116,6 @@ class TrajectoryGroup:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrajectoryGroup:
-        """Rebuild a group from :meth:`to_json`."""
         return cls(values["number"], tuple(map(_trajectory, values["trajectories"])), values.get("failed", 0))
 
 

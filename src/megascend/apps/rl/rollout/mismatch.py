@@ -88,7 +88,6 @@ def measure(engine: Tensor, trainer: Tensor, cap: float = math.inf) -> Mismatch:
 
 
 def total(parts: Iterable[Mismatch]) -> Mismatch:
-    """Combine statistics over all tokens of all parts."""
     return sum(parts, Mismatch())
 
 

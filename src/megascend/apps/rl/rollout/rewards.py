@@ -60,9 +60,6 @@ def checked(reward: Reward, response: str, example: Mapping[str, Any]) -> tuple[
 
     Returns:
         The reward, and its parts by name.
-
-    Raises:
-        DataError: it raised, or a number is missing, not finite, or too large; the message shows the response.
     """
     label = f"the reward function {reward_name(reward)}"
     quotation = f"; the response was {response!r:.200}"

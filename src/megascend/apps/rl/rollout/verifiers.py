@@ -107,11 +107,7 @@ class VerifiersEnvironment:
         self._server: asyncio.Task[None] | None = None
 
     async def run(self, policy: Policy, example: Prompt) -> list[Trajectory]:
-        """Play one episode of a task; return a trajectory for each history of each agent that is trained.
-
-        Raises:
-            DataError: the episode failed, or its record is not what the engine sampled.
-        """
+        """Play one episode of a task; return a trajectory for each history of each agent that is trained."""
         client = await self._served(policy)
         sessions: dict[str, _Session] = {}
 
@@ -302,9 +298,6 @@ def load(package: str, options: Mapping[str, Any]) -> VerifiersEnvironment:
 
     Args:
         options: keyword arguments of :class:`VerifiersEnvironment`.
-
-    Raises:
-        ConfigError: verifiers is not installed or has another version, or it cannot load the environment.
     """
     try:
         installed = version("verifiers")

@@ -25,7 +25,6 @@ RELEASE_S = 10.0
 
 
 def main() -> int:
-    """Run the controller; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megascend.apps.rl.rollout.controller", description=__doc__)
     parser.add_argument("engines", nargs="+", metavar="ADDRESS", help="of a vLLM server: http://HOST:PORT")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
@@ -49,7 +48,6 @@ def main() -> int:
 
 
 async def serve(arguments: argparse.Namespace) -> int:
-    """Serve until a signal arrives; return the exit status."""
     from megascend.apps.rl.rollout.controller.server import ControllerServer
 
     key = load_key()

@@ -47,7 +47,6 @@ class PublishedAddress:
             raise ControllerError(f"{path} is held by another controller{holder}") from None
 
     def publish(self, address: Address) -> None:
-        """Write the address atomically."""
         # Clients read it at any moment, and must not find half of it.
         with replacing(self._path) as path:
             path.write_text(json.dumps({"version": 1, **asdict(address)}) + "\n", encoding="utf-8")
@@ -61,11 +60,7 @@ class PublishedAddress:
 
 
 def unbracketed(host: str) -> str:
-    """Return an address without the brackets that belong around an IPv6 one in a URL, and that versions of Ray add or leave out.
-
-    Raises:
-        ControllerError: there is no IPv6 address in the brackets.
-    """
+    """Return an address without the brackets of an IPv6 one in a URL, which versions of Ray add or leave out."""
     if "[" not in host and "]" not in host:
         return host
     try:

@@ -357,7 +357,6 @@ class Controller(ClosedOnce):
         return self._clean_up(end())
 
     def _wake(self) -> None:
-        """Wake all waiting claims after engines were freed."""
         for freed in self._waiting:
             freed.set()
 

@@ -73,7 +73,6 @@ class Call(BaseModel):
 
 
 def new_id(clock: Callable[[], float] = time.time) -> str:
-    """Generate the id of a new call."""
     return f"{int(clock() * 1000):013d}-{secrets.token_hex(16)}"
 
 
@@ -85,7 +84,6 @@ def write_call(instance: str, call_id: str, caller: str, arguments: Mapping[str,
 
 
 def read_call(body: bytes) -> Call:
-    """Parse a call."""
     data = read_object(body)
     _check_version(data)
     try:
@@ -101,12 +99,10 @@ def problems(error: ValidationError) -> str:
 
 
 def write_result(instance: str, result: Mapping[str, Any]) -> Answer:
-    """Encode the answer to a successful call."""
     return Answer(200, _dump({"version": VERSION, "instance": instance, "result": dict(result)}))
 
 
 def write_error(instance: str, error: Exception) -> Answer:
-    """Encode the answer to a call that was refused or failed."""
     # Errors cross as kinds: another version may not have the class.
     kind = next((kind for kind, (_, error_type) in _KINDS.items() if isinstance(error, error_type)), "internal")
     status, _ = _KINDS[kind]
@@ -147,7 +143,6 @@ def _dump(data: Mapping[str, Any]) -> bytes:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object."""
     try:
         data = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:

@@ -135,7 +135,6 @@ class ControllerServer(ClosedOnce):
         """Address at which it listens, complete after :meth:`start`."""
 
     async def start(self) -> Address:
-        """Listen, and publish the address."""
         # The file would contain an address that leads other machines to themselves.
         if self._publish is not None and self._advertise is None and self._host in ("", "0.0.0.0", "::"):
             raise ConfigError(

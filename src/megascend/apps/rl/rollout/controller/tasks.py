@@ -138,9 +138,6 @@ class RolloutTasks:
 
         Returns:
             Name -> result, or the RolloutTaskError it ended in, which may be that it is over and its result was not kept.
-
-        Raises:
-            RolloutTaskError: a rollout was never expected.
         """
         waiting: dict[asyncio.Future[Any], tuple[str, _Task]] = {}
         results: dict[str, Any] = {}

@@ -83,7 +83,6 @@ class LocalEngine(RemoteEngine):
         return answer
 
     async def revive(self) -> bool:
-        """See :class:`InferenceEngine`."""
         ending = self._host.ending()
         if not ending:
             return False
@@ -156,7 +155,6 @@ class ModelProcess:
         self._reader.start()
 
     async def call(self, call: str, arguments: dict[str, Any]) -> Any:
-        """Send a call and wait for its answer."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # cannot be cancelled: the child answers it in any case
         with self._lock:
@@ -222,7 +220,6 @@ class ModelProcess:
 
 
 def error_to_json(error: BaseException) -> list[str]:
-    """Return an error's module, class name and message."""
     return [type(error).__module__, type(error).__name__, str(error)]
 
 

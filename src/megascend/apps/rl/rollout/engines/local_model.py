@@ -58,9 +58,6 @@ class LocalModel(InferenceEngine):
             name: label for messages.
             seed: seed for requests that have none.
             rows: maximum number of responses in a batch.
-
-        Raises:
-            CheckpointError: transformers cannot load it.
         """
         self._device = with_index(torch.device(device))
         self._model = load(model, DTYPES[precision], self._device)
@@ -274,11 +271,7 @@ class LocalModel(InferenceEngine):
 
 
 def load(model: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load a transformers model from a directory, for inference.
-
-    Raises:
-        CheckpointError: transformers cannot load it, or would initialize some of its weights randomly.
-    """
+    """Load a transformers model from a directory, for inference."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -35,7 +35,6 @@ class Placement:
         return f"{numbers}{', the trainer too' if self.with_trainer else ''}, {self.memory:.0%} of the memory"
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that restrict the engine to these GPUs."""
         return {VISIBLE: ",".join(self.gpus)}
 
     def options(self) -> list[str]:

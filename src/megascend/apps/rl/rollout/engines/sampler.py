@@ -42,7 +42,6 @@ class Row:
 
     @property
     def finished(self) -> bool:
-        """Check whether the response is complete or has reached its maximum length."""
         return self.stopped or len(self.tokens) >= self.sampling.max_tokens
 
     def add(self, token: int, logprob: float, version: int, allowed: tuple[int, ...] | None) -> None:

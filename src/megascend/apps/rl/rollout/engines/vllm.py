@@ -76,22 +76,14 @@ class VllmEngine(RemoteEngine):
         return await self.ask("info", {}, self.control_s)
 
     async def claim(self) -> None:
-        """Become the engine's owner, or renew the claim.
-
-        Raises:
-            OwnerError: the engine has another owner; the message names it.
-        """
+        """Become the engine's owner, or renew the claim."""
         await self.ask("claim", self._claim, self.control_s)
 
     async def begin_update(self, offer: Offer) -> None:
         await super().begin_update(replace(offer, owner=self.owner))
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until the server answers, after loading its model.
-
-        Raises:
-            EngineTimeoutError: it did not answer within ``timeout_s`` seconds.
-        """
+        """Wait until the server answers, after loading its model."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:

@@ -68,9 +68,6 @@ class VllmProcess:
         environment: additional variables, beside those of :func:`engine_environment`.
         port: default: a free one.
         module: module to run; vLLM's own server is ``vllm.entrypoints.openai.api_server``.
-
-    Raises:
-        ConfigError: the interpreter does not exist.
     """
 
     def __init__(
@@ -255,7 +252,6 @@ def vllm_device(python: str | Path) -> str:
 
 
 def require_interpreter(python: str | Path) -> None:
-    """Raise ConfigError unless the interpreter exists."""
     if not os.access(python, os.X_OK):
         raise ConfigError(f"no interpreter at {python}: bash scripts/vllm_env.sh makes vLLM's environment")
 
