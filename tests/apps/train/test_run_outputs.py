@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from megascend.apps.train import plot
 from megascend.apps.train.plot import plot_metrics
 from megascend.apps.train.records import StepRecord
+from megascend.apps.train.run_directory import OutputDirectory
 from megascend.apps.train.run_log import RunLog, StepClock
 
 
@@ -33,8 +36,14 @@ def record(step: int, **changes: object) -> StepRecord:
     return StepRecord(**(values | changes))
 
 
+def directory(output: Path, steps: int, steps_done: int = 0) -> OutputDirectory:
+    config: Any = SimpleNamespace(output=output, steps=steps)
+    backend: Any = SimpleNamespace(rank=0, step_count=steps_done)
+    return OutputDirectory(config, backend, event_log=cast("Any", None))
+
+
 def test_metrics_are_lines_of_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunLog(tmp_path / "run", steps=2) as log:
+    with RunLog(directory(tmp_path / "run", steps=2)) as log:
         assert not (tmp_path / "run").exists()  # a run without a step leaves no files
         log.write(record(1))
         log.write(record(2, loss=float("nan"), grad_norm=float("inf"), skipped=True))
@@ -99,7 +108,7 @@ def test_plot_is_a_png(tmp_path: Path) -> None:
 
 
 def test_resume_truncates_later_rows_in_place(tmp_path: Path) -> None:
-    with RunLog(tmp_path, steps=4) as log:
+    with RunLog(directory(tmp_path, steps=4)) as log:
         for step in (1, 2, 3):
             log.write(record(step))
     metrics = tmp_path / "metrics.jsonl"
@@ -109,7 +118,7 @@ def test_resume_truncates_later_rows_in_place(tmp_path: Path) -> None:
     with metrics.open("a") as file:
         file.write('{"step": 4, "lo')
     before = metrics.stat().st_ino
-    with RunLog(tmp_path, steps=4, steps_done=2) as log:
+    with RunLog(directory(tmp_path, steps=4, steps_done=2)) as log:
         log.write(record(3, loss=7.0))
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert rows == log.rows
@@ -118,11 +127,13 @@ def test_resume_truncates_later_rows_in_place(tmp_path: Path) -> None:
 
 
 def test_rows_wait_for_disk_space_and_for_an_earlier_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    output, waiting = tmp_path / "run", [True]
-    with RunLog(output, steps=4, holds_earlier_run=lambda: waiting[0]) as log:
+    output = tmp_path / "run"
+    waiting = directory(output, steps=4)
+    waiting.holds_earlier_run = True
+    with RunLog(waiting) as log:
         log.write(record(1))
         assert not output.exists()
-        waiting[0] = False
+        waiting.holds_earlier_run = False
         output.write_text("in the way")  # as if the directory could not be created
         log.write(record(2))
         log.write(record(3))

@@ -59,7 +59,6 @@ class EngineUpdates:
 
     Args:
         rollouts: rollouts whose collector knows the engines.
-        adapter: adapter to merge into the weights.
 
     Attributes:
         offset: engines' versions minus the trainer's steps. Engines count up for as long as they run, and may have lived longer

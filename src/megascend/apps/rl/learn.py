@@ -31,7 +31,6 @@ class LearnResult:
     """Result of learning from a batch, the same on every rank.
 
     Attributes:
-        result: result of ``forward_backward``.
         mismatch: difference between the engines' log-probabilities and the trainer's before the step, or None where it was not
             measured: by other kernels, and by what the policy has changed since the responses were sampled.
         divergence: divergence of the policy before the step from the reference; None without a reference.

@@ -68,7 +68,6 @@ class RlData(RunData[RlConfig]):
     """Prompts of a run, and what grades and samples their responses.
 
     Attributes:
-        prompts: prompts for training and evaluation.
         max_length: most tokens of a trajectory.
         make_engines: makes the engines on rank 0; the run closes them.
         servers: engines that the run has started, which sleep and wake with it; None without any, and on all ranks but 0.
@@ -135,8 +134,8 @@ class RlData(RunData[RlConfig]):
         settings = run.config.teacher
         if settings is not None and settings.engine == TRAINER and settings.model is not None:
             model = TeacherModel(run.backend, settings.model, "teacher.model")
+            run.stack.callback(model.close)
             teacher = TrainerTeacher(run.backend, settings, model)
-            run.stack.callback(teacher.close)
         return InitialModels(reference, teacher)
 
     def learner(

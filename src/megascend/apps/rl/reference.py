@@ -169,7 +169,6 @@ class ReferenceModel:
         """Return the estimates over the sampled tokens of all data parallel ranks. Collective.
 
         Args:
-            samples: samples of this rank.
             policy, reference: log-probabilities of their targets, [length] each.
         """
         local = Divergence()
@@ -212,11 +211,7 @@ def with_kl(loss: Loss, estimator: str, coefficient: float) -> Loss:
 
 
 def check_reference(config: RlConfig, info: ModelInfo, *, warns: bool) -> None:
-    """Check that the reference is a model like the policy, and warn of an estimator without effect. Local.
-
-    Args:
-        info: description of the policy's checkpoint.
-    """
+    """Check that the reference is a model like the policy, and warn of an estimator without effect. Local."""
     settings = config.reference
     if settings is None:
         return

@@ -127,7 +127,7 @@ class EngineServers:
                     client.restart()
                 except EngineError as error:
                     log.warning("%s was not started again: %s", client.name, error)
-            self._loop.run(self._wake())
+            self._loop.run(self._call_running(lambda client: client.resume()))
 
     def close(self) -> None:
         """End the renewal of a sleep."""
@@ -145,9 +145,6 @@ class EngineServers:
         while True:
             await asyncio.sleep(SLEEP_S / 3)
             await self._sleep()
-
-    async def _wake(self) -> None:
-        await self._call_running(lambda client: client.resume())
 
     async def _call_running(self, call: Callable[[StartedVllm], Awaitable[None]]) -> None:
         """Call the servers that have not ended; one that ends meanwhile occupies no memory either, and is found by others."""

@@ -53,7 +53,6 @@ def make_episodes(
 
     Args:
         grader: result of :func:`load_grader`.
-        max_length: most tokens of a trajectory.
         sources: prompts with file and line, for messages.
     """
 

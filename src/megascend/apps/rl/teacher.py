@@ -26,7 +26,6 @@ from megascend.training.batch.candidates import Candidates, allowed_rows
 from megascend.training.batch.loss import Loss
 from megascend.training.batch.losses import BUILT_IN
 from megascend.training.batch.sample import Sample
-from weightwire.engine import TopLogprobs
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import WireError
 
@@ -118,9 +117,6 @@ class TrainerTeacher:
 
     def __init__(self, backend: Backend, settings: TeacherSettings, model: TeacherModel) -> None:
         self._backend, self._settings, self._model = backend, settings, model
-
-    def close(self) -> None:
-        self._model.close()
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
         """Return the teacher's scores of all trajectories, and on each rank hidden states of its share."""
@@ -285,7 +281,7 @@ class Teacher:
         if self._settings.loss == "policy":
             return torch.tensor(await self._engine.logprobs(tokens), dtype=torch.float32), None
         top = await self._engine.top_logprobs(tokens, self._settings.top)
-        return torch.tensor(top.logprobs, dtype=torch.float32), _candidates(top)
+        return torch.tensor(top.logprobs, dtype=torch.float32), Candidates.from_rows(top.ids, top.top_logprobs)
 
     async def _wait_for_return(self, error: EngineLostError) -> None:
         """Start the teacher again if this run has started it, and wait a moment; raise ``error`` after too long."""
@@ -323,10 +319,6 @@ def check_possible(logprobs: Sequence[Tensor], trajectories: Sequence[Trajectory
     for trajectory, part in zip(trajectories, logprobs, strict=True):
         if not bool(part[torch.tensor(trajectory.mask)].isfinite().all()):
             raise EngineError(f"{teacher} gave a sampled token a probability of 0")
-
-
-def _candidates(top: TopLogprobs) -> Candidates:
-    return Candidates.from_rows(top.ids, top.top_logprobs)
 
 
 def _response(values: Any, trajectory: Trajectory) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,6 @@ class EpisodeTrial:
 
     Attributes:
         source: file and line of the prompt.
-        turns: responses.
         reward: reward of the first trajectory, with its parts by name.
         seconds: duration, which an episode with a real engine has in addition to sampling.
     """
@@ -86,15 +85,14 @@ def ask_engines(config: RlConfig) -> list[str]:
     async def ask(index: int, address: str) -> str:
         if not inference_engine(address).is_server:
             return f"{address}: starts with the run"
-        try:
+
+        async def state() -> str:
             # Not closed: that would release it, and a run of the same name may own it.
             engine = make_engine(config, index, address)
-            state = asyncio.gather(engine.version(), engine.receivers())
-            version, receivers = await asyncio.wait_for(state, ENGINE_S)
-        except (MegascendError, WireError, asyncio.TimeoutError) as error:
-            reason = f"no answer within {ENGINE_S:g} s" if isinstance(error, asyncio.TimeoutError) else str(error)
-            return f"{address}: warning: {reason}"
-        return f"{address}: version {version}, {receivers} receiver{'s' * (receivers != 1)} of weights"
+            version, receivers = await asyncio.gather(engine.version(), engine.receivers())
+            return f"version {version}, {receivers} receiver{'s' * (receivers != 1)} of weights"
+
+        return f"{address}: {await answer_or_warning(state())}"
 
     async def ask_all() -> list[str]:
         return list(await asyncio.gather(*(ask(index, address) for index, address in enumerate(config.engines))))
@@ -116,13 +114,18 @@ def describe_teacher(config: RlConfig) -> str | None:
     from megascend.apps.rl.teacher import teacher_engine
 
     async def ask() -> str:
-        try:
-            # The same request as the run's first one. Not closed, since it claims no teacher.
-            await asyncio.wait_for(teacher_engine(config, settings).logprobs([0, 0]), ENGINE_S)
-        except (MegascendError, WireError, asyncio.TimeoutError) as error:
-            return (
-                f"warning: {f'no answer within {ENGINE_S:g} s' if isinstance(error, asyncio.TimeoutError) else error}"
-            )
+        # The same request as the run's first one. Not closed, since it claims no teacher.
+        await teacher_engine(config, settings).logprobs([0, 0])
         return "answers"
 
-    return f"{settings.engine}: {settings.loss}; {asyncio.run(ask())}"
+    return f"{settings.engine}: {settings.loss}; {asyncio.run(answer_or_warning(ask()))}"
+
+
+async def answer_or_warning(answer: Awaitable[str]) -> str:
+    """Await what an engine says about itself; return a warning if it fails, or says nothing for :data:`ENGINE_S`."""
+    try:
+        return await asyncio.wait_for(answer, ENGINE_S)
+    except asyncio.TimeoutError:
+        return f"warning: no answer within {ENGINE_S:g} s"
+    except (MegascendError, WireError) as error:
+        return f"warning: {error}"

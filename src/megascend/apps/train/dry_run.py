@@ -112,7 +112,6 @@ class RlDryRun(DryRun):
     Attributes:
         prompts, held_out: number of prompts for training and for evaluation.
         prompt_lengths: tokens of the shortest, median and longest prompt for training; zeros if an environment makes them.
-        trial: an episode with a canned response.
         engines: a line for each engine: its version, or why there is none.
         teacher: description of the teacher, and whether it answers; None without one.
         engines_share: share of a trainer's device that engines take during its steps.
@@ -136,7 +135,6 @@ def start(
     """Begin a run as its first rank would, and prepare this process for the run's engine.
 
     Args:
-        plan: result of :func:`megascend.apps.train.preflight.preflight`.
         resume: checkpoint that the run would resume from; it has the date for the chat template.
     """
     config, launch = plan.config, Launch.from_environment()
@@ -318,13 +316,10 @@ class StepPlan:
     """Micro batches of a run's first steps.
 
     Attributes:
-        steps: number of planned steps.
         budget: most tokens of a micro batch.
         micro_batches: most that a data parallel rank has in a step.
         tokens: tokens in the largest micro batch, padding included, over all context parallel ranks.
-        samples: samples in that micro batch.
         most_tokens: most tokens that a data parallel rank has in a step, without padding.
-        longest: tokens of the longest sample, with its padding.
         padding: share of tokens that are padding.
         packed: some micro batch has samples of different length one after the other.
         idle: True if some rank has no sample in some step.

@@ -125,9 +125,6 @@ def stop_tokens(
 
     They are the tokenizer's end of sequence, those of generation_config.json (without that file, of config.json), and what closes
     a turn of ``template``.
-
-    Args:
-        tokenizer: None: the model has none.
     """
     stops: list[Any] = [None if tokenizer is None else tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):

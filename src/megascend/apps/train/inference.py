@@ -39,7 +39,6 @@ class InferenceSettings:
     """Settings of a model that answers.
 
     Attributes:
-        model: Hugging Face checkpoint.
         adapters: directories of LoRA adapters in peft's format, by name.
         tokenizer: directory of the tokenizer and its chat template; default: the model's.
         template_options: further variables of the chat template.
@@ -82,7 +81,6 @@ class ResponseModel:
 
     Attributes:
         limit: most tokens of prompt and response together.
-        template: chat template, or None.
     """
 
     def __init__(self, settings: InferenceSettings, backend: Backend) -> None:

@@ -41,7 +41,6 @@ class LayoutPlan:
 
     Attributes:
         request: what was planned, and ``info``: the model.
-        plan: result of the search.
         layouts: those that the engine accepts, fastest first.
         refused: layouts that it does not accept, with its reasons.
         unchecked: why the engine was not asked, or None.

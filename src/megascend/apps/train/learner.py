@@ -53,7 +53,6 @@ class RunContext(Generic[AnyConfig]):
     """Process, plan and start point of a run before its model is built.
 
     Attributes:
-        plan: result of the preflight checks.
         resume: ``auto``, the path of a checkpoint, or None.
     """
 
@@ -153,7 +152,6 @@ class Learner(ABC):
     Attributes:
         totals: figures over all steps, those before a resume included.
         shared_errors: errors that a step raises on every rank, so that all of them can save the last step.
-        panels: panels of the run's plot.
         stopped: a signal, on any rank, has stopped the learner while it measured or waited.
         skipped_in_a_row: steps with non-finite gradients up to the last one.
     """

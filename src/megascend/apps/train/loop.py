@@ -134,7 +134,7 @@ def run(
             compare_inputs(data.inputs, inputs, progress[INPUTS], launch.rank)
 
         # Steps
-        with run_log(this_run, directory) as log:
+        with run_log(directory) as log:
             learner = data.learner(this_run, initial, progress, log)
             run_callbacks.start(this_run)
             earlier = log.rows[-1:]
@@ -285,24 +285,17 @@ def train_steps(
     return number
 
 
-def run_log(run: Run[AnyConfig], directory: OutputDirectory) -> RunLog:
+def run_log(directory: OutputDirectory) -> RunLog:
     """Build the log of a run's steps, which also feeds its trackers."""
-    config, steps_done = run.config, run.backend.step_count
+    config, event_log = directory.config, directory.event_log
     trackers = Trackers(
         config.tracker_options,
         config.output,
         redacted(config.model_dump(mode="json")),
-        resumed_after=steps_done,
-        on_failure=lambda name, problem: run.event_log.event("tracker_failed", tracker=name, problem=problem),
+        resumed_after=directory.backend.step_count,
+        on_failure=lambda name, problem: event_log.event("tracker_failed", tracker=name, problem=problem),
     )
-    return RunLog(
-        config.output,
-        config.steps,
-        trackers,
-        enabled=run.main_rank,
-        steps_done=steps_done,
-        holds_earlier_run=lambda: directory.holds_earlier_run,
-    )
+    return RunLog(directory, trackers)
 
 
 def can_save_after(error: Exception, learner: Learner, backend: Backend) -> bool:

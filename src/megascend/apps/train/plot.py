@@ -32,8 +32,6 @@ class Panel:
 
     Attributes:
         key: key in a row of metrics.jsonl; a mapping has a line for each of its names.
-        label: title of the panel.
-        colour: colour of the line.
         smoothed: a run of many steps has a smoothed line over that of the steps.
         decades: a logarithmic axis where the values span two decades or more.
         from_zero: the axis begins at 0, unless it is logarithmic.

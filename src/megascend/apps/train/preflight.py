@@ -51,7 +51,6 @@ class RunPlan(Generic[AnyConfig]):
     """Plan of a run, as computed by its checks. Pickles without torch.
 
     Attributes:
-        config: the settings of the run file.
         info: description of the checkpoint, from its configuration and headers.
     """
 

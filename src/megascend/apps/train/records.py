@@ -20,7 +20,6 @@ class TrainCounts:
         tokens: input tokens of all ranks.
         skipped: steps that all ranks skipped.
         seconds: time spent in steps, on this rank.
-        loss: loss of the last step.
         validation_loss: the last one that was measured.
         best_value, best_step: the best value of ``validation.metric`` so far, and its step; None before the first measurement.
         stale: measurements since then.

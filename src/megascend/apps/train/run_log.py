@@ -15,7 +15,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from megascend.apps.train.event_log import finite
-from megascend.apps.train.run_directory import METRICS
+from megascend.apps.train.run_directory import METRICS, OutputDirectory
 from megascend.runtime.io.paths import make_directory
 from megascend.training.batch.metrics import Metric
 
@@ -93,30 +93,19 @@ class RunLog:
         rows: rows of metrics.jsonl, including those written before the run was resumed.
     """
 
-    def __init__(
-        self,
-        output: Path,
-        steps: int,
-        trackers: Trackers | None = None,
-        enabled: bool = True,
-        steps_done: int = 0,
-        holds_earlier_run: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, directory: OutputDirectory, trackers: Trackers | None = None) -> None:
         """
         Args:
-            trackers: closed with the log.
-            enabled: False on every rank but the first: nothing is written or shown.
-            steps_done: steps before this process, whose rows are kept; rows of later steps are dropped.
-            holds_earlier_run: returns True while the output directory still holds an earlier run; rows are held back until then.
+            directory: rows are held back while it still holds an earlier run.
         """
-        self._output = output
-        self._enabled = enabled
-        self._trackers = trackers if enabled else None
-        self._steps = steps
-        self._clock = StepClock(steps, steps_done)
+        self._directory, self._path, self._steps = directory, directory.config.output / METRICS, directory.config.steps
+        self._enabled = directory.backend.rank == 0  # on the other ranks nothing is written or shown
+        self._trackers = trackers if self._enabled else None
+        # Rows of steps before this process are kept; those of later steps are dropped.
+        self._steps_done = directory.backend.step_count
+        self._clock = StepClock(self._steps, self._steps_done)
         self._display = BarDisplay(self._clock) if sys.stdout.isatty() else PlainDisplay(self._clock)
         self._file: AppendFile | None = None
-        self._steps_done, self._holds_earlier_run = steps_done, holds_earlier_run
         self._unwritten: list[dict[str, Any]] = []
         self._measured: dict[str, tuple[int, float]] | None = (
             None  # None before the first record, whose class names the metrics
@@ -127,7 +116,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         # Also for a run that is resumed at its last step and takes none: its plot shows these rows.
         if self._enabled and self._steps_done:
-            earlier = list(complete_rows(self._output / METRICS, self._steps_done))
+            earlier = list(complete_rows(self._path, self._steps_done))
             self.rows, self._earlier_bytes = [row for row, _ in earlier], [size for _, size in earlier]
         return self
 
@@ -141,7 +130,7 @@ class RunLog:
     ) -> None:
         if self._enabled:
             self._display.stop()
-        if self._unwritten and not self._holds_earlier_run():
+        if self._unwritten and not self._directory.holds_earlier_run:
             self._write_rows()
         if self._file is not None:
             self._file.close()
@@ -153,7 +142,7 @@ class RunLog:
     @property
     def writes(self) -> bool:
         """True if this rank may write to the output directory now."""
-        return self._enabled and not self._holds_earlier_run()
+        return self._enabled and not self._directory.holds_earlier_run
 
     def write(self, record: MetricsRecord) -> None:
         """Record one step. The files are created with the first one: a run that fails to start leaves none."""
@@ -168,7 +157,7 @@ class RunLog:
             }
         # Held back while the directory holds an earlier run, whose metrics must stay unchanged.
         self._unwritten.append(record.to_dict())
-        if not self._holds_earlier_run():
+        if not self._directory.holds_earlier_run:
             self._write_rows()
         self._clock.step_done(record.step)
         self._display.show(record, self._measured)
@@ -187,7 +176,7 @@ class RunLog:
         if not self._enabled:
             return
         self._display.print_text(f"answers after step {step}:\n" + "\n".join(map(quoted, texts.keys(), texts.values())))
-        if self._trackers is not None and not self._holds_earlier_run():
+        if self._trackers is not None and not self._directory.holds_earlier_run:
             self._trackers.log_texts(step, texts)
 
     def show_text(self, text: str) -> None:
@@ -199,7 +188,7 @@ class RunLog:
         if not self._enabled:
             return
         self._display.print_text(text)
-        if self._trackers is not None and not self._holds_earlier_run():
+        if self._trackers is not None and not self._directory.holds_earlier_run:
             self._trackers.log_rollouts(step, rows)
 
     def micro_batch(self, finished: int, count: int) -> None:
@@ -209,7 +198,7 @@ class RunLog:
 
     def _write_rows(self) -> None:
         if self._file is None:
-            self._file = AppendFile(self._output / METRICS, sum(self._earlier_bytes))
+            self._file = AppendFile(self._path, sum(self._earlier_bytes))
         for row in self._unwritten:
             self.rows.append(row)
             self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
@@ -281,9 +270,7 @@ class StepClock:
     """Progress and remaining time of a run and its current step. Local: no communication between ranks.
 
     Args:
-        steps: total steps of the run.
         done: steps before this process.
-        now: a clock in seconds.
     """
 
     def __init__(self, steps: int, steps_done: int = 0, now: Callable[[], float] = time.monotonic) -> None:

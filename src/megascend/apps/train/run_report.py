@@ -112,11 +112,8 @@ class RunReport:
         steps: number of steps that the run was configured for; None if unknown.
         metrics: rows of metrics.jsonl, cut-off lines left out.
         checkpoints: checkpoints by step, ascending.
-        latest: the name in ``latest``, or None.
         verified: the digests of all files were compared.
         unfinished: directories of saves that were interrupted.
-        bad_batches: batches with non-finite gradients that were kept.
-        exported: directories of exported models.
         remarks: files that could not be read in full.
     """
 

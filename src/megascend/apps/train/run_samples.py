@@ -131,7 +131,6 @@ class RunSamples:
     Attributes:
         held_out: None without a validation set.
         longest: tokens of the longest sample of both.
-        remarks: descriptions of data that was left out, cut or not read.
         kinds: number of documents of each kind, of each training source; empty of streams.
         ends: tokens that end an answer or a text, and are learned; of streams, those so far.
     """
@@ -317,7 +316,6 @@ class StreamedSamples(RunSamples):
     Attributes:
         open_stream: opens the stream at its beginning.
         kind: of the samples of the first batch, see :class:`StreamedBatches`.
-        files: files that are read.
     """
 
     open_stream: Callable[[], StreamedBatches]

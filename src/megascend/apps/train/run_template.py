@@ -83,7 +83,6 @@ class TaskTemplate:
 
     Attributes:
         command: command that takes the run file: ``train`` or ``rl``.
-        title: description in a few words.
         settings: settings that the run file has beside model, output, data, lengths and layout.
         data: description of the data's lines; ``examples``: some of them.
         suggestions: further settings, which are written as comments.
@@ -190,13 +189,11 @@ class RunFileRequest:
     Attributes:
         model: checkpoint directory, or the ``config.json`` of a model whose weights are elsewhere.
         data: file or folder with training data; None: example data are written.
-        output: run directory.
         length: longest sample in tokens; None: :data:`LENGTH`, or the model's context.
         batch: samples of a step; None: :data:`BATCH`, or two for each card.
         lora: rank of an adapter; None: all parameters are trained.
         overrides: further settings, ``a.b=value``.
         cards: number of devices that the layout is planned for; 0: none is planned.
-        hardware: kind of device.
     """
 
     model: Path
@@ -215,7 +212,6 @@ class Prediction:
     """Figures of a planned layout, by formula.
 
     Attributes:
-        layout: description of the layout.
         seconds: of a step; ``tokens_per_second`` of a card of the trainer.
         mfu: model FLOPs utilisation; None with engines, which share the cards.
         memory_bytes: of a card of the trainer.
@@ -237,11 +233,7 @@ class RunFiles:
 
 
 def run_files(name: str, request: RunFileRequest, path: Path) -> RunFiles:
-    """Return the run file of a task, checked as its command checks it, with example data where none were named.
-
-    Args:
-        path: path of the run file.
-    """
+    """Return the run file of a task, checked as its command checks it, with example data where none were named."""
     if name not in TASKS:
         raise ConfigError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
     task = TASKS[name]

@@ -46,7 +46,6 @@ class SupervisedData(RunData[RunConfig]):
     """Samples of a run, and what is measured on its way.
 
     Attributes:
-        resume: checkpoint that the run resumes from; see :class:`RunContext`.
         answer_sampler: prompts of ``generation``, or None.
         task_suite: tasks of ``validation``, on rank 0, or None.
         longest_unit: tokens of the longest sample or pair, padding included.

@@ -91,10 +91,7 @@ def read_weights(
     """Fill tensors in host memory from a checkpoint's files; rows that pad a vocabulary are unchanged.
 
     Args:
-        weights: a rank's tensors.
         slices: Hugging Face slices that an engine's tensors consist of.
-        headers: tensors of the checkpoint.
-        dtype: precision of the model.
     """
     files: dict[Path, Any] = {}
     for name, tensor in weights.items():

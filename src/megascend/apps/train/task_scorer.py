@@ -44,7 +44,6 @@ class TaskScores:
         values: by ``TASK/METRIC``, or ``TASK/METRIC/FILTER`` of filtered responses; also of groups that have metrics.
         errors: standard errors by the same names, as far as they are known.
         higher_is_better: by the same names; None: the task does not say.
-        documents: number of documents, by task.
         report: the harness's own results with its configuration and every document, on rank 0.
     """
 

@@ -136,11 +136,7 @@ def teacher_directory(config: TrainerConfig) -> tuple[Path, DivergenceKind | Non
 
 
 def teacher_sizes(config: TrainerConfig, info: ModelInfo) -> TeacherSizes | None:
-    """Return the memory estimate's description of a teacher on the trainer's ranks; None without one.
-
-    Args:
-        info: description of the student's checkpoint.
-    """
+    """Return the memory estimate's description of a teacher on the trainer's ranks; None without one."""
     teacher = teacher_directory(config)
     if teacher is None:
         return None
@@ -157,7 +153,6 @@ def check_teacher_model(
 
     Args:
         setting: name of the setting with ``directory``.
-        info: description of the student's checkpoint.
     """
     check_vocabulary(directory, setting, tokenizer)
     size, expected = shape_of(read_config(directory)).vocab_size, info.shape.vocab_size

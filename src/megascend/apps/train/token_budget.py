@@ -215,7 +215,6 @@ class BudgetSearch:
     Attributes:
         smallest: lower bound: tokens of the longest sample (or pair) with its padding.
         largest: upper bound: tokens that a step can use.
-        limit: bytes that a peak may have.
         before: bytes in use without a step.
     """
 

@@ -59,7 +59,6 @@ def advantages(
 
     Args:
         groups: rewards of all responses to each prompt of a step, at least two of each.
-        estimator: a key of ``ESTIMATORS``.
         scaled: divide by the standard deviation of the rewards of the group, or by that of the step's advantages; None: as the
             estimator does.
         tokens: sampled tokens of each response, by which it counts in the mean and standard deviation of a step, as in verl and
@@ -133,7 +132,6 @@ def overlong_penalty(tokens: int, length: int, share: float) -> float:
     """Return what DAPO's soft overlong punishment (arXiv:2503.14476, equation 13) adds to a response's reward: -1 to 0.
 
     Args:
-        tokens: length of the response.
         length: longest response, at which it is -1.
         share: last part of ``length`` within which it falls from 0; 0: no penalty.
     """

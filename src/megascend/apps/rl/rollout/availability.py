@@ -15,10 +15,6 @@ class Availability:
 
     An engine that fails is left out for a bounded time. After that it is on trial: it gets one request at a time, until one
     succeeds.
-
-    Args:
-        count: number of engines.
-        clock: seconds, monotonic.
     """
 
     def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,12 +45,7 @@ class Availability:
         return self.doubtful(index) and self._clock() < self._until[index]
 
     def best(self, among: Sequence[int], busy: Sequence[int]) -> int:
-        """Return the least busy engine that is not left out; if all are, the one whose time ends first.
-
-        Args:
-            among: indices to choose from, at least one.
-            busy: load of every engine, by its index.
-        """
+        """Return the least busy engine that is not left out; if all are, the one whose time ends first."""
         # An engine on trial gets one request: if it fails again, one prompt has waited for it and not many.
         ready = [index for index in among if not self.doubtful(index) or not (self.left_out(index) or busy[index])]
         if ready:

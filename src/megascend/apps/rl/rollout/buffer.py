@@ -97,7 +97,6 @@ class RolloutBuffer:
     """Prompts in flight and finished groups, from dispatch to the trainer's step. For one thread.
 
     Attributes:
-        counts: number of prompts by outcome.
         equal_streak: groups since the last one with a learning signal.
     """
 
@@ -124,7 +123,6 @@ class RolloutBuffer:
 
         Args:
             step: batches that the trainer has taken, including the one in progress.
-            version: version of the engines' weights.
         """
         # Each step that the engines are behind the trainer uses up one step of the permitted lag.
         return self.batch * (self.max_lag + 1 - (step - version)) - len(self._in_flight) - len(self._ready)
@@ -154,7 +152,6 @@ class RolloutBuffer:
         """Record a graded group, which is ready for the trainer.
 
         Args:
-            equal: all its rewards are equal.
             dropped: it is not given to the trainer; default: ``equal``.
         """
         # A group that is not in flight is refused below, with its own message.

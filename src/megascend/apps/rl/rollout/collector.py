@@ -53,10 +53,8 @@ class Task:
     """Settings of rollouts: episodes, sampling, and what is dropped.
 
     Attributes:
-        episodes: runs the episodes of a prompt, and grades them.
         decode: returns the text of token ids, for messages.
         sampling: sampling parameters of training rollouts; ``seed`` is the run's.
-        group_size: episodes of one prompt.
         drop_equal: drop groups whose rewards are all equal, and sample other prompts instead.
         max_equal_groups: number of them in a row that ends the run; half of it logs a warning; 0: no limit.
         equal_groups_have_signal: groups with equal rewards are learned from like any other, by a teacher's scores or by
@@ -131,7 +129,7 @@ class RolloutCollector:
         """Called on the event loop with each group that waits for the trainer from then on."""
         # Only the event loop's thread touches the state; the trainer's thread submits coroutines to it.
         self._changed = asyncio.Event()
-        self.pool = EnginePool(engines, engines_lost_s, self._engine_ready)
+        self.pool = EnginePool(engines, engines_lost_s, self._proceed)
         self._thread = LoopThread("rollouts")
         self.run, self.call = self._thread.run, self._thread.call
 
@@ -153,9 +151,6 @@ class RolloutCollector:
 
     def take(self, step: int, timeout_s: float) -> list[TrajectoryGroup] | None:
         """Return the groups of the next step, or None if there are not enough within ``timeout_s``.
-
-        Args:
-            step: steps that the trainer has completed.
 
         Raises:
             EngineError: a prompt could not be rolled out in ``ATTEMPTS`` attempts.
@@ -316,8 +311,7 @@ class RolloutCollector:
             # The first one: later ones often follow from it.
             self._problem = self._problem or problem
         # After errors, too: take() raises them.
-        self._changed.set()
-        self._fill()
+        self._proceed()
 
     def _check_streak(self, group: TrajectoryGroup) -> None:
         """Warn of consecutive groups without signal, ending with ``group``; raise DataError at the limit."""
@@ -408,7 +402,7 @@ class RolloutCollector:
         # After the tasks, which use them.
         await self.pool.close()
 
-    def _engine_ready(self) -> None:
+    def _proceed(self) -> None:
         self._changed.set()
         self._fill()
 

@@ -35,7 +35,6 @@ class BoundedServer(uvicorn.Server):
     Args:
         max_connections: maximum number of connections. uvicorn's ``limit_concurrency`` would refuse requests regardless of their
             owner.
-        options: options of ``uvicorn.Config``.
     """
 
     def __init__(self, application: ASGIApp, max_connections: int, **options: Any) -> None:
@@ -88,7 +87,6 @@ class BoundedProtocol(asyncio.Protocol):
     deadline of its own, enforced by its reader.
 
     Attributes:
-        inner: class of uvicorn's protocol.
         limit: maximum number of connections. uvicorn's ``limit_concurrency`` would refuse requests regardless of their owner.
         connections: all open ones, including this one.
         since: time at which this one was opened.

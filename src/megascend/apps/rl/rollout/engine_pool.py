@@ -28,7 +28,6 @@ class Member:
     """An engine of the pool.
 
     Attributes:
-        engine: its client.
         version: weights that it is known to have, in its own count; None: it needs weights before its next prompt.
         reported: version that it has reported; None: it has not been asked.
         target_version: version of the last update that this run has begun on it.
@@ -81,9 +80,6 @@ class EnginePool:
     Args:
         lost_s: seconds without an engine that may get prompts, after which :meth:`require_any` raises.
         changed: called when more engines may get prompts.
-
-    Attributes:
-        incidents: failed requests.
     """
 
     def __init__(

@@ -102,7 +102,8 @@ class PromptRenderer:
         if isinstance(start, str):
             tokens: Any = opening_tokens(start, self._tokenizer)
         else:
-            tokens = self._encode(self._render(start, tools, prompt=True))
+            text = self._render(start, tools, prompt=True)
+            tokens = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not tokens:
             raise DataError(f"the prompt has no tokens: {start!r:.80}")
         return list(tokens)
@@ -145,9 +146,6 @@ class PromptRenderer:
             raise DataError("messages need a chat template, and the model's tokenizer has none; begin with a text")
         parsed = parse_messages(list(messages), "messages", learned=False)[0]
         return self._template.rendering(parsed, tools, prompt=prompt).text
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 class Policy:
@@ -295,12 +293,7 @@ class Conversation:
 
 
 class EpisodeTokens:
-    """Context and the policy's responses in one growing sequence.
-
-    Attributes:
-        tokens: all token ids.
-        responses: what the policy sampled so far.
-    """
+    """Context and the policy's responses in one growing sequence."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -367,10 +360,7 @@ class EpisodeLimits:
     """Limits of an environment's episodes.
 
     Attributes:
-        timeout_s: seconds of an episode.
-        concurrency: episodes at a time.
         max_failed: share of failed episodes among the last hundred that ends the run.
-        max_length: most tokens of a trajectory.
     """
 
     timeout_s: float

@@ -22,12 +22,9 @@ class Trajectory:
         logprobs: the engine's log-probability of each sampled token, under the distribution from which it was sampled; 0 for
             tokens that were not sampled.
         sampled: for each token, True if the model sampled it; the trainer learns from these only. None: all of them.
-        reward: reward of the whole trajectory.
         rewards: parts of the reward by name, as the environment reports them.
         finish_reason: ``stop`` if the last response is complete, ``length`` if it was cut off.
         first_version, last_version: versions of the weights that sampled the first and the last token.
-        turns: number of responses.
-        engine: name of the engine that sampled it.
         routed_experts: experts of all tokens except for the last one; None: not requested.
         temperature: at which the tokens were sampled.
         allowed: ids from which each of ``tokens`` was drawn, none for tokens that were not sampled or drawn from all; None: no

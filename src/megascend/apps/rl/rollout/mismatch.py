@@ -20,7 +20,6 @@ class Mismatch:
     """Statistics over sampled tokens, with ``d = log pi_trainer - log pi_engine`` of each token.
 
     Attributes:
-        tokens: their number.
         sum_abs: sum of ``|d|``.
         max_abs: the largest ``|d|``; 0 without tokens.
         sum_k3: sum of ``exp(d) - 1 - d``; its mean estimates KL(engine || trainer) without bias and is never negative (Schulman
@@ -95,7 +94,6 @@ def truncated_weights(engine: Tensor, trainer: Tensor, cap: float) -> Tensor:
     """Compute ``min(pi_trainer / pi_engine, cap)``, fp32 [n]: truncated importance sampling (Yao et al. 2025; Ionides 2008).
 
     Args:
-        engine, trainer: as for :func:`measure`.
         cap: upper bound, above 0; 2 is common.
     """
     if not cap > 0:

@@ -196,7 +196,6 @@ class ControllerEngine(RemoteEngine):
 
     Args:
         source: as of :class:`ControllerClient`.
-        owner: name of this trainer.
         engines: names of the engines; default: all.
         lease_s: others may claim the engines when this process has been silent for so many seconds.
         wait_s: longest wait for another owner to release them, in seconds.

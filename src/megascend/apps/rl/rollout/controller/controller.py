@@ -103,7 +103,6 @@ class Controller(ClosedOnce):
 
     Attributes:
         instance: unique id: a client notices a restart by it, which has lost all claims and rollouts.
-        tasks: rollouts in flight.
     """
 
     def __init__(
@@ -262,7 +261,6 @@ class Controller(ClosedOnce):
         """Call engines concurrently, and wait for all.
 
         Args:
-            label: label of the call, for messages.
             timeout_s: instead of the default deadline.
         """
         limit = self.limits.engine_timeout_s if timeout_s is None else timeout_s
@@ -407,8 +405,6 @@ class Claim(Lease, InferenceEngine):
 
     Attributes:
         id: secret by which the owner identifies itself to the controller.
-        engines: names of the engines.
-        since: time of the claim.
         running: number of the owner's running calls; the claim does not lapse meanwhile.
         ended: why it was released or has lapsed: its engines are being resumed. Empty while it is active.
         turn: held by the call that changes the update.

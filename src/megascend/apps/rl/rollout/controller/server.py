@@ -60,7 +60,6 @@ class HttpLimits:
             most is closed, idle ones first.
         max_requests: concurrent requests of callers with the key, including those that wait for their answer.
         max_head_bytes: first line and headers.
-        max_body_bytes: limit for one request.
         max_buffered_bytes: bodies of all requests together.
         body_timeout_s: deadline for a request's body, in seconds.
     """

@@ -29,7 +29,6 @@ class GuardedProcess:
     """A program in a new session, with a watcher.
 
     Args:
-        command: the program and its arguments.
         output: output of the program; default: this process's output.
         environment: complete environment; default: this process's, without the variables of a rank.
         descriptors: file descriptors to inherit.

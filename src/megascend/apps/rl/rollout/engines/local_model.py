@@ -54,8 +54,6 @@ class LocalModel(InferenceEngine):
     ) -> None:
         """
         Args:
-            model: directory of a Hugging Face checkpoint.
-            name: label for messages.
             seed: seed for requests that have none.
             rows: maximum number of responses in a batch.
         """

@@ -69,7 +69,6 @@ def place_engines(
     On the GPU of rank 0, which sends the weights, an engine can copy them from the sender's memory.
 
     Args:
-        gpus: names of this host's GPUs.
         trainers: processes of the trainer on this host that use a GPU.
         trainer_gpus: positions in ``gpus`` of the trainer's GPUs, by local rank; default: the first ones.
         engine_gpus: positions in ``gpus`` of each engine's GPUs.

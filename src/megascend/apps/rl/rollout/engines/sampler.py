@@ -24,9 +24,6 @@ class Row:
     """A response being sampled.
 
     Attributes:
-        prompt: token ids.
-        sampling: settings of the request.
-        seed: seed of the request.
         number: index among the request's responses.
     """
 

@@ -61,10 +61,7 @@ class VllmProcess:
 
     Args:
         python: the interpreter of vLLM's environment (``scripts/vllm_env.sh`` creates one).
-        model: a Hugging Face checkpoint directory.
         key_file: file with the job's key, mode 0600; not needed for a server without weightwire.
-        log: file for the output.
-        options: additional options of vLLM.
         environment: additional variables, beside those of :func:`engine_environment`.
         port: default: a free one.
         module: module to run; vLLM's own server is ``vllm.entrypoints.openai.api_server``.
