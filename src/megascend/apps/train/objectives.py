@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -56,10 +55,6 @@ class LearningObjective(ABC):
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
-
-    def with_models(self, backend: Backend) -> LearningObjective:
-        """Return the objective with the other models that it reads. Before a checkpoint is loaded. Collective."""
-        return self
 
     @property
     def loss(self) -> Loss:
@@ -113,7 +108,8 @@ def make_objective(config: RunConfig, samples: Samples) -> LearningObjective:
                 f"distillation.teacher: {settings.teacher}, and {config.data.title} holds a teacher's distributions ('top_ids') "
                 "too: remove teacher, or set data.columns: {token_ids: token_ids}"
             )
-        return UnreadTeacherObjective(settings, settings.teacher)
+        # Until the model is built, and with it the teacher's: only then is there a TeacherObjective.
+        return TokenObjective(BUILT_IN[settings.loss])
     if config.classification is not None:
         return ClassificationObjective(config.classification.problem_type)
     setting, loss = run_loss(config, samples)
@@ -255,17 +251,6 @@ class TokenObjective(LearningObjective):
             )[0]
             for number, sample in enumerate(samples)
         ]
-
-
-class UnreadTeacherObjective(TokenObjective):
-    """Objective of a run with a teacher on its ranks, until the teacher is read."""
-
-    def __init__(self, settings: Distillation, teacher: Path) -> None:
-        super().__init__(BUILT_IN[settings.loss])
-        self._settings, self._directory = settings, teacher
-
-    def with_models(self, backend: Backend) -> TeacherObjective:
-        return TeacherObjective(self._settings, TeacherModel(backend, self._directory, "distillation.teacher"))
 
 
 class TeacherObjective(TokenObjective):

@@ -14,13 +14,13 @@ from megascend.apps.data.prepare import set_template
 from megascend.apps.data.streaming import PrefetchedBatches
 from megascend.apps.train.generation import AnswerSampler
 from megascend.apps.train.learner import Learner, Run, RunContext, RunData, model_line
-from megascend.apps.train.objectives import LearningObjective, make_objective
+from megascend.apps.train.objectives import LearningObjective, TeacherObjective, make_objective
 from megascend.apps.train.records import StepRecord, TrainCounts, end_line
 from megascend.apps.train.resume import saved_manifests, with_template_date
 from megascend.apps.train.run_inputs import InputNames
 from megascend.apps.train.run_log import RunLog
 from megascend.apps.train.run_samples import RunSamples
-from megascend.apps.train.teacher_model import check_context, check_teacher_model
+from megascend.apps.train.teacher_model import TeacherModel, check_context, check_teacher_model
 from megascend.apps.train.token_budget import apply_budget, check_platform, with_first_budget
 from megascend.apps.train.validation import Validator
 from megascend.config import RunConfig
@@ -122,7 +122,10 @@ class SupervisedData(RunData[RunConfig]):
             The objective, with its models.
         """
         config, backend, samples = run.config, run.backend, self.samples
-        objective = self.objective.with_models(backend)
+        objective, distillation = self.objective, config.distillation
+        if distillation is not None and distillation.teacher is not None:
+            teacher = TeacherModel(backend, distillation.teacher, "distillation.teacher")
+            objective = TeacherObjective(distillation, teacher)
         # Every host reads its own files. If they differed, ranks would silently train on different batches.
         samples.check_same_on_all_ranks(backend)
         samples.check_lengths(backend)
