@@ -52,7 +52,7 @@ def init_command(
     check_file_name(out)
     hardware = None if cards is None else load(device)
     request = RunFileRequest(model, data, output, length, batch, lora, overrides or (), cards or 0, hardware)
-    files = run_files(task, request, out).files
+    files = run_files(task, request, out)
     command = TASKS[task].command
     if schema:
         # In the run file's directory: editors resolve the path relative to it.

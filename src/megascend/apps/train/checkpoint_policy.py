@@ -26,7 +26,6 @@ class CheckpointPolicy:
     """Saves a run's checkpoints according to its settings. All ranks call the same methods in the same order.
 
     Attributes:
-        stall_s: seconds that checkpoints have blocked training so far, on this rank.
         problem: reason why the last checkpoint could not be written, as far as known; else None.
     """
 
@@ -59,7 +58,6 @@ class CheckpointPolicy:
         self._saved = False  # a checkpoint of that step is complete in this run's directory
         if uploads is not None and self._last_step == step:
             uploads.add_checkpoint(self._series.path(step))  # an attempt before may have ended before its copy
-        self.stall_s = 0.0
         self.problem: str | None = None
         if self._settings.every and self._settings.asynchronous:
             self._backend.prepare_saves()
@@ -125,9 +123,7 @@ class CheckpointPolicy:
             if not self._settings.asynchronous:
                 self._pending.wait()
                 self._saved = True
-            stall_s = time.perf_counter() - start
-            self.stall_s += stall_s
-            self._event_log.event("save", step=step, stall_s=round(stall_s, 3))
+            self._event_log.event("save", step=step, stall_s=round(time.perf_counter() - start, 3))
         except CheckpointError as error:
             self._failed(str(error))
 

@@ -249,7 +249,7 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
     samples, objective = data.samples, data.objective
     mixture = samples.mixture(config, samples.batches(config, objective))
     if isinstance(samples, StreamedSamples):
-        samples = samples.first_batch()
+        samples = RunSamples(samples.train, samples.held_out, samples.longest, samples.remarks)  # as if they were all
     first = objective.members(next(samples.unit_batches(config, objective)))
     longest, teacher = samples.longest_unit(layout), teacher_sizes(config, plan.info)
 

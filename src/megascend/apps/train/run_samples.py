@@ -404,10 +404,6 @@ class StreamedSamples(RunSamples):
         assert batch is not None
         return batch.samples
 
-    def first_batch(self) -> RunSamples:
-        """Return the samples of the first batch as if they were all, for a dry run."""
-        return RunSamples(self.train, self.held_out, self.longest, self.remarks)
-
     def describe(self) -> str:
         size = sum(file.stat().st_size for file in self.files if file.is_file())
         suffix = "" if self.held_out is None else f" and {len(self.held_out) // self.train.members} held out"

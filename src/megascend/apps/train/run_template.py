@@ -207,33 +207,8 @@ class RunFileRequest:
     hardware: Hardware | None = None
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Figures of a planned layout, by formula.
-
-    Attributes:
-        seconds: of a step; ``tokens_per_second`` of a card of the trainer.
-        mfu: model FLOPs utilisation; None with engines, which share the cards.
-        memory_bytes: of a card of the trainer.
-    """
-
-    layout: str
-    seconds: float
-    tokens_per_second: float
-    mfu: float | None
-    memory_bytes: int
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """A run file and the files that it needs, by path; and the figures of its layout, if one was planned."""
-
-    files: dict[Path, str]
-    prediction: Prediction | None
-
-
-def run_files(name: str, request: RunFileRequest, path: Path) -> RunFiles:
-    """Return the run file of a task, checked as its command checks it, with example data where none were named."""
+def run_files(name: str, request: RunFileRequest, path: Path) -> dict[Path, str]:
+    """Return the run file of a task, checked as its command checks it, and example data where none were named, by path."""
     if name not in TASKS:
         raise ConfigError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
     task = TASKS[name]
@@ -242,7 +217,6 @@ def run_files(name: str, request: RunFileRequest, path: Path) -> RunFiles:
     if request.model.name == "config.json":  # its weights may be beside it
         request = replace(request, model=request.model.parent)
     remarks: list[str] = []
-    prediction = None
     with model_checkpoint(request.model) as checkpoint:
         if checkpoint != request.model and request.model.exists():  # a run downloads the weights of a name on the Hub
             remarks.append(
@@ -252,11 +226,10 @@ def run_files(name: str, request: RunFileRequest, path: Path) -> RunFiles:
         values = _settings(name, task, request, data, length, path.parent)
         overrides = full_names(request.overrides, values, task.kind)
         if request.cards:
-            layout, prediction = _layout(task, request, checkpoint, values, length, overrides, remarks)
-            values = _merged(values, layout)
+            values = _merged(values, _layout(task, request, checkpoint, values, length, overrides, remarks))
     apply_overrides(values, overrides)
     parsed(task.kind, values, path)
-    return RunFiles({path: _text(name, task, request, values, path, remarks)} | examples, prediction)
+    return {path: _text(name, task, request, values, path, remarks)} | examples
 
 
 def _examples(task: TaskTemplate, folder: Path) -> dict[Path, str]:
@@ -307,8 +280,8 @@ def _layout(
     length: int,
     overrides: Sequence[str],
     remarks: list[str],
-) -> tuple[dict[str, Any], Prediction]:
-    """Return the settings of the fastest layout, and its figures; add remarks on it."""
+) -> dict[str, Any]:
+    """Return the settings of the fastest layout; add remarks on it."""
     assert request.hardware is not None, "cards are of some kind"
     cards, hardware = request.cards, request.hardware
     rollout = values.get("rollout")
@@ -332,11 +305,7 @@ def _layout(
             f"{split.trainer.describe()}; predicted (not measured): {split.seconds:.3g} s a step.",
         ]
         placement = {"trainer": [*range(trainer)], "engines": gpus}
-        layout = f"{count} x vLLM of TP{tensor}; trainer {split.trainer.describe()}"
-        figures = (split.seconds, split.trainer.tokens_per_second, None, split.trainer.memory.total)
-        return _chosen(split.trainer) | {"engines": [VLLM] * count, "placement": placement}, Prediction(
-            layout, *figures
-        )
+        return _chosen(split.trainer) | {"engines": [VLLM] * count, "placement": placement}
     config = settings(checkpoint, length, task.unit_samples * batch, None, chosen)
     # For each layout the plan has the fastest micro batch only, which may be too small for a pair.
     plan = plan_layouts(checkpoint, config, cards, length, hardware, best=1 if task.unit_samples == 1 else PAIRED)
@@ -351,22 +320,15 @@ def _layout(
         )
     best = layouts[0]
     flops = plan.info.flops_per_token(length, frozen=request.lora is not None)
-    figures = Prediction(
-        best.describe(),
-        best.time.seconds,
-        best.tokens_per_second,
-        flops * best.tokens_per_second / hardware.peak,
-        best.memory.total,
-    )
     remarks.append(
-        f"Planned for {cards} x {hardware.title}: {figures.layout}; predicted (not measured): {figures.seconds:.3g} s a step of "
-        f"{plan.request.global_batch} samples of {length} tokens, {figures.tokens_per_second:,.0f} tokens/s a card, "
-        f"MFU {figures.mfu:.0%}, "
-        f"{format_bytes(figures.memory_bytes)} of {format_bytes(hardware.memory)} a card."
+        f"Planned for {cards} x {hardware.title}: {best.describe()}; predicted (not measured): {best.time.seconds:.3g} s a step "
+        f"of {plan.request.global_batch} samples of {length} tokens, {best.tokens_per_second:,.0f} tokens/s a card, "
+        f"MFU {flops * best.tokens_per_second / hardware.peak:.0%}, "
+        f"{format_bytes(best.memory.total)} of {format_bytes(hardware.memory)} a card."
     )
     if plan.unchecked:
         remarks.append(f"The engine did not check the layout: {plan.unchecked}")
-    return _chosen(best), figures
+    return _chosen(best)
 
 
 def _chosen(candidate: Candidate) -> dict[str, Any]:
