@@ -214,15 +214,6 @@ class RolloutBuffer:
         self._dropped.clear()
         return dropped
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._in_flight)
-
-    @property
-    def ready(self) -> int:
-        """Number of finished groups that wait for the trainer."""
-        return len(self._ready)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state as JSON. Prompts in flight are retried after loading it."""
         waiting = sorted(self._pending(), key=lambda dispatch: dispatch.number)

@@ -56,9 +56,6 @@ class RolloutTasks:
         self._kept_bytes = 0
         self._closed = ""
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
     def expect(self, name: str, deadline_s: float, *, keep: bool = False) -> asyncio.Future[Any]:
         """Create the future of a rollout that is about to be requested.
 

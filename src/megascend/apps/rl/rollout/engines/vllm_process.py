@@ -63,7 +63,6 @@ class VllmProcess:
         python: the interpreter of vLLM's environment (``scripts/vllm_env.sh`` creates one).
         key_file: file with the job's key, mode 0600; not needed for a server without weightwire.
         environment: additional variables, beside those of :func:`engine_environment`.
-        port: default: a free one.
         module: module to run; vLLM's own server is ``vllm.entrypoints.openai.api_server``.
     """
 
@@ -76,11 +75,10 @@ class VllmProcess:
         log: str | Path,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        port: int | None = None,
         module: str = MODULE,
     ) -> None:
         require_interpreter(python)
-        self._log, self._port = Path(log), port
+        self._log = Path(log)
         self._command = [str(python), "-m", module, "--model", str(model), *options]
         self._variables = {
             **engine_environment(python),
@@ -90,7 +88,7 @@ class VllmProcess:
         self._guarded = self._start()
 
     def _start(self) -> GuardedProcess:
-        self.port = self._port or _free_port()
+        self.port = _free_port()
         # Emptied: with a second start on another port, the first one's error must not be found again.
         with self._log.open("wb") as output:
             return GuardedProcess(
@@ -127,7 +125,7 @@ class VllmProcess:
         return self._process.poll() is not None
 
     def restart(self) -> None:
-        """Start the server again, on another port unless one was set. The log of the one before gets the suffix ``.lost.log``."""
+        """Start the server again, on another port. The log of the one before gets the suffix ``.lost.log``."""
         self.close()
         self._log.replace(self._log.with_suffix(f".lost{self._log.suffix}"))
         self._guarded = self._start()
@@ -144,8 +142,7 @@ class VllmProcess:
             try:
                 self.check()
             except EngineLostError:
-                # Only a port that was chosen here may be replaced: the user's own is part of the setup.
-                if self._port is not None or PORT_TAKEN not in self._log.read_text(errors="replace", encoding="utf-8"):
+                if PORT_TAKEN not in self._log.read_text(errors="replace", encoding="utf-8"):
                     raise
                 self._guarded.release()
                 self._guarded = self._start()  # another process took the port first
