@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MODEL_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+RUN_FILE = "config.yaml"
+"""File in a run's directory with its settings."""
 
 
 def inference_settings(
@@ -151,16 +154,32 @@ def run_template_options(export: Path) -> dict[str, Any]:
     """Return ``data.chat_template_options`` of the run that exported a model or adapter, if its directory is inside the run's."""
     if export.resolve().name not in ("hf", "adapter"):
         return {}
-    run_file = export.resolve().parent / "config.yaml"
-    try:
-        values = load_yaml(run_file.read_text(encoding="utf-8"))
-        options = (values.get("data") or {}).get("chat_template_options") or {}
-    except (OSError, yaml.YAMLError, AttributeError):  # AttributeError: not the settings of a run
-        return {}
+    run = export.resolve().parent
+    options = setting(run_settings(run), "data.chat_template_options") or {}
     if options:
         variables = ", ".join(f"{name}: {value}" for name, value in options.items())
-        logger.warning("chat template with %s (data.chat_template_options of %s)", variables, run_file)
+        logger.warning("chat template with %s (data.chat_template_options of %s)", variables, run / RUN_FILE)
     return options
+
+
+def run_settings(run: Path) -> dict[str, Any]:
+    """Return the settings that a run has written into its directory; empty without any that can be read."""
+    try:
+        settings = load_yaml((run / RUN_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, yaml.YAMLError) as error:
+        logger.warning("%s cannot be read: %s", run / RUN_FILE, error)
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def setting(run: Mapping[str, Any], key: str) -> Any:
+    """Return a setting by its path (``data.path``); None where the run has none."""
+    value: Any = run
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 # --- heads ---
@@ -168,7 +187,6 @@ def run_template_options(export: Path) -> dict[str, Any]:
 
 def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | Classification:
     """Return the kind of an adapter's head of so many labels: as recorded with it, in its run, or with the model."""
-
     from megascend.training.lora.adapter_io import read_head  # torch
 
     recorded = read_head(adapter)
@@ -183,20 +201,18 @@ def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | 
         names: dict[str, Any] = {"num_labels": rows} if labels == default_labels(rows) else {"labels": labels}
         return Classification(problem_type=problem_type, **names)
     # A relative path may not name the run's directory.
-    run_file = adapter.resolve().parent / "config.yaml"
-    if run_file.is_file():
-        values = load_yaml(run_file.read_text(encoding="utf-8"))
-        settings = (values.get("classification") if isinstance(values, dict) else None) or {}
-        if not settings and rows == 1:
-            return "reward_model"
-        if settings:
-            head = Classification.model_validate(settings)
-            if head.label_names is not None and len(head.label_names) != rows:
-                raise CheckpointError(
-                    f"{run_file} names {len(head.label_names)} labels ({', '.join(head.label_names)}), and the head of "
-                    f"{adapter} has {rows} rows: does the adapter belong to this run?"
-                )
-            return head if head.label_names is not None else head.model_copy(update={"num_labels": rows})
+    run = adapter.resolve().parent
+    settings = run_settings(run)
+    if classification := settings.get("classification"):
+        head = Classification.model_validate(classification)
+        if head.label_names is not None and len(head.label_names) != rows:
+            raise CheckpointError(
+                f"{run / RUN_FILE} names {len(head.label_names)} labels ({', '.join(head.label_names)}), and the head of "
+                f"{adapter} has {rows} rows: does the adapter belong to this run?"
+            )
+        return head if head.label_names is not None else head.model_copy(update={"num_labels": rows})
+    if settings and rows == 1:
+        return "reward_model"
     problem_type = read_config(model).get("problem_type")
     unknown = f"neither {adapter} nor a run's directory above it tells what its head of {rows} label{'s' * (rows > 1)} learned"
     if rows == 1 and problem_type is None:

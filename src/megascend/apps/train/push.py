@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -11,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megascend.apps.train.event_log import EVENTS, read_lines
-from megascend.apps.train.exports import ADAPTER_CONFIG
+from megascend.apps.train.exports import ADAPTER_CONFIG, run_settings, setting
 from megascend.apps.train.run_directory import METRICS
 from megascend.config import Push
-from megascend.config.documents import load_json, load_yaml
+from megascend.config.documents import load_json
 from megascend.errors import HubError
 from megascend.models.checkpoint_files import hub
 from megascend.runtime.io.atomic import replacing
-
-logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 CARD_SETTINGS = (
@@ -82,7 +79,7 @@ def model_card(directory: Path) -> str:
     """Return the model card of an exported directory, which may be inside its run's directory."""
     import yaml
 
-    run = _run_settings(directory.resolve().parent)
+    run = run_settings(directory.resolve().parent)
     is_adapter = (directory / ADAPTER_CONFIG).is_file()
     base = run.get("model")
     if base is None and is_adapter:
@@ -101,24 +98,11 @@ def model_card(directory: Path) -> str:
     if data:
         facts["data"] = ", ".join(map(_name, data))
     facts |= _progress(directory.resolve().parent) if run else {}
-    facts |= {key: _text(value) for key in CARD_SETTINGS if (value := _setting(run, key)) is not None}
+    facts |= {key: _text(value) for key in CARD_SETTINGS if (value := setting(run, key)) is not None}
     if facts:
         rows = [f"| {name} | {value} |" for name, value in facts.items()]
         lines += ["| | |", "|---|---|", *rows, ""]
     return "\n".join(lines)
-
-
-def _run_settings(output: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        settings = load_yaml((output / "config.yaml").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, yaml.YAMLError) as error:
-        logger.warning("the model card has no settings: %s: %s", output / "config.yaml", error)
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def _progress(output: Path) -> dict[str, str]:
@@ -138,14 +122,7 @@ def _progress(output: Path) -> dict[str, str]:
 def _data_paths(run: Mapping[str, Any]) -> Iterator[str]:
     data = run.get("data") or {}
     paths = [data.get("path"), *(source.get("path") for source in data.get("sources") or [])]
-    yield from (str(path) for path in (*paths, _setting(run, "rollout.prompts")) if path)
-
-
-def _setting(run: Mapping[str, Any], key: str) -> Any:
-    value: Any = run
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+    yield from (str(path) for path in (*paths, setting(run, "rollout.prompts")) if path)
 
 
 def _name(path: str) -> str:

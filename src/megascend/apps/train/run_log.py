@@ -20,7 +20,7 @@ from megascend.runtime.io.paths import make_directory
 from megascend.training.batch.metrics import Metric
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from megascend.apps.tracking.trackers import Trackers
 
@@ -351,12 +351,12 @@ class PlainDisplay:
 class BarDisplay:
     """Two lines at the bottom of a terminal: how far the run is, whose counter is never cut, and the figures of the last step."""
 
-    def __init__(self, clock: StepClock, console: Console | None = None) -> None:
+    def __init__(self, clock: StepClock) -> None:
         # Imported here: a log file needs none of it.
         from rich import get_console
         from rich.live import Live
 
-        self._console = console or get_console()
+        self._console = get_console()
         self._clock = clock
         self._progress, self._summary = "", "waiting for the first step"
         # Computed when it is drawn, so that the clock moves within a step.
