@@ -34,19 +34,19 @@ def test_text_prompt_is_a_user_turn_or_a_prefix(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(256)
     system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one?"}]
     answering = prepare(tmp_path, prompts=["one?", system], seed=7)
-    texts = [tokenizer.decode(list(tokens)) for tokens in answering.prompts]
+    texts = [tokenizer.decode(list(request.prompt)) for request in answering.requests]
     assert texts[0].endswith("user\none?<|im_end|>\n<|im_start|>assistant\n")
     assert texts[1].startswith("<|im_start|>system\nBe brief.")
     assert answering.titles == ("one?", "system: Be brief.\nuser: one?")
-    assert [sampling.seed for sampling in answering.sampling] == [7, 8]
+    assert [request.params.seed for request in answering.requests] == [7, 8]
     plain = prepare(tmp_path, prompts=["one?"], chat=False)
-    assert tokenizer.decode(list(plain.prompts[0])) == "one?"
+    assert tokenizer.decode(list(plain.requests[0].prompt)) == "one?"
 
 
 def test_stop_tokens_of_an_answer(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(256)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert end in prepare(tmp_path, prompts=["one?"]).sampling[0].stop  # closes a turn in ChatML
+    assert end in prepare(tmp_path, prompts=["one?"]).requests[0].params.stop  # closes a turn in ChatML
     # As of a base model: its end is another, and what closes a turn is an added token of no special use.
     tokenizer.eos_token = "<|endoftext|>"
     assert "<|im_end|>" not in tokenizer.all_special_tokens
@@ -56,7 +56,7 @@ def test_stop_tokens_of_an_answer(tmp_path: Path) -> None:
     generation = AnswerSampler.prepare(
         Generation(prompts=["one?"], chat=False), Data(path=tmp_path), tokenizer, SampleLimits(256), tmp_path
     )
-    assert {5, 6, tokenizer.eos_token_id} == set(generation.sampling[0].stop)
+    assert {5, 6, tokenizer.eos_token_id} == set(generation.requests[0].params.stop)
 
 
 @pytest.mark.parametrize(

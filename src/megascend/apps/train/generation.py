@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,13 +41,11 @@ class PromptAnswer:
 
 @dataclass(frozen=True)
 class AnswerSampler:
-    """Prompts of a run, as tokens, and how answers to them are sampled."""
+    """Prompts of a run, and how answers to them are sampled."""
 
     settings: Generation
     titles: tuple[str, ...]
-    prompts: tuple[tuple[int, ...], ...]
-    images: tuple[SampleImages | None, ...]
-    sampling: tuple[SamplingParams, ...]
+    requests: tuple[SampleRequest, ...]
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
@@ -74,33 +72,28 @@ class AnswerSampler:
             )
         template = ChatTemplate(tokenizer, data.chat_template_options, template_date) if settings.chat else None
         image_processor = ImageProcessor.for_model(model, data.images)
-        rendered = [_tokens(prompt, template, tokenizer, image_processor) for prompt in settings.prompts]
-        prompts = tuple(tuple(tokens) for tokens, _ in rendered)
-        for prompt, tokens in zip(settings.prompts, prompts, strict=True):
+        stops = tuple(sorted(stop_tokens(tokenizer, model, template)))
+        requests = []
+        for number, prompt in enumerate(settings.prompts):
+            tokens, images = _tokens(prompt, template, tokenizer, image_processor)
             # Now: at its first turn, after hours, it would end the run.
             if len(tokens) + settings.max_tokens > limits.length:
                 raise ConfigError(
                     f"generation: the prompt {_title(prompt)!r:.60} has {len(tokens)} tokens and generation.max_tokens is "
                     f"{settings.max_tokens}: together more than {limits.length} ({limits.setting})"
                 )
-        stops = tuple(sorted(stop_tokens(tokenizer, model, template)))
-        sampling = tuple(
             # The same seed at every turn: answers change with the model alone.
-            SamplingParams(settings.max_tokens, settings.temperature, seed=settings.seed + number, stop=stops)
-            for number in range(len(prompts))
-        )
-        images = tuple(images for _, images in rendered)
-        return cls(settings, tuple(map(_title, settings.prompts)), prompts, images, sampling, tokenizer)
+            seed = settings.seed + number
+            sampling = SamplingParams(settings.max_tokens, settings.temperature, seed=seed, stop=stops)
+            requests.append(SampleRequest(tuple(tokens), sampling, images=images))
+        return cls(settings, tuple(map(_title, settings.prompts)), tuple(requests), tokenizer)
 
     def due(self, step: int, last: int) -> bool:
         return step % self.settings.every == 0 or step == last
 
     def answer(self, backend: Backend, adapter: str | None) -> list[PromptAnswer]:
         """Have the model answer all prompts; the same on every rank. Collective."""
-        requests = [
-            SampleRequest(prompt, sampling, adapter, images=images)
-            for prompt, images, sampling in zip(self.prompts, self.images, self.sampling, strict=True)
-        ]
+        requests = [replace(request, adapter=adapter) for request in self.requests]
         answers = []
         for title, result in zip(self.titles, Sampler(backend).generate(requests), strict=True):
             if result.error is not None:
