@@ -43,20 +43,20 @@ def make_plan(samples: RunSamples, budget: int, batch: int = 4, world: int = 2, 
 def test_ranks_share_samples_and_fill_the_budget(tmp_path: Path):
     samples = samples_of(tmp_path)
     # 40 and 10 tokens on one rank, 30 and 20 on the other.
-    assert make_plan(samples, 64) == StepPlan(3, 64, 1, 50, 2, 50, 40, 0.0, packed=True, idle=False)
-    assert make_plan(samples, 40) == StepPlan(3, 40, 2, 40, 1, 50, 40, 0.0, packed=False, idle=False)
+    assert make_plan(samples, 64) == StepPlan(3, 64, 1, 50, 50, 0.0, packed=True, idle=False)
+    assert make_plan(samples, 40) == StepPlan(3, 40, 2, 40, 50, 0.0, packed=False, idle=False)
 
 
 def test_padding_fraction_is_reported(tmp_path: Path):
     samples = samples_of(tmp_path)
     step_plan = make_plan(samples, 80, packing=False)
-    assert (step_plan.tokens, step_plan.samples, step_plan.packed) == (80, 2, False)
+    assert (step_plan.tokens, step_plan.packed) == (80, False)
     assert step_plan.padding == pytest.approx(1 - 100 / (80 + 60))
     multiple = make_plan(samples, 64, context_size=2, world=1)  # every sample is a multiple of four
-    assert (multiple.tokens, multiple.longest) == (60, 40)  # 40 with 20, 32 with 12
+    assert multiple.tokens == 60  # 40 with 20, 32 with 12
     assert multiple.padding == pytest.approx(1 - 100 / (40 + 12 + 32 + 20))
 
 
 def test_repeated_pair_counts_twice(tmp_path: Path):
     step_plan = make_plan(samples_of(tmp_path, pairs=True), 64, batch=4)
-    assert (step_plan.micro_batches, step_plan.tokens, step_plan.samples) == (2, 50, 2)
+    assert (step_plan.micro_batches, step_plan.tokens) == (2, 50)

@@ -329,9 +329,7 @@ class StepPlan:
     budget: int
     micro_batches: int
     tokens: int
-    samples: int
     most_tokens: int
-    longest: int
     padding: float
     packed: bool
     idle: bool
@@ -352,7 +350,7 @@ def plan_steps(
     """
     lengths = samples.train.lengths.tolist()
     steps = min(config.steps, PLANNED)
-    micro_batches = largest = largest_samples = peak_tokens = longest = total = padded = 0
+    micro_batches = largest = peak_tokens = total = padded = 0
     idle = packed = False
     # The run's own stream: these are its very batches.
     for batch in islice(samples.unit_batches(config, objective), steps):
@@ -362,26 +360,21 @@ def plan_steps(
         for share in shard(batch_lengths, pairs, topology.data):
             planned = _micro_batches([batch_lengths[i] for i in share], [pairs[i] for i in share], layout, budget)
             micro_batches, idle = max(micro_batches, len(planned)), idle or not planned
-            for tokens, count, top in planned:
-                packed |= layout.packing and tokens < top * count
-                if tokens > largest:
-                    largest, largest_samples = tokens, count
-                longest, padded = max(longest, top), padded + tokens
+            for tokens, uneven in planned:
+                packed |= layout.packing and uneven
+                largest, padded = max(largest, tokens), padded + tokens
             tokens_of_rank = sum(batch_lengths[i] for i in share)
             peak_tokens, total = max(peak_tokens, tokens_of_rank), total + tokens_of_rank
-    return StepPlan(
-        steps, budget, micro_batches, largest, largest_samples, peak_tokens, longest, 1 - total / padded, packed, idle
-    )
+    return StepPlan(steps, budget, micro_batches, largest, peak_tokens, 1 - total / padded, packed, idle)
 
 
 def _micro_batches(
     lengths: Sequence[int], pairs: Sequence[int | None], layout: SequenceLayout, budget: int
-) -> list[tuple[int, int, int]]:
-    """Return (tokens, samples, longest sample) of each micro batch of one rank."""
+) -> list[tuple[int, bool]]:
+    """Return the tokens of each micro batch of one rank, and whether its samples differ in length."""
     padded = [layout.padded_length(length) for length in lengths]
     planned = []
     for members in plan_micro_batches(padded, pairs, budget, layout.packing):
-        longest = max(padded[i] for i in members)
-        tokens = sum(padded[i] for i in members) if layout.packing else longest * len(members)
-        planned.append((tokens, len(members), longest))
+        tokens, rows = sum(padded[i] for i in members), max(padded[i] for i in members) * len(members)
+        planned.append((tokens if layout.packing else rows, tokens < rows))
     return planned
