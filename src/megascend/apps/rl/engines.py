@@ -225,7 +225,6 @@ def check_engines(engines: Sequence[str], controller: str | None = None, teacher
 
 
 def make_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None = None) -> InferenceEngine:
-    """Build the client of engine ``address``, the ``index``-th of the run."""
     make: MakeEngine = load(inference_engine(address).make)
     return make(config, index, address, servers)
 

@@ -89,12 +89,10 @@ class ReferenceModel:
 
     @property
     def in_reward(self) -> bool:
-        """True if rewards are penalised."""
         return self._settings.penalty == "reward" and self._settings.coefficient > 0
 
     @property
     def in_loss(self) -> bool:
-        """True if the loss has a term of the divergence."""
         return self._settings.penalty == "loss" and self._settings.coefficient > 0
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:

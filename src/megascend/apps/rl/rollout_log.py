@@ -220,5 +220,4 @@ def tracker_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def last_row_end(path: Path, step: int) -> int:
-    """Return the bytes of a file's rows up to ``step``."""
     return sum(size for _, size in complete_rows(path, step))

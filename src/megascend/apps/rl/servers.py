@@ -252,7 +252,6 @@ def owner_name(config: RlConfig) -> str:
 
 
 def check_servers(config: RlConfig) -> None:
-    """Check the settings of the servers to start, without starting anything."""
     if config.started_engines:
         try:
             require_interpreter(interpreter(config))

@@ -189,7 +189,6 @@ def read_and_check(
 
 
 def _examples(config: RlConfig, environment: Any) -> list[tuple[str, Prompt]]:
-    """Return the examples that an environment brings, with their places."""
     settings = config.rollout.environment
     assert settings is not None
     try:

@@ -315,7 +315,6 @@ def _sample(trajectory: Trajectory) -> Sample:
 
 
 def check_possible(logprobs: Sequence[Tensor], trajectories: Sequence[Trajectory], teacher: str) -> None:
-    """Raise EngineError if a sampled token has the probability 0."""
     for trajectory, part in zip(trajectories, logprobs, strict=True):
         if not bool(part[torch.tensor(trajectory.mask)].isfinite().all()):
             raise EngineError(f"{teacher} gave a sampled token a probability of 0")

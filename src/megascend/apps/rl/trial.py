@@ -62,7 +62,6 @@ class EpisodeTrial:
 def try_episode(
     config: RlConfig, episodes: Episodes, tokenizer: PreTrainedTokenizerBase, source: str, prompt: Prompt
 ) -> EpisodeTrial:
-    """Run an episode of a prompt with a canned response."""
     stop = response_ends(tokenizer, config)
     response = [*following_tokens(CANNED, tokenizer), stop[0]]
     sampling = Sampling(config.rollout.max_tokens, stop_token_ids=stop, seed=config.seed)

@@ -76,7 +76,6 @@ def job_file(kind: str, config: TrainerConfig, request: ClusterRequest, path: Pa
 
 
 def check_kind(kind: str) -> None:
-    """Refuse a kind of job file that is not in :data:`KINDS`."""
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of job {kind!r}; known: {', '.join(KINDS)}")
 
@@ -143,7 +142,6 @@ class _ClusterJob:
         return dict.fromkeys(INTERFACES[self.platform], "eth0")
 
     def common(self, kind: str) -> dict[str, str]:
-        """Return the substitutions that every kind has."""
         name = self.request.name or job_name(self.request.run_file.stem)
         if len(name) > NAME_LENGTH or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
             raise ConfigError(

@@ -201,7 +201,6 @@ class Suggestion:
 
     @property
     def gain(self) -> float:
-        """Share of the run's time that the better layout saves."""
         return 1 - self.better.time.seconds / self.current.time.seconds
 
 

@@ -205,7 +205,6 @@ class Learner(ABC):
 
 
 def model_line(config: TrainerConfig, backend: Backend) -> str:
-    """Describe the model that a run trains: its architecture, its size, and its directory."""
     count = backend.parameter_count
     size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
     return f"{read_config(config.model).get('model_type', 'a model')} with {size} parameters ({config.model})"

@@ -160,7 +160,6 @@ KINDS: dict[LossUnit, str] = {
 
 
 def _check_kind(config: RunConfig, samples: Samples, needs: LossUnit, setting: str) -> None:
-    """Raise ConfigError if a loss of this unit cannot learn from the data."""
     kind: LossUnit = "pair" if samples.has_pairs else "sample" if samples.has_labels else "token"
     if kind == needs:
         return
@@ -324,7 +323,6 @@ class PreferenceObjective(LearningObjective):
         return batch
 
     def measure(self, backend: Backend, samples: Samples, scoring: Scoring) -> Measurement:
-        """Return the sums of the loss and its metrics over the pairs, and their number."""
         sums = MetricSums()
         for units in scoring.batches(self.units(samples)):
             # Pairs stay together and in order.
@@ -347,7 +345,6 @@ class PreferenceObjective(LearningObjective):
         return scores.logprobs, scores.entropy
 
     def _members(self, samples: Samples, units: Iterable[int]) -> list[Sample]:
-        """Return the two samples of each unit."""
         pairs = [samples[2 * unit + side] for unit in units for side in (0, 1)]
         for chosen, rejected in zip(pairs[::2], pairs[1::2], strict=True):
             # A loss over wrong pairs would train without any sign of it.
@@ -417,7 +414,6 @@ class LabelledObjective(PreferenceObjective):
 
     @property
     def _has_kl(self) -> bool:
-        """True if the loss has a reference point."""
         return self.has_reference and "kl" in self._loss.effective_settings()
 
     def _with_kl(self, kl: float) -> Loss:

@@ -121,7 +121,6 @@ def draw_panel(axes: Axes, rows: Sequence[dict[str, Any]], panel: Panel) -> None
 
 
 def column(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """Return one metric of all rows; NaN where it is missing."""
     return [math.nan if row.get(key) is None else float(row[key]) for row in rows]
 
 
@@ -144,7 +143,6 @@ def smoothed(values: Sequence[float], reach: int) -> list[float]:
 
 
 def spans_decades(values: Sequence[float]) -> bool:
-    """Check whether all values are positive and span two decades or more."""
     finite = [value for value in values if value == value]
     return bool(finite) and min(finite) > 0 and max(finite) >= 100 * min(finite)
 

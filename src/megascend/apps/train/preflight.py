@@ -161,13 +161,11 @@ def check_run(
 
 
 def check_service(config: ServeConfig, nproc: int) -> None:
-    """Check a service's model files, its layout, and the number of processes on this host."""
     plan(config.parallel, nproc, inspect_checkpoint(config.model).shape)
     check_processes(config.platform, nproc)
 
 
 def check_packages(config: TrainerConfig, *, plugins_pending: bool = False) -> None:
-    """Check that the packages which the settings need are installed, and that every tracker is known."""
     if config.plot and "plot" in config.model_fields_set:  # by default a run without the package has no plot
         require_extra("matplotlib", "plot")
     if isinstance(config, RunConfig) and config.validation is not None and config.validation.tasks is not None:

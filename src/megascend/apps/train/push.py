@@ -106,7 +106,6 @@ def model_card(directory: Path) -> str:
 
 
 def _progress(output: Path) -> dict[str, str]:
-    """Return the exported step of a run's log, and its loss."""
     rows = {row["step"]: row for row in read_lines(output / METRICS)[0] if "step" in row}
     if not rows:
         return {}

@@ -193,7 +193,6 @@ def restarted(output: Path, launch: Launch) -> bool:
 
 
 def has_same_launcher(output: Path) -> bool:
-    """Return True if the last run in ``output`` was started by the same launcher as this process."""
     events, _ = read_lines(output / EVENTS)
     starts = [event for event in events if event.get("event") == "start"]
     return bool(starts) and starts[-1].get("agent") == agent()

@@ -30,7 +30,6 @@ def bootstrap(config: TrainerConfig) -> Runtime:
 
 
 def make_backend(config: TrainerConfig) -> Backend:
-    """Build the backend that a run's settings describe; with ``lora``, one for a single adapter."""
     from megascend import backends
 
     return backends.make_backend(config.engine, model=config.model, **backend_settings(config))

@@ -138,7 +138,6 @@ class RunReport:
 
     @property
     def running(self) -> bool:
-        """True if the last attempt is in progress on this machine."""
         return bool(self.attempts) and self.attempts[-1].running
 
     @property
@@ -280,7 +279,6 @@ def blame(
 
 
 def saves_of(events: Sequence[dict[str, Any]]) -> SaveCounts:
-    """Count the saves of all attempts, from the lines of the event log. Pure."""
     kinds = [event.get("event") for event in events]
     return SaveCounts(
         started=kinds.count("save"),
@@ -291,7 +289,6 @@ def saves_of(events: Sequence[dict[str, Any]]) -> SaveCounts:
 
 
 def checkpoints_in(directory: Path, verify: bool) -> list[CheckpointEntry]:
-    """List the checkpoints in a directory with their problems."""
     if not directory.is_dir():
         return []
     entries = []

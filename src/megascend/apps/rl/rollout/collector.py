@@ -248,7 +248,6 @@ class RolloutCollector:
                 return None
 
     def _fill(self) -> None:
-        """Dispatch as many prompts as the buffer permits."""
         # Without an engine, prompts wait in the buffer.
         oldest = self.pool.oldest
         if not self._started or self._problem is not None or oldest is None:
@@ -264,7 +263,6 @@ class RolloutCollector:
             task.add_done_callback(self._running.discard)
 
     async def _roll_out(self, dispatch: Dispatch) -> None:
-        """Roll out one prompt, and put its graded group into the buffer."""
         number = dispatch.number
         # By prompt, not in this coroutine: a retry is a new dispatch, and must avoid the engines that failed before.
         attempts = self._attempts.setdefault(number, Attempts())

@@ -152,7 +152,6 @@ class BoundedProtocol(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Check that no request of this connection is being answered."""
         return self._answering == 0
 
     def begin(self, scope: Scope) -> None:

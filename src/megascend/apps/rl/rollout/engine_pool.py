@@ -58,7 +58,6 @@ class Member:
 
     @property
     def awaits_weights(self) -> bool:
-        """Return whether it answers and waits for weights."""
         return self.version is None and self.check is None and self.reported is not None
 
     @property
@@ -97,7 +96,6 @@ class EnginePool:
 
     @property
     def ready(self) -> bool:
-        """Return whether any engine may get prompts."""
         return any(member.ready for member in self._members)
 
     @property
@@ -134,7 +132,6 @@ class EnginePool:
             self._load[index] -= n
 
     def succeeded(self, index: int) -> None:
-        """Record that an engine has answered a prompt."""
         self._availability.succeeded(index)
 
     async def check_failure(self, index: int) -> bool:

@@ -69,11 +69,9 @@ class ControllerClient:
         await self.call("/v1/rollouts/expect", {"rollouts": list(rollouts), "deadline_s": deadline_s})
 
     async def complete(self, rollout: str, result: Mapping[str, Any]) -> None:
-        """Report the result of a rollout."""
         await self.call("/v1/rollouts/complete", {"rollout": rollout, "result": dict(result)})
 
     async def fail(self, rollout: str, reason: str) -> None:
-        """Report the failure of a rollout."""
         await self.call("/v1/rollouts/fail", {"rollout": rollout, "reason": reason[:4000]})
 
     async def results(

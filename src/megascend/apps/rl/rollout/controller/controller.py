@@ -188,7 +188,6 @@ class Controller(ClosedOnce):
             self._waiting.discard(freed)
 
     def check_lease(self, lease_s: float) -> None:
-        """Raise ControllerError unless the length of a lease is permitted."""
         if not 0 < lease_s <= self.limits.max_lease_s:
             raise ControllerError(
                 f"a lease of {lease_s:g} s; it must be above 0 and at most {self.limits.max_lease_s:g} s"
@@ -391,7 +390,6 @@ class Controller(ClosedOnce):
         return task
 
     def check_open(self) -> None:
-        """Raise ControllerLostError once the controller closes."""
         if self.closed is not None:
             raise ControllerLostError("the controller is closing")
 
@@ -444,7 +442,6 @@ class Claim(Lease, InferenceEngine):
         return await self.controller.call_each(self.engines, label, call, timeout_s)
 
     async def _operate(self, label: str, call: Call[T], timeout_s: float | None = None) -> dict[str, T]:
-        """Call all engines as an operation; return their results by name."""
         return await self.controller.operate(self, lambda: self._call_all(label, call, timeout_s))
 
     # --- sampling ---

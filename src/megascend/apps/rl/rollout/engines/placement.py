@@ -38,7 +38,6 @@ class Placement:
         return {VISIBLE: ",".join(self.gpus)}
 
     def options(self) -> list[str]:
-        """Return vLLM's options for its GPUs and its share of their memory."""
         parallel = [] if len(self.gpus) == 1 else [f"--tensor-parallel-size={len(self.gpus)}"]
         return [f"--gpu-memory-utilization={self.memory:.3g}", *parallel]
 
