@@ -41,10 +41,6 @@ class Keys:
                 owner = name
         return owner
 
-    @property
-    def tenants(self) -> list[str]:
-        return sorted(set(self._tenants.values()))
-
 
 def key_digest(key: str) -> str:
     """Return the SHA-256 of a key in hexadecimal."""
