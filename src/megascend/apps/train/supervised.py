@@ -194,16 +194,11 @@ class SupervisedLearner(Learner):
                 if run.main_rank:
                     logger.warning("data.on_changed: continue: %s", changes)
         self._stream_state = self._stream.progress.state
-
-        def check_stop() -> None:
-            if backend.any_rank(run.stop)[0]:
-                raise MeasurementStopped
-
         self._validator: Validator | None = None
         if config.validation is not None:
             self._validator = Validator(
                 *(config.validation, run, data.samples, objective, data.tokenizer, data.task_suite),
-                *(self.totals, log, check_stop),
+                *(self.totals, log),
             )
         saved_budget = progress.get("budget")
         self._budget = apply_budget(config, backend, data.samples, objective, run.adapter, saved_budget, run.event_log)

@@ -6,7 +6,6 @@ import functools
 import logging
 import operator
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megascend.apps.data.chat import ChatTemplate
@@ -18,6 +17,7 @@ from megascend.apps.train.run_log import RunLog, rounded
 from megascend.apps.train.task_scorer import TaskScorer
 from megascend.config import RunConfig
 from megascend.config.data import PREFERENCE_LOSSES, Validation
+from megascend.runtime.stop_signals import MeasurementStopped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,22 +42,20 @@ class Validator:
         suite: TaskSuite | None,
         counts: TrainCounts,
         log: RunLog,
-        check_stop: Callable[[], None],
     ) -> None:
         """
         Args:
             suite: the tasks, on rank 0.
-            check_stop: raises MeasurementStopped on all ranks once any of them has received a signal.
         """
         self._settings, self._run, self._samples, self._objective = settings, run, samples, objective
-        self._suite, self._counts, self._log, self._check_stop = suite, counts, log, check_stop
+        self._suite, self._counts, self._log = suite, counts, log
         self._tasks: TaskScorer | None = None
         self._unshown: TaskScores | None = None
         if settings.tasks is not None:
             template = ChatTemplate(tokenizer, run.config.data.chat_template_options, run.config.template_date)
             self._tasks = TaskScorer(
                 *(run.backend, tokenizer, run.config.model, settings.tasks, run.adapter, template),
-                before_batch=check_stop,
+                before_batch=self._check_stop,
             )
         self._reset_incomparable_best()
 
@@ -116,6 +114,11 @@ class Validator:
             lines = "\n".join(f"  {line}" for line in self._unshown.lines())
             self._log.show_text(f"tasks {time_of_measurement}:\n{lines}")
         self._unshown = None
+
+    def _check_stop(self) -> None:
+        """Raise MeasurementStopped on all ranks once any of them has received a signal."""
+        if self._run.backend.any_rank(self._run.stop)[0]:
+            raise MeasurementStopped
 
     def _held_out_figures(self) -> tuple[float, dict[str, float]]:
         """Measure the loss on the held-out samples; also return their metrics, and the loss of each source."""
