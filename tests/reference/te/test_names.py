@@ -60,6 +60,15 @@ def test_quantisation_contexts_accept_only_false(name: str) -> None:
         pass
 
 
+def test_recipes_are_created_and_have_no_effect() -> None:
+    recipe = fp8.DelayedScaling(margin=0, fp8_format=fp8.Format.HYBRID)
+    assert recipe.fp8_format.value.max_bwd == 57344
+    assert recipe.delayed()
+    assert not recipe.mxfp8()
+    with MODULES["transformer_engine.pytorch"].fp8_autocast(enabled=False, fp8_recipe=recipe):
+        pass
+
+
 def test_fp8_queries_return_false() -> None:
     te = MODULES["transformer_engine.pytorch"]
     for name in ("is_fp8_available", "is_mxfp8_available", "is_nvfp4_available", "is_fp8_block_scaling_available"):

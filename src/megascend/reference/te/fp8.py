@@ -1,18 +1,17 @@
 """The fp8 API without fp8: switches that stay off, recipes that nothing uses, and padding of experts' rows.
 
-Names, fields and defaults of recipes are those of Transformer Engine 2.8 to 2.11, which also ignores unknown fields. Programs
-build a recipe before they decide whether fp8 is on, so only ``fp8_autocast(enabled=True)`` is refused. The variables
-``NVTE_...``, which change defaults of Transformer Engine, have no effect here.
+Names of recipes are those of Transformer Engine 2.8 to 2.11. Programs build a recipe before they decide whether fp8 is on, so
+only ``fp8_autocast(enabled=True)`` is refused. The variables ``NVTE_...``, which change defaults of Transformer Engine, have no
+effect here.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,39 +112,16 @@ class Format(Enum):
     HYBRID = FormatRange(448, 57344)
 
 
-@dataclass(frozen=True)
-class MMParams:
+class MMParams(SimpleNamespace):
     """Options of a matrix product."""
 
-    use_split_accumulator: bool = True
 
-
-@dataclass(frozen=True)
-class QParams:
+class QParams(SimpleNamespace):
     """Options of a quantisation."""
 
-    power_2_scale: bool = False
-    amax_epsilon: float = 0.0
-    random_hadamard_transform: bool = False
-    stochastic_rounding: bool = False
-    fp4_2d_quantization: bool = False
 
-
-def _recipe(cls: type) -> type:
-    """Make a dataclass that ignores unknown arguments: megatron-core passes some of older releases."""
-    recipe = dataclass(cls)
-    names, construct = {entry.name for entry in fields(recipe)}, recipe.__init__
-
-    @functools.wraps(construct)
-    def __init__(self: Any, *args: Any, **settings: Any) -> None:
-        construct(self, *args, **{name: value for name, value in settings.items() if name in names})
-
-    recipe.__init__ = __init__  # type: ignore[misc]
-    return recipe
-
-
-class Recipe:
-    """Base class of recipes, with a predicate for each kind."""
+class Recipe(SimpleNamespace):
+    """Base class of recipes, which have their arguments as attributes, and a predicate for each kind."""
 
     def delayed(self) -> bool:
         return isinstance(self, DelayedScaling)
@@ -169,116 +145,28 @@ class Recipe:
         return isinstance(self, CustomRecipe)
 
 
-def _require(recipe: object, name: str, allowed: tuple[Any, ...]) -> None:
-    chosen = getattr(recipe, name)
-    if chosen not in allowed:
-        raise ConfigError(f"{type(recipe).__name__}: {name} must be one of {allowed}, got {chosen!r}")
-
-
-FP8 = (Format.E4M3, Format.HYBRID)
-
-
-@_recipe
 class DelayedScaling(Recipe):
-    """Scales from the history of largest values. Raises ConfigError for a format that is not usable for training."""
-
-    margin: int = 0
-    fp8_format: Format = Format.HYBRID
-    amax_history_len: int = 1024
-    amax_compute_algo: Literal["max", "most_recent"] | Callable[..., Any] = "max"
-    scaling_factor_compute_algo: Callable[..., Any] | None = None
-    reduce_amax: bool = True
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-
-    def __post_init__(self) -> None:
-        _require(self, "fp8_format", FP8)
+    """Scales from the history of largest values."""
 
 
-@_recipe
 class Float8CurrentScaling(Recipe):
-    """A scale from each tensor's current values. Raises ConfigError as :class:`DelayedScaling`."""
-
-    use_power_2_scales: bool = False
-    fp8_format: Format = Format.HYBRID
-    # Transformer Engine's defaults: the forward product takes the faster accumulation, gradients the more precise one.
-    fp8_gemm_fprop: MMParams = field(default_factory=lambda: MMParams(use_split_accumulator=False))
-    fp8_gemm_dgrad: MMParams = field(default_factory=MMParams)
-    fp8_gemm_wgrad: MMParams = field(default_factory=MMParams)
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-
-    def __post_init__(self) -> None:
-        _require(self, "fp8_format", FP8)
-        quantisation = QParams(power_2_scale=self.use_power_2_scales)
-        self.fp8_quant_fwd_inp = self.fp8_quant_fwd_weight = self.fp8_quant_bwd_grad = quantisation
+    """A scale from each tensor's current values."""
 
 
-@_recipe
 class MXFP8BlockScaling(Recipe):
-    """A scale for each block of 32 values. Raises ConfigError as :class:`DelayedScaling`."""
-
-    margin: int = 0
-    fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-
-    def __post_init__(self) -> None:
-        _require(self, "fp8_format", FP8)
+    """A scale for each block of 32 values."""
 
 
-@_recipe
 class Float8BlockScaling(Recipe):
-    """A scale for each block of 128 values, or of 128 by 128. Raises ConfigError for blocks of other dimensions, too."""
-
-    use_f32_scales: bool = False
-    fp8_format: Format = Format.E4M3
-    x_block_scaling_dim: int = 1
-    w_block_scaling_dim: int = 2
-    grad_block_scaling_dim: int = 1
-    fp8_gemm_fprop: MMParams = field(default_factory=MMParams)
-    fp8_gemm_dgrad: MMParams = field(default_factory=MMParams)
-    fp8_gemm_wgrad: MMParams = field(default_factory=MMParams)
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-
-    def __post_init__(self) -> None:
-        _require(self, "fp8_format", FP8)
-        for name in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"):
-            _require(self, name, (1, 2))
-        quantisation = QParams(power_2_scale=not self.use_f32_scales)
-        self.fp8_quant_fwd_inp = self.fp8_quant_fwd_weight = self.fp8_quant_bwd_grad = quantisation
+    """A scale for each block of 128 values, or of 128 by 128."""
 
 
-@_recipe
 class NVFP4BlockScaling(Recipe):
-    """Scales for blocks of 16 values and for the tensor. Raises ConfigError for other formats than E2M1 and E4M3."""
-
-    disable_rht: bool = False
-    disable_stochastic_rounding: bool = False
-    disable_2d_quantization: bool = False
-    fp4_format: Format = Format.E2M1
-    fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-
-    def __post_init__(self) -> None:
-        _require(self, "fp4_format", (Format.E2M1,))
-        _require(self, "fp8_format", (Format.E4M3,))
-        rounds, plane = not self.disable_stochastic_rounding, not self.disable_2d_quantization
-        rotates = not self.disable_rht
-        self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=rotates)
-        self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=plane)
-        self.fp4_quant_bwd_grad = QParams(random_hadamard_transform=rotates, stochastic_rounding=rounds)
+    """Scales for blocks of 16 values and for the tensor."""
 
 
-@_recipe
 class CustomRecipe(Recipe):
-    """User-defined quantisers: ``qfactory(role)`` returns the quantiser of a role."""
-
-    qfactory: Callable[..., Any]
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
+    """User-defined quantisers."""
 
 
 CLASSES: tuple[type, ...] = (

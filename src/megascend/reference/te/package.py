@@ -85,11 +85,13 @@ def _absent(module: str) -> Callable[[str], NoReturn]:
 
 def _contents() -> dict[str, dict[str, Any]]:
     """Return the contents of each module, parents before children."""
-    from megascend.reference.te import attention, base, fp8, optimizers, rope
+    from megascend.reference.te import attention, base, fp8, linear, norms, optimizers, rope
 
     quantized = unsupported.classes(unsupported.QUANTIZED, unsupported.FP8)
     quantized_functions = unsupported.functions(unsupported.QUANTIZED_FUNCTIONS, unsupported.FP8)
-    layers, unsupported_layers = _layers(), unsupported.classes(unsupported.LAYERS)
+    implemented = (linear.Linear, linear.LayerNormLinear, linear.GroupedLinear, norms.RMSNorm, norms.LayerNorm)
+    unsupported_layers = unsupported.classes(unsupported.LAYERS)
+    layers = {layer.__name__: layer for layer in (*implemented, fp8.Fp8Padding, fp8.Fp8Unpadding)}
     layers["LayerNormMLP"] = unsupported_layers["LayerNormMLP"]
     overlap = unsupported.functions(("initialize_ub", "destroy_ub"), unsupported.OVERLAP)
     overlap |= unsupported.classes(("UserBufferQuantizationMode",), unsupported.OVERLAP)
@@ -98,7 +100,12 @@ def _contents() -> dict[str, dict[str, Any]]:
         "checkpoint": unavailable("te_checkpoint", unsupported.FP8),
     }
     recipes = {recipe.__name__: recipe for recipe in fp8.CLASSES}
-    switches = _quantization_switches()
+    contexts = (fp8.fp8_autocast, fp8.autocast, fp8.fp8_model_init, fp8.quantized_model_init)
+    kinds = ("fp8", "mxfp8", "fp8_block_scaling", "nvfp4")
+    switches = {
+        **{context.__name__: context for context in contexts},
+        **{f"is_{kind}_available": fp8.is_available for kind in kinds},
+    }
     recipe_functions = unsupported.functions(unsupported.RECIPE_FUNCTIONS, unsupported.FP8)
     quantization = {
         "FP8GlobalStateManager": fp8.FP8GlobalStateManager,
@@ -166,26 +173,6 @@ def _contents() -> dict[str, dict[str, Any]]:
             **unsupported.classes(("MultiTensorApply",)),
             **unsupported.functions(unsupported.MULTI_TENSOR),
         },
-    }
-
-
-def _layers() -> dict[str, Any]:
-    """Return the layers that the reference implements, except for attention."""
-    from megascend.reference.te import fp8, linear, norms
-
-    layers = (linear.Linear, linear.LayerNormLinear, linear.GroupedLinear, norms.RMSNorm, norms.LayerNorm)
-    return {layer.__name__: layer for layer in (*layers, fp8.Fp8Padding, fp8.Fp8Unpadding)}
-
-
-def _quantization_switches() -> dict[str, Any]:
-    """Return the functions that switch quantization on, and those that report whether it is available."""
-    from megascend.reference.te import fp8
-
-    contexts = (fp8.fp8_autocast, fp8.autocast, fp8.fp8_model_init, fp8.quantized_model_init)
-    kinds = ("fp8", "mxfp8", "fp8_block_scaling", "nvfp4")
-    return {
-        **{context.__name__: context for context in contexts},
-        **{f"is_{kind}_available": fp8.is_available for kind in kinds},
     }
 
 
