@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megascend.config import Adapters, Lora
+from megascend.runtime.io.shared import cached
 from megascend.testing import run_distributed
-from megascend.testing.artifact_cache import make_once
 from megascend.testing.parity import PROMPT, Case, case_backend, hf_reference, token_lists
 from megascend.training.batch.images import SampleImages
 from megascend.training.batch.sample import Sample
@@ -97,4 +97,4 @@ def tower_adapter(checkpoint: Path, seed: int, targets: Any = "all-linear") -> P
 
         run_distributed(on_rank, 1, init=False, timeout_s=120)
 
-    return make_once(checkpoint.parent / f"{checkpoint.name}-tower-adapter-{kind}-{seed}", write)
+    return cached(checkpoint.parent / f"{checkpoint.name}-tower-adapter-{kind}-{seed}", write)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megascend.config import Adapters, Lora
 from megascend.errors import DistributedTestError
-from megascend.testing.artifact_cache import make_once
+from megascend.runtime.io.shared import cached
 from megascend.testing.parity import (
     LR,
     MAX_GRAD_NORM,
@@ -184,7 +184,7 @@ def case_adapter(checkpoint: Path, case: Case, seed: int = SEED) -> Path:
 
         run_distributed(make_adapter, 1, checkpoint, path, seed, case.targets, init=False, timeout_s=120)
 
-    return make_once(checkpoint.parent / name, make)
+    return cached(checkpoint.parent / name, make)
 
 
 def make_adapter(

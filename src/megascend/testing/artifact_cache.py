@@ -7,7 +7,6 @@ damaged one is noticed and made again.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -15,12 +14,11 @@ import os
 import platform
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megascend.errors import DistributedTestError
 from megascend.runtime.io import paths, shared
 from megascend.runtime.io.hashing import cache_key
 
@@ -32,26 +30,6 @@ LIMIT_BYTES = 256 * 2**20
 def folder() -> Path:
     """Return ``references`` in ``MEGASCEND_CACHE`` or in the user's cache."""
     return paths.cache_folder() / "references"
-
-
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold :func:`megascend.runtime.io.shared.locked` for ``path``; raise DistributedTestError after ten minutes."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(shared.locked(path))
-        except TimeoutError as error:
-            raise DistributedTestError(str(error)) from error
-        yield
-
-
-def make_once(path: Path, make: Callable[[Path], object]) -> Path:
-    """Return ``path``, which one of several processes makes if it is missing: pytest's workers share models and references."""
-    if not path.exists():
-        with exclusive(path):
-            if not path.exists():
-                shared.replace(path, make)
-    return path
 
 
 def copy_or_make(
@@ -75,7 +53,7 @@ def copy_or_make(
         make(target)
         return
     # Held while copying too: another process could drop the entry.
-    with exclusive(entry):
+    with shared.locked(entry):
         if _copied(entry, target):
             return
         make(target)

@@ -18,7 +18,8 @@ from megascend.config import Adam, Batching, Moe, Parallel, Precision, Recompute
 from megascend.errors import DistributedTestError
 from megascend.models import expert_count, registered
 from megascend.models.checkpoint_files.architectures import architecture_in
-from megascend.testing.artifact_cache import copy_or_make, digest, make_once
+from megascend.runtime.io.shared import cached
+from megascend.testing.artifact_cache import copy_or_make, digest
 from megascend.testing.reference import run_reference
 
 if TYPE_CHECKING:
@@ -133,9 +134,6 @@ def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
 
     Made once: this session finds it in ``folder``, a later one in the machine's cache (:mod:`artifact_cache`), as long
     as the files that ``job`` names have the same content.
-
-    Raises:
-        DistributedTestError: the script failed; the message holds its output.
     """
     program = Path(__file__).parent / script
     text = json.dumps(job)
@@ -156,7 +154,7 @@ def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
         )
         copy_or_make(program.stem, made_from, program, output, run)
 
-    return make_once(result, make)
+    return cached(result, make)
 
 
 def _by_content(job: dict[str, Any]) -> dict[str, Any]:

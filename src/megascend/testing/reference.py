@@ -189,13 +189,7 @@ def run_reference(
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python script, or a program given as text, in a process without NPU (real or simulated), network or a second thread.
 
-    Args:
-        arguments: ``sys.argv[1:]`` of the program.
-        timeout_s: deadline, in seconds.
-        modules: imported first: those that make an architecture known to transformers.
-
-    Raises:
-        subprocess.TimeoutExpired: the program took longer; it is killed.
+    The arguments, and the error after ``timeout_s``, are those of :meth:`ProgramServer.run`.
     """
     environment = as_at_start(plain_environment())
     return _SERVER.run(program, arguments, environment, stdin, timeout_s, modules, hidden=KERNEL_PACKAGES)

@@ -32,11 +32,7 @@ def as_written(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def warm(configs: Sequence[dict[str, Any]]) -> None:
-    """Make the verdicts on models of these configurations, as transformers writes them, that are not kept yet.
-
-    Raises:
-        DistributedTestError: one of them does not agree with transformers.
-    """
+    """Make the verdicts on models of these configurations, as transformers writes them, that are not kept yet."""
     slices = {check.verdict_path(part): part for part in map(slice_of, map(as_written, configs))}
     with shared.locked(check.cache_folder()):
         missing = {path: part for path, part in slices.items() if not path.exists()}

@@ -15,8 +15,8 @@ from typing import Any
 from megascend.errors import ConfigError, DistributedTestError
 from megascend.models import architecture_named, registered
 from megascend.models.registry import BUILT_IN
-from megascend.runtime.io.shared import replace
-from megascend.testing.artifact_cache import copy_or_make, exclusive
+from megascend.runtime.io.shared import locked, replace
+from megascend.testing.artifact_cache import copy_or_make
 from megascend.testing.reference import run_reference
 
 ARCHITECTURES = tuple(BUILT_IN)
@@ -81,9 +81,6 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
         seed: seed of the weights.
         overrides: as for :func:`tiny_config`.
 
-    Returns:
-        ``path``.
-
     Raises:
         ConfigError: the directory holds files that this function did not write.
         DistributedTestError: transformers could not build the model; the message holds its output.
@@ -98,7 +95,7 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
         return path
     if path.exists() and any(path.iterdir()) and not (path / MARKER).exists():
         raise ConfigError(f"{path} holds files that are no tiny checkpoint; give write_tiny_checkpoint a new directory")
-    with exclusive(path):
+    with locked(path):
         # Again under the lock: another process may have written it meanwhile.
         if not _holds(path, recipe):
             modules = [architecture.transformers] if architecture.transformers else []

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from megascend import Adapters, Lora, Parallel
 from megascend.errors import CheckpointError
+from megascend.runtime.io.shared import cached
 from megascend.testing import run_distributed
-from megascend.testing.artifact_cache import make_once
 from megascend.testing.parity import STEPS, Case, case_backend, case_checkpoint, first_of_equals, token_lists
 from megascend.training.lora.quantised_weights import BLOCKS, NF4, QuantisedLayer, QuantisedWeights
 from support.lora_parity import adapter_differences, case_adapter, peft_reference, train_one
@@ -80,7 +80,7 @@ def dequantised_checkpoint(checkpoint: Path, method: str) -> Path:
                 tensors[name] = torch.from_numpy(dequantised(tensor.double().numpy(), method)).to(tensor.dtype)
         save_file(tensors, path / FILE, {"format": "pt"})
 
-    return make_once(checkpoint.with_name(f"{checkpoint.name}-dequantised-{method}"), make)
+    return cached(checkpoint.with_name(f"{checkpoint.name}-dequantised-{method}"), make)
 
 
 def test_nf4_has_the_quantiles_of_the_normal_distribution():
