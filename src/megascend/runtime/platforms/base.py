@@ -126,3 +126,35 @@ class Platform(ABC):
     def peak_flops(self) -> float | None:
         """Return the dense bf16 peak of one device in FLOP/s, or None if unknown."""
         return None
+
+
+class AcceleratorPlatform(Platform):
+    """A platform of devices with memory of their own; their module of torch (:attr:`torch_module`) is like ``torch.cuda``."""
+
+    @property
+    def torch_module(self) -> Any:
+        import torch
+
+        return getattr(torch, self.device_type)
+
+    def device_count(self) -> int:
+        return self.torch_module.device_count()
+
+    def synchronize(self) -> None:
+        self.torch_module.synchronize()
+
+    def memory(self) -> MemoryFigures:
+        module = self.torch_module
+        total = module.get_device_properties(module.current_device()).total_memory
+        return MemoryFigures(module.memory_allocated(), module.max_memory_allocated(), total)
+
+    def reset_peak_memory(self) -> None:
+        self.torch_module.reset_peak_memory_stats()
+
+    def usable_memory(self) -> int:
+        # Memory that the allocator has reserved counts as free: this process can reuse it, and the driver cannot see inside.
+        free, _ = self.torch_module.mem_get_info()
+        return free + self.torch_module.memory_reserved()
+
+    def free_cached_memory(self) -> None:
+        self.torch_module.empty_cache()

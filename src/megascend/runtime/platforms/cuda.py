@@ -14,7 +14,7 @@ from collections.abc import MutableMapping
 from typing import ClassVar
 
 from megascend.errors import ConfigError, PlatformError
-from megascend.runtime.platforms.base import MemoryFigures, Platform
+from megascend.runtime.platforms.base import AcceleratorPlatform
 from weightwire.background import BackgroundThread
 
 # Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity).
@@ -30,7 +30,7 @@ PEAK_FLOPS = {
 }
 
 
-class CudaPlatform(Platform):
+class CudaPlatform(AcceleratorPlatform):
     name: ClassVar[str] = "cuda"
     device_type: ClassVar[str] = "cuda"
     backend: ClassVar[str] = "nccl"
@@ -53,11 +53,6 @@ class CudaPlatform(Platform):
     def limit_collectives(self, timeout_s: float) -> list[str]:
         return shorten_dump(os.environ)
 
-    def device_count(self) -> int:
-        import torch
-
-        return torch.cuda.device_count()
-
     def device(self, local_rank: int):
         import torch
 
@@ -71,34 +66,6 @@ class CudaPlatform(Platform):
     def warm_up(self, local_rank: int) -> None:
         # Not a daemon: a process that ends within a second has to wait, since exiting during CUDA's start-up crashes.
         BackgroundThread(first_products, local_rank, name="megascend-cuda-start", daemon=False).start()
-
-    def synchronize(self) -> None:
-        import torch
-
-        torch.cuda.synchronize()
-
-    def memory(self) -> MemoryFigures:
-        import torch
-
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        return MemoryFigures(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), total)
-
-    def reset_peak_memory(self) -> None:
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
-
-    def usable_memory(self) -> int:
-        import torch
-
-        # Memory that the allocator has reserved counts as free: this process can reuse it, and the driver cannot see inside.
-        free, _ = torch.cuda.mem_get_info()
-        return free + torch.cuda.memory_reserved()
-
-    def free_cached_memory(self) -> None:
-        import torch
-
-        torch.cuda.empty_cache()
 
     def pci_address(self, local_rank: int) -> str | None:
         import torch

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from megascend.errors import PlatformError
-from megascend.runtime.platforms.base import MemoryFigures, Platform
+from megascend.runtime.platforms.base import AcceleratorPlatform
 from megascend.runtime.platforms.cpu_products import avoid_broken_amx
 from megascend.surroundings import is_installed
 
@@ -22,7 +22,7 @@ FIRST_PORT, LAST_PORT = 17_000, 32_000
 """Range of base ports: above well-known services, below Linux's ephemeral ports (32768 and up)."""
 
 
-class NpuPlatform(Platform):
+class NpuPlatform(AcceleratorPlatform):
     name: ClassVar[str] = "npu"
     device_type: ClassVar[str] = "npu"
     backend: ClassVar[str] = "hccl"
@@ -41,13 +41,10 @@ class NpuPlatform(Platform):
     def limit_collectives(self, timeout_s: float) -> list[str]:
         return limit_hccl(os.environ, timeout_s)
 
-    def device_count(self) -> int:
-        return _torch_npu().device_count()
-
     def device(self, local_rank: int):
         import torch
 
-        npu = _torch_npu()
+        npu = self.torch_module
         count = npu.device_count()
         if local_rank >= count:
             raise PlatformError(
@@ -56,9 +53,6 @@ class NpuPlatform(Platform):
         npu.set_device(local_rank)
         return torch.device("npu", npu.current_device())
 
-    def synchronize(self) -> None:
-        _torch_npu().synchronize()
-
     def profiler(self, warm_up: int, steps: int) -> Any:
         from torch_npu import profiler  # type: ignore[reportMissingImports]
 
@@ -66,30 +60,6 @@ class NpuPlatform(Platform):
             activities=[profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU],
             schedule=profiler.schedule(wait=0, warmup=warm_up, active=steps, repeat=1),
         )
-
-    def memory(self) -> MemoryFigures:
-        npu = _torch_npu()
-        total = npu.get_device_properties(npu.current_device()).total_memory
-        return MemoryFigures(npu.memory_allocated(), npu.max_memory_allocated(), total)
-
-    def reset_peak_memory(self) -> None:
-        _torch_npu().reset_peak_memory_stats()
-
-    def usable_memory(self) -> int:
-        npu = _torch_npu()
-        free, _ = npu.mem_get_info()
-        # What the caching allocator has reserved and not given out is free for this process, but not in the driver's count.
-        return free + npu.memory_reserved()
-
-    def free_cached_memory(self) -> None:
-        _torch_npu().empty_cache()
-
-
-def _torch_npu() -> Any:
-    """Return ``torch.npu``, which torch_npu adds to torch."""
-    import torch
-
-    return vars(torch)["npu"]  # vars(): type checkers do not know the attribute
 
 
 def prepare_simulated(environment: Any) -> list[str]:
