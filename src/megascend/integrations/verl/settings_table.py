@@ -57,11 +57,8 @@ ENGINE: dict[str, Rule] = {
     "optimizer_offload": mapped("refused on cuda and npu; on a CPU the device is the host"),
     "forward_only": mapped("a frozen model without an optimizer"),
     "dtype": mapped("precision"),
-    "use_dynamic_bsz": BY_BATCH,
-    "max_token_len_per_gpu": BY_BATCH,
-    "micro_batch_size_per_gpu": BY_BATCH,
-    "infer_max_token_len_per_gpu": BY_BATCH,
-    "infer_micro_batch_size_per_gpu": BY_BATCH,
+    **dict.fromkeys(("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu"), BY_BATCH),
+    **dict.fromkeys(("infer_max_token_len_per_gpu", "infer_micro_batch_size_per_gpu"), BY_BATCH),
     "use_fused_kernels": no_effect("projection and softmax are always computed chunk by chunk, without whole logits"),
     "use_remove_padding": mapped("batching.packing"),
     "seed": mapped("seed"),
@@ -115,16 +112,10 @@ TRANSFORMER: dict[str, Rule] = {
     "moe_aux_loss_coeff": mapped("moe.aux_loss_coefficient, by Megatron's formula"),
     "moe_router_load_balancing_type": only("none", "aux_loss", None, reason="no other formula is supported"),
     "moe_router_bias_update_rate": mapped("moe.bias_update_rate"),
-    "moe_permute_fusion": CHOSEN,
-    "moe_grouped_gemm": CHOSEN,
+    **dict.fromkeys(("moe_permute_fusion", "moe_grouped_gemm", "apply_rope_fusion", "masked_softmax_fusion"), CHOSEN),
+    **dict.fromkeys(("bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"), CHOSEN),
+    **dict.fromkeys(("deallocate_pipeline_outputs", "persist_layer_norm"), CHOSEN),
     "moe_token_dispatcher_type": only("alltoall", None, reason="experts are dispatched by all-to-all"),
-    "apply_rope_fusion": CHOSEN,
-    "masked_softmax_fusion": CHOSEN,
-    "bias_activation_fusion": CHOSEN,
-    "bias_dropout_fusion": CHOSEN,
-    "gradient_accumulation_fusion": CHOSEN,
-    "deallocate_pipeline_outputs": CHOSEN,
-    "persist_layer_norm": CHOSEN,
 }
 
 ROUTER_REPLAY: dict[str, Rule] = {
@@ -137,12 +128,11 @@ ROUTER_REPLAY: dict[str, Rule] = {
 QAT: dict[str, Rule] = {
     "_target_": no_effect(SHAPE),
     "enable": only(False, reason="quantisation-aware training is not supported"),
-    **{
-        name: no_effect("of qat.enable")
-        for name in ("mode", "group_size", "ignore_patterns", "activation_observer", "quantization_config_path")
-    },
+    **dict.fromkeys(("mode", "group_size", "ignore_patterns"), no_effect("of qat.enable")),
+    **dict.fromkeys(("activation_observer", "quantization_config_path"), no_effect("of qat.enable")),
 }
 
+_SCHEDULE = mapped("verl's own scheduler, whose rate each step is given")
 _FP32 = only("fp32", "float32", "32", reason="gradients and moments are fp32")
 
 OPTIMIZER: dict[str, Rule] = {
@@ -153,39 +143,20 @@ OPTIMIZER: dict[str, Rule] = {
     "weight_decay": mapped("optimizer.weight_decay"),
     "clip_grad": mapped("optimizer.max_grad_norm"),
     "grad_clip": no_effect("verl writes it into clip_grad"),
-    **{
-        name: mapped("verl's own scheduler, whose rate each step is given")
-        for name in (
-            "lr_warmup_steps_ratio",
-            "total_training_steps",
-            "lr_warmup_steps",
-            "lr_warmup_init",
-            "lr_decay_steps",
-            "lr_decay_style",
-            "min_lr",
-            "lr_wsd_decay_style",
-            "lr_wsd_decay_steps",
-        )
-    },
+    **dict.fromkeys(("lr_warmup_steps_ratio", "lr_warmup_steps", "lr_warmup_init", "total_training_steps"), _SCHEDULE),
+    **dict.fromkeys(
+        ("lr_decay_steps", "lr_decay_style", "min_lr", "lr_wsd_decay_style", "lr_wsd_decay_steps"), _SCHEDULE
+    ),
     "weight_decay_incr_style": only("constant", reason="weight decay stays as it is"),
     "use_checkpoint_opt_param_scheduler": only(False, reason="a resumed run takes its schedule from its settings"),
     "use_precision_aware_optimizer": only(False, reason="gradients and moments are fp32"),
-    "main_grads_dtype": _FP32,
-    "exp_avg_dtype": _FP32,
-    "exp_avg_sq_dtype": _FP32,
-    "use_layer_wise_distributed_optimizer": MUON,
-    "use_layer_wise_param_layout": MUON,
-    "muon_momentum": MUON,
-    "muon_nesterov": MUON,
-    "muon_split_qkv": MUON,
-    "muon_scale_mode": MUON,
-    "muon_coefficient_type": MUON,
-    "muon_num_ns_steps": MUON,
-    "muon_tp_mode": MUON,
-    "muon_fp32_matmul_prec": MUON,
-    "muon_extra_scale_factor": MUON,
-    "muon_scalar_optimizer": MUON,
-    "muon_match_adamw_update_rms": MUON,
+    **dict.fromkeys(("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), _FP32),
+    **dict.fromkeys(("use_layer_wise_distributed_optimizer", "use_layer_wise_param_layout"), MUON),
+    **dict.fromkeys(
+        ("muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_scale_mode", "muon_coefficient_type"), MUON
+    ),
+    **dict.fromkeys(("muon_num_ns_steps", "muon_tp_mode", "muon_fp32_matmul_prec", "muon_extra_scale_factor"), MUON),
+    **dict.fromkeys(("muon_scalar_optimizer", "muon_match_adamw_update_rms"), MUON),
     "override_optimizer_config": mapped("key by key"),
 }
 
@@ -198,19 +169,14 @@ MODEL: dict[str, Rule] = {
     "path": mapped("model, by verl's local copy of it"),
     "local_path": mapped("model"),
     "hf_config_path": mapped("refused unless it is model.path"),
-    "local_hf_config_path": READ_BY_VERL,
-    "tokenizer_path": READ_BY_VERL,
-    "local_tokenizer_path": READ_BY_VERL,
+    **dict.fromkeys(("local_hf_config_path", "hf_config", "generation_config", "architectures"), READ_BY_VERL),
+    **dict.fromkeys(
+        ("tokenizer_path", "local_tokenizer_path", "load_tokenizer", "tokenizer", "processor"), READ_BY_VERL
+    ),
+    **dict.fromkeys(("use_shm", "custom_chat_template", "external_lib"), READ_BY_VERL),
+    "share_embeddings_and_output_weights": READ_BY_VERL,
     "model_type": only("language_model", "value_model", reason="other models are not supported"),
-    "load_tokenizer": READ_BY_VERL,
-    "hf_config": READ_BY_VERL,
-    "generation_config": READ_BY_VERL,
-    "tokenizer": READ_BY_VERL,
-    "processor": READ_BY_VERL,
-    "use_shm": READ_BY_VERL,
     "trust_remote_code": only(False, reason="no code of a checkpoint is run"),
-    "custom_chat_template": READ_BY_VERL,
-    "external_lib": READ_BY_VERL,
     "override_config": mapped("refused but for attn_implementation, which is verl's FSDP engines'"),
     "enable_gradient_checkpointing": no_effect(
         "verl's Megatron engine does not read it either: engine.override_transformer_config.recompute_granularity"
@@ -228,8 +194,6 @@ MODEL: dict[str, Rule] = {
     "use_fused_kernels": no_effect("verl writes it into engine.use_fused_kernels"),
     "fused_kernel_options": no_effect("of use_fused_kernels"),
     "tiled_mlp": mapped("refused unless it is off"),
-    "architectures": READ_BY_VERL,
-    "share_embeddings_and_output_weights": READ_BY_VERL,
     "mtp": mapped("refused unless it is off"),
 }
 
@@ -238,24 +202,16 @@ TILED_MLP: dict[str, Rule] = {
     "num_shards": no_effect("of tiled_mlp.enabled"),
 }
 
+_OF_MTP = no_effect("of mtp.enable")
+
 MTP: dict[str, Rule] = {
     "_target_": no_effect(SHAPE),
     "enable": only(False, reason="multi-token prediction is not supported"),
     "enable_train": only(False, reason="multi-token prediction is not supported"),
     "enable_rollout": READ_BY_VERL,
-    **{
-        name: no_effect("of mtp.enable")
-        for name in (
-            "detach_encoder",
-            "mtp_loss_scaling_factor",
-            "speculative_algorithm",
-            "speculative_num_steps",
-            "speculative_eagle_topk",
-            "speculative_num_draft_tokens",
-            "method",
-            "num_speculative_tokens",
-        )
-    },
+    **dict.fromkeys(("detach_encoder", "mtp_loss_scaling_factor", "method", "num_speculative_tokens"), _OF_MTP),
+    **dict.fromkeys(("speculative_algorithm", "speculative_num_steps", "speculative_eagle_topk"), _OF_MTP),
+    "speculative_num_draft_tokens": _OF_MTP,
 }
 
 OVERRIDE_MODEL: dict[str, Rule] = {
