@@ -55,11 +55,7 @@ def yaml_loader() -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """Parse YAML.
-
-    Raises:
-        yaml.YAMLError: it is not valid, or beyond the bounds.
-    """
+    """Parse YAML; raise yaml.YAMLError if it is not valid, or beyond the bounds."""
     import yaml
 
     try:
@@ -70,11 +66,7 @@ def load_yaml(text: str) -> Any:
 
 
 def load_json(content: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: it is not valid, or beyond the bounds.
-    """
+    """Parse JSON; raise ValueError if it is not valid, or beyond the bounds."""
     try:
         return json.loads(content, parse_int=_integer)
     except RecursionError:

@@ -31,24 +31,18 @@ class Registry(dict[str, Entry]):
         self.kind, self.function = kind, function
 
     def add(self, name: str, entry: Entry) -> None:
-        """Add an entry; the same one again changes nothing, since a plug-in may be imported under two names.
-
-        Raises:
-            ConfigError: another entry has that name.
-        """
+        """Add an entry; raise ConfigError if another one has its name. The same one again changes nothing."""
+        # A plug-in may be imported under two names.
         if self.setdefault(name, entry) != entry:
             raise ConfigError(
                 f"{self.function.rpartition('.')[2]}: another {self.kind} is called {name!r}; names in use: {', '.join(self)}"
             )
 
     def require(self, name: str, setting: str | None = None) -> Entry:
-        """Return an entry.
+        """Return an entry; raise ConfigError, which lists those that exist, if there is none of this name.
 
         Args:
             setting: setting that has the name; default: the kind.
-
-        Raises:
-            ConfigError: there is none of this name; the message lists those that exist.
         """
         check_registered(self.kind, name, self, self.function, setting)
         return self[name]

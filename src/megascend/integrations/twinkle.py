@@ -22,13 +22,7 @@ def prepare(platform: str = "auto", *, mend: bool = True) -> list[str]:
 
     Args:
         platform: "cpu", "cuda", "npu" or "auto".
-        mend: apply fixes to twinkle (:func:`mend_twinkle`).
-
-    Returns:
-        One line per fix.
-
-    Raises:
-        MegascendError: the platform is unavailable, or a package has an unsupported version.
+        mend: apply fixes to twinkle, and return a line for each (:func:`mend_twinkle`).
     """
     from megascend.runtime.platforms import choose
 
@@ -55,11 +49,7 @@ def initialize_gloo() -> None:
 
 
 def mend_twinkle() -> list[str]:
-    """Patch what gives wrong numbers, or fails on every device, in twinkle 0.4 to 0.5.1 with Megatron. Idempotent.
-
-    Returns:
-        One line per patch.
-    """
+    """Patch what is wrong or fails on every device in twinkle 0.4 to 0.5.1 with Megatron; return a line for each. Idempotent."""
     from twinkle.model.megatron.megatron import MegatronModel
     from twinkle.model.megatron.strategy.megatron import MegatronStrategy
     from twinkle.utils import torch_utils

@@ -115,12 +115,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
         return arguments(actors), arguments(rollouts)
 
     def init_process_group(self, rank: int, world_size: int, meeting: dict[str, Any]) -> None:
-        """Join the group and connect the transport.
-
-        Raises:
-            DeadlineError: members did not join in time; the message names them.
-            TransportError: the transport could not connect.
-        """
+        """Join the group and connect the transport."""
         # Actors other than rank 0 only take part in the trainer's gathers.
         if rank < 0:
             return
@@ -175,13 +170,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield names and tensors; the caller owns the tensors.
-
-        Raises:
-            VersionError: the sender's version is not ``global_steps``.
-            DigestError: a batch was corrupted in transit.
-            TransportError: a bucket did not arrive.
-        """
+        """Yield names and tensors; the caller owns the tensors."""
         group, transport = self._ready()
         receiver = StreamReceiver(transport, group, self._device, self.bucket_size, global_steps, self._timeout_s)
         tensors = iter(receiver)

@@ -140,7 +140,7 @@ class Own(megascend.PatchProvider):
         assert "megatron.core" in sys.modules and "mcore_bridge" in sys.modules
         seen.append("after")
         from megascend.runtime.bootstrap.reference import cuda_redirect
-        return cuda_redirect.patch_moe_device_checks()
+        return [line for name in cuda_redirect.MOE_MODULES for line in cuda_redirect.patch_moe_device_check(name)]
 
     def for_topology(self, topology):
         seen.append(("topology", topology.world_size))

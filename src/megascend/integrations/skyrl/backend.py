@@ -136,11 +136,7 @@ class MegascendBackend(AbstractBackend):
         return results
 
     def optim_step(self, model_id: str, request_data: types.OptimStepInput) -> types.OptimStepOutput:
-        """Take an AdamW step of a model's adapter.
-
-        Raises:
-            MegascendError: a setting is invalid, or a forward_backward of this step failed.
-        """
+        """Take an AdamW step of a model's adapter."""
         adam, adapter = parse_adam(request_data.adam_params.model_dump()), self._adapters[model_id]
         step = self._run_one(lambda number: OptimizerStep(number, adapter, adam)).value
         figures = {"grad_norm": step.grad_norm, "learning_rate": step.lr, "skipped": float(step.skipped)}

@@ -35,12 +35,7 @@ class Pass:
 
 
 def pass_of(batch: Any, number: int) -> Pass:
-    """Build the Pass of one request of a ``PreparedModelPassBatch``, by its index in ``request_batch_slices``.
-
-    Raises:
-        ConfigError: unknown loss or setting.
-        DataError: images; fields of another length, missing or not finite.
-    """
+    """Build the Pass of one request of a ``PreparedModelPassBatch``, by its index in ``request_batch_slices``."""
     request, model, start, end = batch.request_batch_slices[number]
     if start == end:
         raise DataError("the request has no samples")

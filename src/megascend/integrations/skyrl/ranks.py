@@ -22,9 +22,6 @@ class Ranks:
 
     Attributes:
         base: the served model.
-
-    Raises:
-        MegascendError: the model cannot be built.
     """
 
     def __init__(self, settings: ServeConfig) -> None:
@@ -47,9 +44,6 @@ class Ranks:
 
         Args:
             commands: each builds a command from its number.
-
-        Raises:
-            ProcessGroupError: the ranks have ended.
         """
         # Numbers are assigned and submitted under one lock, so that commands reach the inbox in the order of their numbers.
         with self._lock:

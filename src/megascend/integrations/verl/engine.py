@@ -122,11 +122,7 @@ class MegascendEngine(BaseEngine):
 
     @property
     def backend(self) -> MegatronBackend:
-        """The training backend.
-
-        Raises:
-            ConfigError: :meth:`initialize` has not been called.
-        """
+        """Return the training backend, which :meth:`initialize` makes."""
         if self._backend is None:
             raise ConfigError("verl's engine has no model yet: initialize() comes first")
         return self._backend
@@ -167,11 +163,7 @@ class MegascendEngine(BaseEngine):
         return BaseEngineCtx(self, "eval", **kwargs)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Do nothing on a CPU; refuse offloading on other devices.
-
-        Raises:
-            ConfigError: on cuda and npu, model or optimizer are to move to the host.
-        """
+        """Do nothing on a CPU; refuse offloading on other devices."""
         # verl's base class checks the combination of arguments.
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         if device != get_device_name() and (model or optimizer or grad):
@@ -402,12 +394,7 @@ class LearningRateSchedule:
 
 
 def critic_head(model_dir: Path) -> HeadKind:
-    """Return the kind of head in a critic's checkpoint, or a new one, as in verl's other engines. Reads headers only.
-
-    Raises:
-        ConfigError: the checkpoint has dropout before the head, which verl disables in all critics.
-        CheckpointError: the head does not give one number per token.
-    """
+    """Return the kind of head in a critic's checkpoint, or a new one, as in verl's other engines. Reads headers only."""
     if WEIGHT not in tensor_headers(model_dir):
         return "new_token_classifier"
     head = inspect_checkpoint(model_dir, "scalar").scalar_head

@@ -105,11 +105,7 @@ class BatchResults:
             self._copy = HostCopy(torch.stack([*self._losses, *self._differences]))
 
     def as_verl(self) -> dict[str, Any]:
-        """Return the result of ``forward_backward_batch``, with sequences in the order of the batch.
-
-        Raises:
-            LossFunctionError: the gradient of verl's sft_loss is not that of the cross entropy applied.
-        """
+        """Return the result of ``forward_backward_batch``, with sequences in the order of the batch."""
         if self._copy is None:
             self.start_copy()
         numbers = [] if self._copy is None else self._copy.read().tolist()

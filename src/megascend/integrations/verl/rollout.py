@@ -125,12 +125,7 @@ class ServerAdapter(base.BaseRollout):
         global_steps: int | None = None,
         **_: Any,
     ) -> None:
-        """Update the replica's engine to the trainer's weights, verified.
-
-        Raises:
-            ConfigError: the update is an adapter only.
-            WeightSyncError: the update failed; the message has the error, and the weights that the engine uses now.
-        """
+        """Update the replica's engine to the trainer's weights, verified."""
         if wire_format != "named_tensors" or peft_config is not None:
             raise ConfigError(
                 f"rollout {ROLLOUT_NAME}: {'an adapter alone' if peft_config is not None else wire_format} is not supported; set "

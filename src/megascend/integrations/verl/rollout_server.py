@@ -54,11 +54,7 @@ class RolloutServer:
     # --- construction ---
 
     async def start(self) -> str:
-        """Start the engine; return its name, which is unique among replicas.
-
-        Raises:
-            EngineError, EngineLostError: vLLM does not start; the message has the end of its log.
-        """
+        """Start the engine; return its name, which is unique among replicas."""
         if self._settings.vllm_python is None:
             self._engine = await asyncio.to_thread(self._local)
         else:
@@ -126,12 +122,7 @@ class RolloutServer:
         video_data: Any = None,
         **ignored: Any,
     ) -> TokenOutput:
-        """Sample one response; return its token ids and their log-probabilities.
-
-        Raises:
-            ConfigError: an unsupported input or parameter; the message names it.
-            EngineError: the prompt leaves no room for a response, or the engine failed.
-        """
+        """Sample one response; return its token ids and their log-probabilities."""
         if image_data or video_data or any(ignored.values()):
             refused = [
                 name for name, value in {"image_data": image_data, "video_data": video_data, **ignored}.items() if value

@@ -74,9 +74,6 @@ class Runtime:
         """Import megatron.core and mcore_bridge for a megascend engine, without their warnings. Idempotent.
 
         Megatron-Core's faults are patched independently of this call: see :meth:`PatchProvider.when_imported`.
-
-        Raises:
-            ConfigError: the process was prepared for an engine without Megatron.
         """
         if self._megatron_loaded:
             return
@@ -130,10 +127,6 @@ class Runtime:
         Args:
             config: mcore-bridge's ModelConfig; ignored without a provider.
             options: the provider's settings.
-
-        Raises:
-            ConfigError: the provider does not support this model or an option.
-            PlatformError: the process is not patched as this model requires.
         """
         if self.provider is None:
             refuse_options(options, f"engine {self.engine!r} has no provider")

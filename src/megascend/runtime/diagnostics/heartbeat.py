@@ -197,9 +197,6 @@ class HeartbeatThread:
         """Return the peers' statuses; read their records at most every ``pace.poll_s`` seconds. For ``on_tick``.
 
         In a large world these are the statuses of the last survey, none at first, and a new survey is requested.
-
-        Raises:
-            StoreLostError: the store does not answer.
         """
         due = time.monotonic() - self._polled >= self.pace.poll_s
         if self._survey is None:

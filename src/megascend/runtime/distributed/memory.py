@@ -25,11 +25,7 @@ def _attempt(make: Callable[[], T], rank: int) -> tuple[T | None, OutOfDeviceMem
 
 
 def catch_oom(make: Callable[[], T], rank: int) -> T:
-    """Return the result of ``make``, without communication.
-
-    Raises:
-        OutOfDeviceMemoryError: in place of torch's error.
-    """
+    """Return the result of ``make``, without communication; raise OutOfDeviceMemoryError in place of torch's error."""
     value, problem = _attempt(make, rank)
     if problem is not None:
         raise problem
@@ -37,13 +33,10 @@ def catch_oom(make: Callable[[], T], rank: int) -> T:
 
 
 def catch_oom_on_all_ranks(make: Callable[[], T], groups: ProcessGroups, purpose: str) -> T:
-    """Return the result of ``make``, which must not run collectives. One exchange, over Gloo.
+    """Return the result of ``make``, which must not run collectives, or raise on every rank. One exchange, over Gloo.
 
     Args:
         purpose: name of the allocation, for errors of the exchange itself.
-
-    Raises:
-        OutOfDeviceMemoryError: on every rank: some rank ran out of memory.
     """
     value, problem = _attempt(make, groups.rank)
     # Before the next collective on the device: a rank that raised alone would leave the others waiting in it.

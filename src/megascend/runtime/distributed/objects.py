@@ -3,7 +3,7 @@
 Every rank of the group calls the same functions in the same order, with the same ``purpose`` and in the same step. Each call
 begins with one exchange of frames (:mod:`megascend.runtime.distributed.frames`), which also carries small objects. If the ranks
 differ, all of them raise :class:`~megascend.errors.OutOfStepError` at once, and no object is exchanged. When a collective fails,
-the error names the ranks that did not arrive.
+the error names the ranks that did not arrive. :func:`gather_objects` lists the errors of all.
 """
 
 from __future__ import annotations
@@ -59,9 +59,6 @@ def collect_objects(
     Args:
         purpose: as for :func:`gather_objects`.
         step: the optimizer step it belongs to; default: the current one.
-
-    Raises:
-        OutOfStepError, ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
     """
     with _collective("collect_objects", group_name, groups, purpose, step) as collective:
         contents = collective.collect(collective.pickled(obj))
@@ -76,11 +73,6 @@ def broadcast_object(
     Args:
         source: rank within the group (not a global rank).
         purpose, step: as for :func:`collect_objects`.
-
-    Raises:
-        OutOfStepError: as :func:`gather_objects`.
-        ProcessGroupError: as :func:`gather_objects`, or ``source`` is not a rank of the group.
-        CollectiveTimeoutError: ranks did not arrive; the message names them.
     """
     channel = groups.channel(group_name)
     if not 0 <= source < len(channel.ranks):
@@ -104,11 +96,6 @@ def all_reduce_numbers(
     Args:
         numbers: equally many on all ranks.
         purpose: as for :func:`gather_objects`.
-
-    Raises:
-        OutOfStepError: as :func:`gather_objects`; also if ranks differ in ``op`` or in how many numbers they pass.
-        ProcessGroupError: as :func:`gather_objects`, or ``op`` is not known.
-        CollectiveTimeoutError: ranks did not arrive; the message names them.
     """
     if op not in OPERATIONS:
         raise ProcessGroupError(f"all_reduce_numbers knows {', '.join(OPERATIONS)}, not {op!r}")
@@ -123,12 +110,7 @@ def agree(
 
     Args:
         purpose: the call, with the arguments that must be equal.
-        problem: the error that keeps this rank from making the call, or None.
-
-    Raises:
-        OutOfStepError: as :func:`gather_objects`.
-        MegascendError: ``problem`` itself; on the other ranks an error of the same class and text.
-        ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
+        problem: the error that keeps this rank from making the call, which all ranks then raise, or None.
     """
     with _collective("agree", group_name, groups, purpose) as collective:
         if problem is None:
@@ -142,12 +124,8 @@ def raise_on_all_ranks(problem: MegascendError | None, groups: ProcessGroups, pu
     """Raise on every rank of the world if any has a ``problem``, so that no rank waits for one that failed. One exchange.
 
     Args:
-        problem: this rank's error; its text names the rank where that matters.
+        problem: this rank's error; its text names the rank where that matters. That of the first rank is raised.
         purpose: the attempted operation, a noun, for errors of the exchange itself: ``"the read of PATH"``.
-
-    Raises:
-        MegascendError: the problem of the first rank that has one.
-        OutOfStepError, ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
     """
     problems = gather_objects(problem, "world", groups, purpose)
     first = next((rank for rank, error in enumerate(problems) if error is not None), None)
@@ -157,12 +135,7 @@ def raise_on_all_ranks(problem: MegascendError | None, groups: ProcessGroups, pu
 
 
 def from_rank_0(produce: Callable[[], T], groups: ProcessGroups, purpose: str) -> T:
-    """Call ``produce`` on rank 0 and return its result on every rank of the world. One exchange.
-
-    Raises:
-        MegascendError: on every rank: the error that ``produce`` raised.
-        OutOfStepError, ProcessGroupError, CollectiveTimeoutError: as :func:`broadcast_object`.
-    """
+    """Call ``produce`` on rank 0; return its result, or raise its MegascendError, on every rank of the world. One exchange."""
     outcome: tuple[T | None, MegascendError | None] | None = None
     if groups.rank == 0:
         try:

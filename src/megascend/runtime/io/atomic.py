@@ -143,9 +143,6 @@ def replace_directory(temporary: Path, target: Path) -> None:
     """Replace ``target`` by a finished :func:`staging` directory: see :func:`put_in_place`.
 
     Its files are synchronised before the rename, and get the mode that the umask gives to new files.
-
-    Raises:
-        OSError: it could not be moved into place; the old content is unchanged.
     """
     for path in [*temporary.rglob("*"), temporary]:
         honour_umask(path)

@@ -78,22 +78,14 @@ class HashingWriter(io.BufferedWriter):
     """
 
     def __init__(self, path: Path) -> None:
-        """Open ``path`` for writing.
-
-        Raises:
-            OSError: it cannot be opened for writing.
-        """
+        """Open ``path`` for writing."""
         super().__init__(io.FileIO(path, "wb"))
         self.size = 0
         self._hash = xxhash.xxh3_128()
         self._flushed = 0
 
     def write(self, buffer: ReadableBuffer, /) -> int:
-        """Write all of ``buffer``.
-
-        Returns:
-            its bytes.
-        """
+        """Write all of ``buffer``; return the number of its bytes."""
         # As bytes: len() of a memoryview counts items, which may be larger.
         data = memoryview(buffer).cast("B")
         for start in range(0, len(data), PIECE):
@@ -106,19 +98,11 @@ class HashingWriter(io.BufferedWriter):
         return len(data)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Refuse to seek.
-
-        Raises:
-            io.UnsupportedOperation: always: digested bytes cannot change.
-        """
+        """Refuse to seek: digested bytes cannot change."""
         raise io.UnsupportedOperation("cannot seek in a file that is digested while it is written")
 
     def truncate(self, size: int | None = None, /) -> int:
-        """Refuse to truncate.
-
-        Raises:
-            io.UnsupportedOperation: always, as :meth:`seek`.
-        """
+        """Refuse to truncate, as :meth:`seek`."""
         raise io.UnsupportedOperation("cannot truncate a file that is digested while it is written")
 
     @property

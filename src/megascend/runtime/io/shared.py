@@ -34,9 +34,6 @@ def cached(path: Path, make: Callable[[Path], object], timeout_s: float = TIMEOU
         path: a file or a directory.
         make: writes a file or directory to the path it receives, which is then renamed to ``path``.
 
-    Returns:
-        ``path``.
-
     Raises:
         TimeoutError: another process has been making it for ``timeout_s``.
     """
@@ -136,8 +133,7 @@ def locked(path: Path, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
 def hold(path: Path, timeout_s: float = 0.0) -> BaseFileLock:
     """Lock the file ``path`` until the lock is released or this process ends, however it ends; return the lock.
 
-    Raises:
-        TimeoutError: another process has held it for ``timeout_s``.
+    Raises TimeoutError if another process has held it for ``timeout_s``.
     """
     from filelock import FileLock, Timeout
 

@@ -112,15 +112,10 @@ def _names_in(owner: Any) -> str:
 
 
 def uninstall() -> None:
-    """Undo all patches, including those of :func:`patch_moe_device_checks`. For tests."""
+    """Undo all patches, including those of :func:`patch_moe_device_check`. For tests."""
     while _undo:
         owner, name, before = _undo.pop()
         restore(owner, name, before)
-
-
-def patch_moe_device_checks() -> list[str]:
-    """Apply :func:`patch_moe_device_check` to both modules. Call after the import of megatron.core; idempotent."""
-    return [line for name in MOE_MODULES for line in patch_moe_device_check(name)]
 
 
 def patch_moe_device_check(name: str) -> list[str]:
