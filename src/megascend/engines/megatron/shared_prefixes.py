@@ -134,7 +134,7 @@ def _attend(
 def _has_te_kernel(core: Any, settings: AttentionSettings, query: Tensor) -> bool:
     """Check whether Transformer Engine has a kernel for parts: cuDNN's on Hopper."""
     _, window, sinks = settings
-    return (
+    computed = (
         query.device.type == "cuda"
         and query.dtype in (torch.float16, torch.bfloat16)
         and torch.cuda.get_device_capability(query.device) == TE_KERNEL_CAPABILITY
@@ -144,3 +144,8 @@ def _has_te_kernel(core: Any, settings: AttentionSettings, query: Tensor) -> boo
         and query.shape[-1] <= TE_KERNEL_WIDTH
         and query.shape[-1] % 8 == 0
     )
+    if not computed:
+        return False
+    from megascend.training.kernels.te_attention import returns_log_sums
+
+    return returns_log_sums()

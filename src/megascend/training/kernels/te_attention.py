@@ -13,8 +13,16 @@ from typing import Any
 from torch import Tensor
 from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.cpp_extensions import fused_attn
+from transformer_engine.pytorch.utils import get_cudnn_version
 
 from megascend.training.kernels.prefix_attention import Packed
+
+FIRST_CUDNN = (9, 6, 0)
+
+
+def returns_log_sums() -> bool:
+    """Check whether cuDNN returns log-sum-exps of packed sequences without padding between them."""
+    return get_cudnn_version() >= FIRST_CUDNN
 
 
 class TransformerEngineParts:
