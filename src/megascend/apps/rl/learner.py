@@ -260,7 +260,7 @@ class RlLearner(Learner):
         environment = config.rollout.environment
         # An episode may take its time between two responses.
         patience_s = config.rollout.timeout_s + (environment.timeout_s if environment is not None else 0)
-        self._rollouts = SharedRollouts(backend, collector, patience_s)
+        self._collector, self._rollouts = collector, SharedRollouts(backend, collector, patience_s)
         sync = run.stack.enter_context(
             WeightSync(
                 backend,
@@ -328,8 +328,8 @@ class RlLearner(Learner):
             try:
                 scores = self._teacher.scores(groups, self._signalled)
             finally:
-                if scores is None:
-                    self._rollouts.put_back(groups)
+                if scores is None and self._collector is not None:
+                    self._collector.put_back(groups)
             if scores is None:
                 return None
         return RlBatch(groups, arrived, scores)
@@ -368,8 +368,8 @@ class RlLearner(Learner):
                 totals.reward_after = evaluation[0]
             except MeasurementStopped:
                 self.stopped = totals.evaluation_due = True
-        dropped = self._rollouts.take_dropped()
-        if self._records is not None:
+        if self._collector is not None and self._records is not None:
+            dropped = self._collector.take_dropped()
             self._records.write(number, groups, dropped, self._evaluated, learned.penalised)
         self._evaluated = []
         earlier, self._counts = self._counts, self._rollouts.counts()

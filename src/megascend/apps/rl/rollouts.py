@@ -83,11 +83,6 @@ class SharedRollouts:
                         f"step {step + 1}: {waiting_for} for {self._patience_s:g} s (rollout.timeout_s)"
                     )
 
-    def put_back(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Record on rank 0 that the groups of the last :meth:`take` are not learned from. Not collective."""
-        if self._collector is not None:
-            self._collector.put_back(groups)
-
     def evaluate(
         self,
         prompts: Sequence[Prompt],
@@ -157,10 +152,6 @@ class SharedRollouts:
 
     def counts(self) -> Counts:
         return self.on_rank_0(lambda collector: collector.counts())
-
-    def take_dropped(self) -> list[tuple[str, TrajectoryGroup]]:
-        """Return :meth:`RolloutCollector.take_dropped` on rank 0, nothing on all others. Not collective."""
-        return [] if self._collector is None else self._collector.take_dropped()
 
     def state_dict(self) -> dict[str, Any]:
         """Return :meth:`RolloutCollector.state_dict` on rank 0, an empty dict on all others. Not collective."""
