@@ -90,7 +90,6 @@ class EngineServer:
         parts = urlsplit(address)
         if parts.scheme != "http" or parts.hostname is None or parts.port is None or parts.path not in ("", "/"):
             raise ConfigError(f"{address!r:.200} is not the address of a {kind} server; http://HOST:PORT was expected")
-        self.host = parts.hostname
         self.name = f"{kind} at {parts.hostname}:{parts.port}"
         self._url = f"http://{parts.netloc.rpartition('@')[2]}"
 

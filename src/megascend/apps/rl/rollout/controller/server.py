@@ -47,6 +47,8 @@ from weightwire.errors import AuthBusyError, AuthError, UnsupportedCallError, Wi
 from weightwire.keys import Key
 
 log = logging.getLogger(__name__)
+KEEP_S, MAX_REPLIES = 120.0, 2**16
+"""Seconds for which a call may be repeated, and the number of calls whose answers are kept at most."""
 CLOSE_S = 1
 """Seconds that running requests have when the server closes."""
 
@@ -92,7 +94,6 @@ class ControllerServer(ClosedOnce):
         advertise: host name to publish instead of ``host``, by which others reach this machine.
         bearer: accept bearer tokens as well (:data:`BEARER`), and with them AReaL's callbacks (:mod:`.areal`). Answers are not
             signed then, and a token is not bound to a request.
-        keep_s: time for which a call may be repeated, in seconds.
     """
 
     def __init__(
@@ -106,9 +107,6 @@ class ControllerServer(ClosedOnce):
         advertise: str | None = None,
         limits: HttpLimits | None = None,
         bearer: bool = False,
-        keep_s: float = 120.0,
-        max_replies: int = 2**16,
-        verifier: Verifier | None = None,
     ) -> None:
         self.controller = controller
         self._key = key
@@ -116,14 +114,14 @@ class ControllerServer(ClosedOnce):
         self._publish = publish
         self._advertise = advertise
         self._published: PublishedAddress | None = None
-        self._verifier = verifier or Verifier(
+        self._verifier = Verifier(
             key,
             audience=AUDIENCE,
             bound=False,  # a call's body names the instance
             bearer=BEARER if bearer else None,
-            max_nonces=max(2**16, 2 * max_replies),  # a repeated call has the same id and a new nonce
+            max_nonces=2 * MAX_REPLIES,  # a repeated call has the same id and a new nonce
         )
-        self._replies = Replies(keep_s=keep_s, max_replies=max_replies)
+        self._replies = Replies(keep_s=KEEP_S, max_replies=MAX_REPLIES)
         self._limits = limits or HttpLimits()
         self._requests = self._buffered = 0
         self._server: BoundedServer | None = None
