@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,7 @@ from megascend.changes import patch
 from megascend.errors import PlatformError, VersionError
 from megascend.runtime.bootstrap.providers import Finding
 from megascend.runtime.bootstrap.runtime import suppress_logs_below
-from megascend.runtime.bootstrap.versions import Stack, cann_for, installed_versions
+from megascend.runtime.bootstrap.versions import Stack, cann_for, installed_version, installed_versions
 from megascend.runtime.platforms.npu import torch_npu_problem
 
 BRIDGE = "mcore_bridge"
@@ -152,13 +152,10 @@ def check_torch_pair(stack: Stack) -> str:
 
 def _version_of(package: str) -> Version:
     """Return a package's version from its metadata, which works for a torch_npu that cannot be imported, too."""
-    try:
-        return Version(metadata.version(package))
-    except metadata.PackageNotFoundError:
-        module_version = getattr(sys.modules.get(package), "__version__", None)
-    if module_version is None:
+    version = installed_version(package) or getattr(sys.modules.get(package), "__version__", None)
+    if version is None:
         raise VersionError(f"the version of {package} is not known: it has no metadata; install it with pip")
-    return Version(module_version)
+    return Version(version)
 
 
 def check_undeclared(imports: Sequence[tuple[str, str, str]]) -> str:

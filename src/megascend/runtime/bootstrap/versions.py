@@ -133,15 +133,17 @@ class PackageCheck:
     message: str
 
 
+def installed_version(package: str) -> str | None:
+    """Return a package's version in pip's metadata; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def installed_versions() -> dict[str, str | None]:
     """Return the version of every package of the table, None if it is not installed."""
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
+    return {package: installed_version(package) for package in PACKAGES}
 
 
 def nearest_stack(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> Stack:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib import metadata
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +12,7 @@ from megascend.errors import PlatformError, VersionError
 from megascend.runtime.bootstrap import ascend
 from megascend.runtime.bootstrap.ascend import Prerequisite
 from megascend.runtime.bootstrap.mindspeed import tree
-from megascend.runtime.bootstrap.versions import Stack
+from megascend.runtime.bootstrap.versions import Stack, installed_version
 from megascend.surroundings import is_installed
 
 ADAPTOR = "megatron_adaptor"
@@ -56,14 +55,6 @@ def checkout_branch(folder: Path) -> str | None:
     return head.read_text(encoding="utf-8").strip().partition("refs/heads/")[2] or None
 
 
-def distribution_version(distribution: str) -> str | None:
-    """Return the version in pip's metadata, or None."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _check_adaptor(stack: Stack) -> str:
     branch = f"core_r{stack.name}.0"
     remedy = f"git clone -b {branch} {SOURCE}/MegatronAdaptor.git, and pip install --no-deps -e MegatronAdaptor"
@@ -104,7 +95,7 @@ def _check_transformer_engine(stack: Stack) -> str:
             f"{engines} installed ({', '.join(cuda_names)}); CUDA's cannot run on an NPU host: pip uninstall transformer-engine "
             "transformer-engine-torch transformer-engine-cu12" + ("" if mixed else f", then {remedy}")
         )
-    return f"{distribution_version(TRANSFORMER_ENGINE_DISTRIBUTION) or 'of an unknown version'} ({folders[0]})"
+    return f"{installed_version(TRANSFORMER_ENGINE_DISTRIBUTION) or 'of an unknown version'} ({folders[0]})"
 
 
 def _check_mindspeed(stack: Stack) -> str:
@@ -143,7 +134,7 @@ PREREQUISITES = (
 def versions() -> dict[str, str]:
     """Return the branches or versions of the stack's packages, read from files; for reports."""
     adaptor, folders, mindspeed = adaptor_folder(), transformer_engine_folders(), tree.find()
-    engine = distribution_version(TRANSFORMER_ENGINE_DISTRIBUTION) or "of an unknown version"
+    engine = installed_version(TRANSFORMER_ENGINE_DISTRIBUTION) or "of an unknown version"
     return {
         "MegatronAdaptor": "none" if adaptor is None else adaptor_label(adaptor),
         "TransformerEngineNPU": engine if folders else "none",
@@ -154,4 +145,4 @@ def versions() -> dict[str, str]:
 def adaptor_label(folder: Path) -> str:
     """Return the branch of the MegatronAdaptor in ``folder``, or the version in its metadata, for reports."""
     # The metadata usually does not identify the branch: MindSpeed's has 0.12.1 on every branch from core_r0.12.1 on.
-    return checkout_branch(folder) or distribution_version(ADAPTOR_DISTRIBUTION) or "of an unknown branch"
+    return checkout_branch(folder) or installed_version(ADAPTOR_DISTRIBUTION) or "of an unknown branch"

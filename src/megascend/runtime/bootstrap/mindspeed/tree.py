@@ -11,7 +11,6 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 from megascend.errors import PlatformError, VersionError
 from megascend.runtime.bootstrap import ascend
 from megascend.runtime.bootstrap.ascend import Prerequisite
-from megascend.runtime.bootstrap.versions import STACKS, Stack
+from megascend.runtime.bootstrap.versions import STACKS, Stack, installed_version
 
 PACKAGE = "mindspeed"
 BRANCHES = {"0.16": "core_r0.16.0", "0.15": "core_r0.15.3"}
@@ -149,8 +148,8 @@ def read(init: Path) -> Tree:
     setup = init.parent.parent / "setup.py"
     if not versions and setup.is_file():
         versions = _stated_versions(_parse(setup))
-    if not versions:
-        versions = _installed()
+    if not versions and (installed := installed_version(PACKAGE)):
+        versions = (Version(installed),)
     return Tree(init.parent, versions, tuple(dict.fromkeys(_foreign_imports(module))))
 
 
@@ -175,13 +174,6 @@ def _stated_versions(module: ast.Module) -> tuple[Version, ...]:
             except InvalidVersion:
                 continue
     return tuple(versions)
-
-
-def _installed() -> tuple[Version, ...]:
-    try:
-        return (Version(metadata.version(PACKAGE)),)
-    except metadata.PackageNotFoundError:
-        return ()
 
 
 def _foreign_imports(module: ast.Module) -> Iterator[str]:
