@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +13,8 @@ from megascend.config.rules import enforce
 from megascend.errors import ConfigError, PlatformError, VersionError
 from megascend.runtime.bootstrap import providers
 from megascend.runtime.bootstrap.megatron_adaptor import packages
-from megascend.runtime.bootstrap.megatron_adaptor.provider import RULES, ModelFields, check_batching
+from megascend.runtime.bootstrap.megatron_adaptor.provider import RULES, check_batching
+from megascend.runtime.bootstrap.mindspeed.arguments import Arguments
 from megascend.runtime.bootstrap.providers import ProviderSetup, create, names
 from megascend.runtime.bootstrap.versions import STACKS
 from megascend.runtime.platforms import load
@@ -163,10 +163,8 @@ def test_stack_decides_the_default_provider(stack: str, default: str) -> None:
 # --- models and batches ---
 
 
-def model(**settings: object) -> SimpleNamespace:
-    return SimpleNamespace(
-        **{"context_parallel_size": 1, "attention_dropout": 0.0, "softmax_type": "vanilla"} | settings
-    )
+def model(**settings: object) -> Arguments:
+    return Arguments({"context_parallel_size": 1, "attention_dropout": 0.0, "softmax_type": "vanilla"} | settings)
 
 
 @pytest.mark.parametrize(
@@ -182,11 +180,11 @@ def model(**settings: object) -> SimpleNamespace:
     ],
 )
 def test_model_that_may_be_computed_otherwise_is_refused(settings: dict[str, object], message: str) -> None:
-    enforce(RULES, ModelFields(model()))
-    enforce(RULES, ModelFields(model(cp_window_size=2)))  # without context parallelism it has no effect
-    assert sum(rule.when(ModelFields(model(**settings))) for rule in RULES) == 1
+    enforce(RULES, model())
+    enforce(RULES, model(cp_window_size=2))  # without context parallelism it has no effect
+    assert sum(rule.when(model(**settings)) for rule in RULES) == 1
     with pytest.raises(ConfigError) as raised:
-        enforce(RULES, ModelFields(model(**settings)))
+        enforce(RULES, model(**settings))
     assert str(raised.value).startswith(message)
     assert len(str(raised.value)) <= 160
 

@@ -16,7 +16,7 @@ from megascend.errors import ConfigError, ImportOrderError, PlatformError
 from megascend.runtime.bootstrap import ascend
 from megascend.runtime.bootstrap.megatron_adaptor import packages, verification
 from megascend.runtime.bootstrap.mindspeed import tree
-from megascend.runtime.bootstrap.mindspeed.arguments import ON_OTHER_DEVICES
+from megascend.runtime.bootstrap.mindspeed.arguments import ON_OTHER_DEVICES, Arguments
 from megascend.runtime.bootstrap.mindspeed.provider import default_arguments
 from megascend.runtime.bootstrap.providers import Finding, PatchProvider, ProviderSetup, refuse_options
 
@@ -32,11 +32,7 @@ FIXED = {"transformer_impl": "transformer_engine", "use_flash_attn": True}
 
 
 class MegatronAdaptor(PatchProvider):
-    """Provider that patches Megatron-Core 0.18 and later for Ascend with MegatronAdaptor and TransformerEngineNPU.
-
-    Attributes:
-        repatches: number of calls of MegatronAdaptor's ``repatch``.
-    """
+    """Provider that patches Megatron-Core 0.18 and later for Ascend with MegatronAdaptor and TransformerEngineNPU."""
 
     name: ClassVar[str] = "megatron_adaptor"
 
@@ -47,7 +43,7 @@ class MegatronAdaptor(PatchProvider):
         self._names: list[str] = []  # MegatronAdaptor's arguments
         self._rotary: Any = None
         self._verified: Any = None  # arguments with which the process passed verification
-        self.repatches = 0
+        self.repatches = 0  # calls of MegatronAdaptor's ``repatch``
 
     def before_megatron(self) -> list[str]:
         if early := [name for name in (packages.ADAPTOR, MINDSPEED_ADAPTOR) if name in sys.modules]:
@@ -100,7 +96,7 @@ class MegatronAdaptor(PatchProvider):
 
     def for_model(self, config: Any, options: Mapping[str, Any]) -> list[str]:
         refuse_options(options, "none of MegatronAdaptor's arguments has been tested with megascend")
-        enforce(RULES, ModelFields(config))
+        enforce(RULES, Arguments(vars(config)))
         for name, value in self._defaults.items():
             if not hasattr(config, name):
                 setattr(config, name, value)
@@ -157,17 +153,7 @@ class MegatronAdaptor(PatchProvider):
             patch(sys.modules[name], "apply_rotary_pos_emb", self._rotary, "mcore-bridge's again")
 
 
-class ModelFields:
-    """Fields of a ModelConfig by name; those that it lacks are None."""
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self._config, name, None)
-
-
-RULES: tuple[Rule[ModelFields], ...] = (
+RULES: tuple[Rule[Arguments], ...] = (
     Rule(
         "window_size with TransformerEngineNPU: its attention is not known to apply the window, and might attend "
         f"to all tokens; {ON_OTHER_DEVICES}",
@@ -196,7 +182,7 @@ RULES: tuple[Rule[ModelFields], ...] = (
     *(
         Rule(
             f"{name} with MindSpeed: it reads this from Megatron's training script, which does not run; leave it out",
-            lambda c, name=name, off=off: (c["context_parallel_size"] or 1) > 1 and (c[name] or off) > off,
+            lambda c, name=name, off=off: c.divides_context and (c[name] or off) > off,
         )
         for name, off in (("use_cp_send_recv_overlap", False), ("cp_window_size", 1))
     ),

@@ -206,7 +206,7 @@ ON_OTHER_DEVICES = "use CUDA or the CPU"
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of MindSpeed, in which None means "not set", as does a missing one."""
+    """Arguments of MindSpeed, or fields of a ModelConfig, in which None means "not set", as does a missing one."""
 
     def __missing__(self, name: str) -> None:
         return None

@@ -61,11 +61,7 @@ LATE_FIELDS = ("context_parallel_algo", "use_flash_attn", "attention_mask_type",
 
 
 class MindSpeed(PatchProvider):
-    """Provider that patches Megatron-Core for Ascend with MindSpeed.
-
-    Attributes:
-        repatches: number of repatches of Megatron since the adaptor's import.
-    """
+    """Provider that patches Megatron-Core for Ascend with MindSpeed."""
 
     name: ClassVar[str] = "mindspeed"
     keeps_groups_in: ClassVar[tuple[str, ...]] = ("mindspeed.core.context_parallel.model_parallel_utils",)  # its rings
@@ -80,7 +76,7 @@ class MindSpeed(PatchProvider):
         self._verified: Any = None  # signature of the arguments that passed verification with these patches
         self._algorithm = "ring"
         self._feature: Any = None
-        self.repatches = 0
+        self.repatches = 0  # since the adaptor's import
 
     # --- phase one ---
 
