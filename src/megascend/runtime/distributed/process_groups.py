@@ -11,9 +11,8 @@ import secrets
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from megascend.errors import CollectiveTimeoutError, ProcessGroupError, TopologyError
@@ -37,6 +36,8 @@ from megascend.surroundings import open_file_limit
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from megascend.runtime.platforms.base import Platform
+
 LAZY_CONNECTIONS_ABOVE = RELAYED_ABOVE
 """Ranks above which Gloo connects two ranks when they first communicate. Below, each rank stores an address for every other, and
 reads all of them: 8 n^3 bytes for a group of n ranks, 134 MB for 256 and 9 GB for 1024."""
@@ -46,29 +47,9 @@ OTHER_FILES = 256
 """Open files and sockets of a rank besides those of Gloo groups: the store, data, logs, libraries, devices."""
 
 
-class CommunicationPlatform(Protocol):
-    """The part of :class:`megascend.runtime.platforms.base.Platform` that process groups use.
-
-    Attributes:
-        name: label for messages.
-        device_type: type of the ``torch.device`` that tensors are on.
-        backend: ``torch.distributed`` backend of collectives on device tensors.
-        bind_device: pass the device to ``init_process_group``.
-    """
-
-    name: ClassVar[str]
-    device_type: ClassVar[str]
-    backend: ClassVar[str]
-    bind_device: ClassVar[bool]
-
-    def device(self, local_rank: int) -> torch.device:
-        """Select and return the device of this process."""
-        ...
-
-
 def initialize(
     topology: Topology,
-    platform: CommunicationPlatform,
+    platform: Platform,
     timeout_s: float = 600,
     launch: Launch | None = None,
     factory: GroupFactory | None = None,
@@ -167,7 +148,7 @@ def object_group_sockets(rank: int, ranks: Sequence[int]) -> int:
     return min(size, 2 * (size - 1).bit_length() + 2)
 
 
-def _check_open_files(topology: Topology, rank: int, platform: CommunicationPlatform) -> None:
+def _check_open_files(topology: Topology, rank: int, platform: Platform) -> None:
     """Raise this process's limit of open files to what the groups need, or ProcessGroupError if the host forbids it."""
     if topology.world_size == 1:
         return
@@ -197,7 +178,7 @@ def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | No
     return dist.PrefixStore(prefix, opened), second
 
 
-def _join(groups: ProcessGroups, store: dist.Store, platform: CommunicationPlatform) -> None:
+def _join(groups: ProcessGroups, store: dist.Store, platform: Platform) -> None:
     """Wait for all ranks at the store, then create the default group."""
     launch, timeout_s = groups.launch, groups.timeout_s
     # init_process_group waits too, but its error does not name the ranks that are missing.
@@ -230,7 +211,7 @@ def _adopted_launch() -> Launch:
     )
 
 
-def _require_backend(platform: CommunicationPlatform) -> None:
+def _require_backend(platform: Platform) -> None:
     default_backend = dist.get_backend()
     backend = backend_for(default_backend, platform.device_type)
     if backend != platform.backend:
@@ -269,7 +250,7 @@ def _adopted_store(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.S
     return store, dist.PrefixStore(f"megascend/monitor/{store.get('monitor').decode()}", second)
 
 
-def _check_binding(platform: CommunicationPlatform) -> None:
+def _check_binding(platform: Platform) -> None:
     bound = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None)
     if bound is not None and not platform.bind_device:
         raise ProcessGroupError(
