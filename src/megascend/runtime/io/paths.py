@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -71,16 +70,14 @@ def make_directory(path: Path) -> None:
 
 def is_mount_point(path: Path) -> bool:
     """Check whether ``path`` is a mount point, bind mounts included, which cannot be renamed."""
-    if os.path.ismount(path):
-        return True
-    try:
-        # os.path.ismount() compares devices, so it misses a bind mount from the same file system.
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:  # not Linux
-        return False
-    # Field 5 is the mount point, with spaces and such as octal escapes (proc_pid_mountinfo(5)).
-    points = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4]) for line in lines)
-    return str(real(path)) in points
+    import psutil
+
+    # os.path.ismount() compares devices, so it misses a bind mount from the same file system.
+    with contextlib.suppress(OSError):  # there is no /proc
+        return os.path.ismount(path) or str(real(path)) in {
+            mount.mountpoint for mount in psutil.disk_partitions(all=True)
+        }
+    return False
 
 
 def is_kept(path: Path) -> bool:
