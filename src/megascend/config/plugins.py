@@ -51,11 +51,7 @@ def check_module(setting: str, module: str) -> None:
 
 
 def check_names(settings: BaseModel) -> None:
-    """Refuse names of engines, providers, trackers, losses and transports that are not registered. Imports no packages of theirs.
-
-    Args:
-        settings: settings of a run or of the service, whose plug-ins have been imported.
-    """
+    """Refuse names of engines, providers, trackers, losses and transports that are not registered. Imports none of them."""
     engine, provider = getattr(settings, "engine", None), getattr(settings, "provider", None)
     objective, sync = getattr(settings, "objective", None), getattr(settings, "sync", None)
     if engine is not None:

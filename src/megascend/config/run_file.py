@@ -45,9 +45,6 @@ def full_names(overrides: Sequence[str], values: Mapping[str, Any], kind: type[B
 
     A short name is the end of a setting in a section that the run has, or else in an optional one. Names that end no
     setting stay as they are, for the check of the settings to explain.
-
-    Args:
-        values: settings of the run file.
     """
     split = [_split(override) for override in overrides]
     sections = {key.rpartition(".")[0] for key, _ in split}

@@ -7,13 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megascend.config import (
-    Seconds,
-    Section,
-    Size,
-    parsed,
-    read_settings,
-)
+from megascend.config import Seconds, Section, Size, parsed, read_settings
 from megascend.config.data import ImageLimits
 from megascend.config.rules import Rule
 from megascend.config.training import ModelSettings

@@ -29,12 +29,7 @@ def backend_classes(name: str) -> tuple[Any, Any]:
 
 
 def engine_command(config: Any, arguments: list[str]) -> list[str]:
-    """Build the command line of the engine process.
-
-    Args:
-        config: SkyRL's EngineConfig.
-        arguments: the same as options.
-    """
+    """Build the command line of the engine process from SkyRL's EngineConfig, and the same as options."""
     ranks = BackendConfig(**config.backend_config).ranks
     # --standalone: a free port of this host, so that two servers do not collide on torchrun's default.
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []

@@ -15,14 +15,7 @@ from weightwire.background import BackgroundThread
 
 
 class Ranks:
-    """Rank 0's side: builds the model and runs commands in its own thread.
-
-    Args:
-        settings: model, layout, precision, adapter limits.
-
-    Attributes:
-        base: the served model.
-    """
+    """Rank 0's side: builds the model and runs commands in its own thread."""
 
     def __init__(self, settings: ServeConfig) -> None:
         self._settings = settings
@@ -40,11 +33,7 @@ class Ranks:
         self.base = ready.result()
 
     def run(self, commands: Sequence[Callable[[int], Command]]) -> list[Outcome]:
-        """Run commands, batching those of several models, and wait for all outcomes.
-
-        Args:
-            commands: each builds a command from its number.
-        """
+        """Run commands, batching those of several models, and wait for all outcomes."""
         # Numbers are assigned and submitted under one lock, so that commands reach the inbox in the order of their numbers.
         with self._lock:
             if self._ended is not None:

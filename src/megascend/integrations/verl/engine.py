@@ -55,11 +55,7 @@ CRITICS: dict[HeadKind, str] = {
 
 @EngineRegistry.register("language_model", "megatron", device=DEVICES, vendor=VENDOR)
 class MegascendEngine(BaseEngine):
-    """A language model that verl trains, on all ranks of the default process group.
-
-    Args:
-        model_config, engine_config, optimizer_config, checkpoint_config: verl's configurations.
-    """
+    """A language model that verl trains, on all ranks of the default process group."""
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__()
@@ -369,11 +365,7 @@ class MegascendValueEngine(MegascendEngine):
 
 
 class LearningRateSchedule:
-    """Megatron-Core's scheduler with verl's settings.
-
-    Attributes:
-        steps: number of steps taken.
-    """
+    """Megatron-Core's scheduler with verl's settings."""
 
     def __init__(self, optimizer_config: Any) -> None:
         # Megatron's scheduler expects an optimizer, and writes to its parameter groups: this object takes its place.

@@ -73,11 +73,7 @@ class VerlLossResult:
 
 
 class BatchResults:
-    """Results of a batch's micro batches in execution order, on a rank of the last pipeline stage.
-
-    Attributes:
-        metrics: metric name to the values of the micro batches.
-    """
+    """Results of a batch's micro batches in execution order, on a rank of the last pipeline stage."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, list[Any]] = {}
@@ -129,10 +125,7 @@ class BatchLoss:
 
     Args:
         batch: batch of this data parallel rank.
-        function: verl's loss function.
         group: data parallel group, an argument of verl's losses.
-        device: device of the losses' tensors.
-        context_parallel, data_parallel: group sizes.
         tokens: sum of the loss masks of all data parallel ranks.
     """
 

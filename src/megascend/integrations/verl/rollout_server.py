@@ -34,14 +34,7 @@ SUPPORTED = {*FIXED, "temperature", "logprobs", "max_tokens", "max_new_tokens", 
 
 
 class RolloutServer:
-    """Ray actor, started by :class:`megascend.integrations.verl.rollout.Replica`.
-
-    Args:
-        settings: settings of the engine.
-        model: directory of a Hugging Face checkpoint.
-        replica: index of the replica.
-        stop_token_ids: tokens that end a response.
-    """
+    """Ray actor, started by :class:`megascend.integrations.verl.rollout.Replica`."""
 
     def __init__(self, settings: RolloutSettings, model: str, replica: int, stop_token_ids: Sequence[int]) -> None:
         self._settings, self._model, self._replica = settings, Path(model), replica

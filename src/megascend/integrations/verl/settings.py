@@ -66,12 +66,7 @@ def translate(
     checkpoint: Mapping[str, Any] | None,
     platform: str,
 ) -> EngineSettings:
-    """Translate verl's four configurations.
-
-    Args:
-        optimizer: None for a forward-only engine.
-        platform: cpu, cuda or npu.
-    """
+    """Translate verl's four configurations; a forward-only engine has no ``optimizer``."""
     # All problems are collected, so that a user sees them in one error.
     optimizer, checkpoint = optimizer or {}, checkpoint or {}
     problems = [*_problems(model, engine, optimizer, checkpoint), *_offload(engine, platform)]
@@ -98,11 +93,7 @@ def translate(
 
 
 def check(prefix: str, rules: Mapping[str, Rule], values: Mapping[str, Any]) -> list[str]:
-    """List the problems of ``values``: settings without a rule, and values that their rule refuses.
-
-    Args:
-        prefix: prefix of their names, such as ``engine``.
-    """
+    """List the problems of ``values``, whose names begin with ``prefix``: without a rule, or refused by it."""
     problems = []
     for name in values:
         rule, value = rules.get(name), _plain(values[name])

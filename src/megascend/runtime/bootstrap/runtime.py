@@ -122,12 +122,7 @@ class Runtime:
         record(self.platform.limit_collectives(timeout_s))
 
     def configure_model(self, config: Any, options: Mapping[str, Any]) -> None:
-        """Prepare the process for a model. Call with its configuration, before it is built; cheap if nothing changed.
-
-        Args:
-            config: mcore-bridge's ModelConfig; ignored without a provider.
-            options: the provider's settings.
-        """
+        """Prepare the process for a model. Call with its configuration, before it is built; cheap if nothing changed."""
         if self.provider is None:
             refuse_options(options, f"engine {self.engine!r} has no provider")
         else:

@@ -138,9 +138,6 @@ class Survey:
     """A rank's part in surveys: its requests, its turns as the collector, and the newest summary that it has read.
 
     Only one thread uses it.
-
-    Args:
-        store: holds the ranks' records, under ``keys``.
     """
 
     def __init__(self, store: Store, rank: int, keys: list[str], pace: Pace) -> None:

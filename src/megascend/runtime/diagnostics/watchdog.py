@@ -85,12 +85,6 @@ def _line_number(frame: FrameType) -> int:
 class Watchdog:
     """Observer of the main thread's phase, called on the heartbeat's thread.
 
-    Args:
-        stack: the main thread's phases.
-        record: returns this rank's record, as it would be published now.
-        on_fatal: called with the error before the process is ended.
-        timeout_s: timeout of collectives, in seconds.
-
     Attributes:
         check_after_s: seconds that a phase may take before the peers' records are read.
     """

@@ -132,10 +132,6 @@ def _position(number: int, step: int, text: bytes, refused: bool) -> Position:
 def aligned_frames(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[Frame]:
     """Decode the frames of all ranks of a group, which must be at the same position.
 
-    Args:
-        ranks: global ranks of the group, in group order.
-        rank: the rank that reads.
-
     Raises:
         OutOfStepError: the positions differ. Every rank of the group raises it, with the same positions.
         MegascendError: the positions are equal, but a rank refuses: an error of the class of that rank's error.
@@ -165,11 +161,7 @@ def aligned_frames(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> 
 
 
 def encode_stray(position: Position, pending: Sequence[Pending]) -> bytes:
-    """Return the frame with which a rank that waits at ``position`` releases a collective of another group.
-
-    Args:
-        pending: all collectives that wait for each other.
-    """
+    """Return the frame with which a rank at ``position`` releases another group; ``pending``: all collectives in the deadlock."""
     return encode(position, json.dumps([astuple(collective) for collective in pending]).encode(), stray=True)
 
 

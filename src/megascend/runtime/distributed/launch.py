@@ -40,9 +40,6 @@ def child_environment(environment: Mapping[str, str] | None = None) -> dict[str,
 
     A child that inherits RANK or MASTER_PORT behaves like a rank of this run: torch in it waits for a store that nobody serves,
     or answers instead of the parent.
-
-    Args:
-        environment: default: this process's.
     """
     environment = os.environ if environment is None else environment
     return {

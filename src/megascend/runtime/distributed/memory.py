@@ -33,11 +33,7 @@ def catch_oom(make: Callable[[], T], rank: int) -> T:
 
 
 def catch_oom_on_all_ranks(make: Callable[[], T], groups: ProcessGroups, purpose: str) -> T:
-    """Return the result of ``make``, which must not run collectives, or raise on every rank. One exchange, over Gloo.
-
-    Args:
-        purpose: name of the allocation, for errors of the exchange itself.
-    """
+    """Return the result of ``make``, which must not run collectives, or raise on every rank. One exchange, over Gloo."""
     value, problem = _attempt(make, groups.rank)
     # Before the next collective on the device: a rank that raised alone would leave the others waiting in it.
     raise_on_all_ranks(problem, groups, f"the memory check of {purpose}")

@@ -91,12 +91,7 @@ def all_reduce_numbers(
     op: Operation = "sum",
     purpose: str = "",
 ) -> list[float]:
-    """Reduce numbers over the group by sum, maximum or minimum, in float64, the same on every rank.
-
-    Args:
-        numbers: equally many on all ranks.
-        purpose: as for :func:`gather_objects`.
-    """
+    """Reduce equally many numbers of each rank by sum, maximum or minimum, in float64, the same on every rank of the group."""
     if op not in OPERATIONS:
         raise ProcessGroupError(f"all_reduce_numbers knows {', '.join(OPERATIONS)}, not {op!r}")
     with _collective(f"all_reduce_numbers, {op} of {len(numbers)}", group_name, groups, purpose) as collective:

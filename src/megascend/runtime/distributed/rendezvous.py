@@ -26,11 +26,7 @@ BRANCHES = 32
 
 
 class Arrivals:
-    """Ranks that have announced themselves in the store, counted in a tree, so that no rank has to query every other one.
-
-    Args:
-        name: prefix of the keys.
-    """
+    """Ranks that have announced themselves in the store, counted in a tree, so that no rank has to query every other one."""
 
     def __init__(self, store: Store, name: str, world_size: int) -> None:
         self._store, self._name, self._world_size = store, name, world_size
@@ -92,13 +88,7 @@ def _pause(world_size: int) -> float:
 
 
 def did_not_arrive(rank: int, label: str, missing: Sequence[int], expected: int, timeout_s: float) -> str:
-    """Build the message of an error about ranks that did not arrive.
-
-    Args:
-        label: the collective or event that they should have arrived at.
-        missing: ranks that did not arrive.
-        expected: number of ranks that should have.
-    """
+    """Build the message of an error about ranks that did not arrive."""
     names = ", ".join(str(number) for number in missing)
     return (
         f"rank {rank}: {len(missing)} of {expected} ranks did not arrive at {label} within {timeout_s:g} s: "
@@ -188,10 +178,6 @@ def gloo_problem(
     """Return why ranks on other hosts could not connect to Gloo on this one, and the setting to change; None if they can.
 
     Gloo listens on the first address that this host's name resolves to, or on the loopback interface if it does not resolve.
-
-    Args:
-        addresses: returns the addresses that a name resolves to, in order.
-        interfaces: returns the IPv4 and IPv6 addresses of this host's interfaces.
     """
     if environment.get("GLOO_SOCKET_IFNAME"):
         return None

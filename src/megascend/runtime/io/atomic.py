@@ -80,9 +80,6 @@ def staging(target: Path) -> Path:
 
     It is beside ``target``, or within it if that cannot be renamed: a mount point (a container's volume), or a directory whose
     parent cannot be written to.
-
-    Args:
-        target: as :func:`followed` returns it.
     """
     if target.is_dir() and (is_mount_point(target) or not os.access(target.parent, os.W_OK | os.X_OK)):
         return target / WRITING

@@ -30,11 +30,7 @@ class Hash(Protocol):
 
 
 def digest(file: Path, new: Callable[[], Hash]) -> str:
-    """Return the hexadecimal digest of a file.
-
-    Args:
-        new: makes the hash: ``hashlib.sha256``, ``xxhash.xxh3_128``.
-    """
+    """Return the hexadecimal digest of a file by the hash that ``new`` makes: ``hashlib.sha256``, ``xxhash.xxh3_128``."""
     state = new()
     with file.open("rb") as stream:
         while block := stream.read(2**22):
