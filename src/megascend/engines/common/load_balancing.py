@@ -40,6 +40,16 @@ def gradients(formula: Formula, counts: Tensor, tokens: int, top_k: int) -> Tens
     return (counts.sum(0) * (experts / (layers * tokens) ** 2)).expand(layers, -1)
 
 
+def counts(probabilities: Tensor, top_k: int, real: Tensor) -> Tensor:
+    """Count the tokens that have each expert among their ``top_k`` by probability, fp32 [experts].
+
+    Args:
+        real: [n, 1], tokens that each row stands for.
+    """
+    best = probabilities.topk(top_k, dim=-1).indices
+    return (torch.zeros_like(probabilities).scatter(1, best, 1.0) * real).sum(0)
+
+
 def scores(logits: Tensor, function: str) -> Tensor:
     """Compute fp32 probabilities of the experts, [n, experts], from the router's logits, as both losses do.
 

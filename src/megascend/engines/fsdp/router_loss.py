@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.config import Moe
-from megascend.engines.common.load_balancing import Formula, gradients, scores
+from megascend.engines.common import load_balancing
+from megascend.engines.common.load_balancing import Formula
 from megascend.errors import ConfigError
 from megascend.runtime.distributed.objects import all_reduce_numbers
 from megascend.runtime.distributed.process_groups import ProcessGroups
@@ -74,25 +75,19 @@ class RouterLoss:
         assert len(logits) == len(self._routers), f"{len(logits)} of {len(self._routers)} routers were called"
         # The tokens of a dummy do not count: it exists only so that its rank joins the others' collectives.
         real = batch.real[:, None]
-        probabilities = [scores(layer.view(-1, layer.shape[-1]), "softmax") for layer in logits]
-        counts = torch.stack([_counts(layer.detach(), self._top_k, real) for layer in probabilities])
+        probabilities = [load_balancing.scores(layer.view(-1, layer.shape[-1]), "softmax") for layer in logits]
+        counts = torch.stack([load_balancing.counts(layer.detach(), self._top_k, real) for layer in probabilities])
         if self._groups.topology.context > 1:
             # The loss is not linear in the counts, so parts of a sample cannot be balanced separately.
             dist.all_reduce(counts, group=self._groups.device_group("cp"))
         tokens = 0 if batch.dummy else sum(batch.lengths)
-        factors = gradients(self._formula, counts, tokens, self._top_k)
+        factors = load_balancing.gradients(self._formula, counts, tokens, self._top_k)
         sums = torch.stack([(layer * real).sum(0) for layer in probabilities])
         return self._weight * (factors * sums).sum()
 
     def _after(self, module: Any, inputs: Any, output: Any) -> None:
         if self._recording:
             self._logits.append(output[self._index] if isinstance(output, tuple) else output)
-
-
-def _counts(probabilities: Tensor, top_k: int, real: Tensor) -> Tensor:
-    """Count the real tokens that have each expert among their top k, fp32 [experts]."""
-    best = probabilities.topk(top_k, dim=-1).indices
-    return (torch.zeros_like(probabilities).scatter(1, best, 1.0) * real).sum(0)
 
 
 def router_recorder(model: Any, moe: Moe, *, frozen: bool) -> Any:

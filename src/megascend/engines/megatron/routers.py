@@ -185,11 +185,10 @@ class Routers:
         if not current.complete:  # recomputation would count again
             with torch.no_grad():
                 real = current.real[position][:, None]
-                best = scores.topk(self._config.moe_router_topk, dim=-1).indices
                 # The correction bias is left out, as in the formula of the loss: it is there to steer the choice, not
                 # the probabilities.
-                by_probability = torch.zeros_like(scores).scatter(1, best, 1.0)
-                current.counts[TO_BALANCE, position] = (by_probability * real).sum(0)
+                top_k = self._config.moe_router_topk
+                current.counts[TO_BALANCE, position] = load_balancing.counts(scores, top_k, real)
                 current.counts[CHOSEN, position] = (chosen * real).sum(0, dtype=torch.float32)
         if self._moe.aux_loss != "none" and torch.is_grad_enabled():
             weights = _WithLoss.apply(weights, scores, lambda: _gradient_rows(current, position))
