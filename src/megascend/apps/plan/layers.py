@@ -165,7 +165,7 @@ class Cost:
     @property
     def rows(self) -> float:
         """Tokens of a rank between tensor parallel regions."""
-        return self.local / (self.topology.tensor if self.topology.sequence_parallel else 1)
+        return self.local / self.topology.sequence_shards
 
     @cached_property
     def groups(self) -> dict[str, list[int]]:

@@ -77,7 +77,7 @@ class RunPlan(Generic[AnyConfig]):
         return SequenceLayout(
             packing=config.batching.packing and not engine.always_pads,
             context_size=topology.context,
-            token_multiple=topology.tensor if topology.sequence_parallel else 1,
+            token_multiple=topology.sequence_shards,
             contiguous=engine.contiguous,
         )
 

@@ -102,11 +102,10 @@ class LayerBytes:
 
 def layer_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind, key: LayerKey) -> LayerBytes:
     """Return the bytes that one layer of a kind saves without recomputation."""
-    sequence_shards = topology.tensor if topology.sequence_parallel else 1
     attention = mlp = probabilities = activation = 0.0
     if key.mixer in ("", *SINGLE_MIXERS):
         mlp = experts_bytes(sizes, topology, kind) if key.with_experts else _mlp(sizes, topology, kind)
-        activation = kind.bytes * sizes.topk * sizes.expert_ffn / sequence_shards if key.with_experts else 0.0
+        activation = kind.bytes * sizes.topk * sizes.expert_ffn / topology.sequence_shards if key.with_experts else 0.0
     if key.mixer in SINGLE_MIXERS:
         pass
     elif key.mixer == LINEAR and sizes.state_space is not None:
@@ -122,7 +121,7 @@ def layer_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind, key: Lay
         # Sparse attention computes its scores again without any setting.
         sparse = sizes.latent is not None and sizes.indexed is not None
         probabilities = 0.0 if sparse else probability_bytes(sizes, topology, kind)
-    return LayerBytes(attention, mlp, kind.bytes * sizes.hidden / sequence_shards, probabilities, activation)
+    return LayerBytes(attention, mlp, kind.bytes * sizes.hidden / topology.sequence_shards, probabilities, activation)
 
 
 def norm_bytes(width: float, kind: LayerKind) -> float:
@@ -135,8 +134,7 @@ def norm_bytes(width: float, kind: LayerKind) -> float:
 
 def _attention(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
     if sizes.latent is not None and sizes.indexed is not None:
-        sequence_shards = topology.tensor if topology.sequence_parallel else 1
-        entry = (norm_bytes(sizes.hidden, kind) + kind.bytes * sizes.hidden) / sequence_shards
+        entry = (norm_bytes(sizes.hidden, kind) + kind.bytes * sizes.hidden) / topology.sequence_shards
         return (
             entry
             + sparse_attention_bytes(sizes.latent, sizes.indexed, sizes.heads, topology, kind)
@@ -175,9 +173,8 @@ def _latent_attention(latent: LatentAttention, sizes: ModelSizes, topology: Topo
     """
     b, t = kind.bytes, topology.tensor
     heads = sizes.heads / t
-    sequence_shards = topology.tensor if topology.sequence_parallel else 1
     # The layer's norm is followed by two linear layers, which share their input.
-    total = (norm_bytes(sizes.hidden, kind) + b * sizes.hidden) / sequence_shards
+    total = (norm_bytes(sizes.hidden, kind) + b * sizes.hidden) / topology.sequence_shards
     total += _norm_and_input(latent.key_value_latent, topology, kind)
     if latent.query_latent is not None:
         total += _norm_and_input(latent.query_latent, topology, kind)
@@ -315,11 +312,10 @@ def probability_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind) ->
 
 def _norm_and_input(width: int, topology: Topology, kind: LayerKind) -> float:
     """Return the bytes of a norm and of the saved input of the linear layer after it."""
-    sequence_shards = topology.tensor if topology.sequence_parallel else 1
     output = kind.bytes * width
     if kind.fused:
-        return (norm_bytes(width, kind) + output) / sequence_shards  # gathered again in the backward pass
-    return norm_bytes(width, kind) / sequence_shards + output
+        return (norm_bytes(width, kind) + output) / topology.sequence_shards  # gathered again in the backward pass
+    return norm_bytes(width, kind) / topology.sequence_shards + output
 
 
 def _mlp(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
@@ -343,14 +339,13 @@ def _fuses_activation(sizes: ModelSizes, kind: LayerKind) -> bool:
 def experts_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
     """Return the bytes of a layer of experts with equal loads."""
     b = kind.bytes
-    sequence_shards = topology.tensor if topology.sequence_parallel else 1
-    norm = (norm_bytes(sizes.hidden, kind) + b * sizes.hidden) / sequence_shards
+    norm = (norm_bytes(sizes.hidden, kind) + b * sizes.hidden) / topology.sequence_shards
     # For each chosen expert the router saves its index (8 bytes) and score (4), and both again by rows sorted by expert; for
     # each expert its score in fp32 where softmax or sigmoid precedes the choice, its column of scores (4) and of the map
     # of tokens (1).
-    router = (9 * sizes.experts + 24 * sizes.topk) / sequence_shards
+    router = (9 * sizes.experts + 24 * sizes.topk) / topology.sequence_shards
     # Tokens dispatched to this rank: topk copies of those of all ranks that share its experts' weights.
-    rows = sizes.topk / sequence_shards * topology.expert_tensor
+    rows = sizes.topk / topology.sequence_shards * topology.expert_tensor
     width = sizes.expert_ffn / topology.expert_tensor
     row_bytes = b * (sizes.latent_experts or sizes.hidden) + _gated(width, sizes, kind)
     row_bytes += 0 if _fuses_activation(sizes, kind) else b * width  # before it is multiplied by the routers' weights
@@ -358,8 +353,8 @@ def experts_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> flo
     shared = 0.0
     if sizes.shared_ffn:
         shared = _gated(sizes.shared_ffn / topology.tensor, sizes, kind) + _adapted(kind, slices=3)
-        shared += 0 if sequence_shards == 1 or kind.fused else b * sizes.hidden
-    latent = b * sizes.latent_experts / sequence_shards  # the input of the projection back to the hidden size
+        shared += 0 if topology.sequence_shards == 1 or kind.fused else b * sizes.hidden
+    latent = b * sizes.latent_experts / topology.sequence_shards  # the input of the projection back to the hidden size
     return norm + router + rows * row_bytes + shared + latent
 
 

@@ -167,16 +167,15 @@ def _stage_bytes(
     with_experts = [key.with_experts for key in layers]
     layer_sizes = [saved_bytes[key] for key in layers]
     saved, recomputed = _saved(config, layer_sizes, with_experts, kind, sizes, topology, predicts=predicts)
-    sequence_shards = topology.tensor if topology.sequence_parallel else 1
     last = parameters.vocabulary > 0
-    edge = (norm_bytes(sizes.hidden, kind) / sequence_shards + 2 * kind.bytes * sizes.hidden if last else 0.0) + (
-        kind.bytes * sizes.hidden / sequence_shards if first and kind.fused else 0.0
-    )
+    hidden_bytes = kind.bytes * sizes.hidden
+    edge = norm_bytes(sizes.hidden, kind) / topology.sequence_shards + 2 * hidden_bytes if last else 0.0
+    edge += hidden_bytes / topology.sequence_shards if first and kind.fused else 0.0
     if predicts:
-        edge += _prediction(config, sizes, kind, sequence_shards)
+        edge += _prediction(config, sizes, kind, topology)
     head = head_bytes(sizes.hidden, parameters.vocabulary, tokens, kind, trained=not kind.frozen) if last else 0
     if predicts:  # the model's own hidden states have their gradient while the head's logits are computed
-        head += kind.bytes * sizes.hidden * tokens
+        head += hidden_bytes * tokens
     if last and not kind.frozen and config.optimizer.overlap_grad_reduce and not sizes.tied:
         head += parameters.vocabulary * sizes.hidden * (4 + kind.bytes)  # the gradient passes through autograd
     backward = tokens * recomputed + _backward(sizes, topology, kind, parameters, tokens)
@@ -271,16 +270,16 @@ def _most_in_flight(group: StageGroup, topology: Topology, layers: int, micro_ba
     return min(chunks / virtual, micro_batches), stage
 
 
-def _prediction(config: TrainerConfig, sizes: ModelSizes, kind: LayerKind, sequence_shards: int) -> float:
+def _prediction(config: TrainerConfig, sizes: ModelSizes, kind: LayerKind, topology: Topology) -> float:
     """Return the bytes per token that a head for multi-token prediction saves in addition to its layer's.
 
     Two norms, their outputs side by side, and a last norm; the model's and the head's output are joined before the output layer.
     """
     states = kind.bytes * sizes.hidden
-    joined = 2 * states / sequence_shards + 2 * states
+    joined = 2 * states / topology.sequence_shards + 2 * states
     if config.recompute.granularity == "full":
-        return states / sequence_shards + joined
-    return (3 * norm_bytes(sizes.hidden, kind) + 2 * states) / sequence_shards + joined
+        return states / topology.sequence_shards + joined
+    return (3 * norm_bytes(sizes.hidden, kind) + 2 * states) / topology.sequence_shards + joined
 
 
 def _saved(
@@ -306,7 +305,7 @@ def _saved(
     if recompute.granularity == "none":
         return sum(layer.total for layer in layers), 0.0
     saved = recomputed = 0.0
-    norm = kind.bytes * sizes.hidden / (topology.tensor if topology.sequence_parallel else 1)
+    norm = kind.bytes * sizes.hidden / topology.sequence_shards
     for layer, with_experts in zip(layers, layers_with_experts, strict=True):
         attention, mlp = layer.attention, layer.mlp
         if "core_attn" in recompute.modules:
@@ -345,5 +344,4 @@ def _communication(sizes: ModelSizes, topology: Topology, kind: LayerKind, token
     """Return bytes of hidden states in communication: gathered under sequence parallelism, sent and received by stages."""
     states = kind.bytes * sizes.hidden * tokens
     gathered = states if topology.sequence_parallel and topology.tensor > 1 and kind.fused else 0
-    sequence_shards = topology.tensor if topology.sequence_parallel else 1
-    return gathered + (2 * states / sequence_shards if topology.pipeline > 1 else 0)
+    return gathered + (2 * states / topology.sequence_shards if topology.pipeline > 1 else 0)

@@ -77,6 +77,11 @@ class Topology:
     notes: tuple[str, ...] = ()
 
     @property
+    def sequence_shards(self) -> int:
+        """Return the ranks that divide the tokens between tensor parallel regions: 1 without sequence parallelism."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
     def is_uneven(self) -> bool:
         """Return True if chunks differ in their number of layers."""
         return len(set(self.chunk_layers)) > 1
