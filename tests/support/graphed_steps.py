@@ -52,7 +52,7 @@ class CaptureOnCpu:
         self.bytes = 0
 
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """See :class:`megascend.engines.megatron.captured_step.Capture`."""
+        """See :class:`megascend.engines.megatron.captured_step.CudaCapture`."""
         before = [tensor.clone() for tensor in self._protected()]
         operations = _Operations()
         try:

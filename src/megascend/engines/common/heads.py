@@ -26,16 +26,19 @@ from megascend.training.kernels.linear_logprobs import (
 
 @dataclass(frozen=True)
 class PlainOutput:
-    """Output of an unsharded output layer for one micro batch; see :class:`megascend.engines.base.Output`.
+    """Output of an output layer for one micro batch; see :class:`megascend.engines.base.Output`.
 
     Attributes:
         hidden: [n, h].
-        weight: [vocabulary, h]; if it is trained, its ``main_grad`` accumulates its gradient in fp32.
+        weight: [rows, h]; if it is trained, its ``main_grad``, if any, accumulates its gradient in fp32.
         targets: int64 [n].
-        vocab_size: rows of the weight that stand for tokens; the others are padding.
+        vocab_size: rows of the weight, of all ranks together, that stand for tokens; the others are padding.
         down, lora_delta: ``A x`` [n, r] of this layer's adapters, and their contribution to the logits; or both None.
         temperature: divides the logits of log-probabilities.
         cap: of the logits, as in :class:`megascend.training.kernels.softmax.VocabShard`.
+        prediction: output of the head for multi-token prediction, which shares the projection; or None.
+        local: this rank's rows of the vocabulary, with the cap; None: it has all of them.
+        direct: False returns the weight's gradient to autograd, for hooks that wait for it.
     """
 
     hidden: Tensor
@@ -46,15 +49,14 @@ class PlainOutput:
     lora_delta: LowRank | None = None
     temperature: float = 1.0
     cap: float | None = None
+    prediction: PlainOutput | None = None
+    local: VocabShard | None = None
+    direct: bool = True
 
     @property
     def shard(self) -> VocabShard:
-        """The full vocabulary as the shard of the only rank."""
-        return VocabShard(0, self.vocab_size, cap=self.cap)
-
-    @property
-    def prediction(self) -> None:
-        """None: heads for multi-token prediction are trained by engine megatron."""
+        """Return this rank's rows of the vocabulary."""
+        return self.local or VocabShard(0, self.vocab_size, cap=self.cap)
 
     @property
     def fuses_loss(self) -> bool:
@@ -74,10 +76,10 @@ class PlainOutput:
             coefficients,
             self.shard,
             loss_grad,
-            direct_weight_gradient=True,
-            down=self.down,
-            lora_delta=self.lora_delta,
-            temperature=self.temperature,
+            self.direct,
+            self.down,
+            self.lora_delta,
+            self.temperature,
         )
 
     def logprobs(self, entropy: bool, candidates: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -87,11 +89,11 @@ class PlainOutput:
             self.targets,
             self.shard,
             entropy,
-            direct_weight_gradient=True,
-            down=self.down,
-            lora_delta=self.lora_delta,
-            candidates=candidates,
-            temperature=self.temperature,
+            self.direct,
+            self.down,
+            self.lora_delta,
+            candidates,
+            self.temperature,
         )
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
@@ -99,7 +101,7 @@ class PlainOutput:
         return logits[:, : self.vocab_size]
 
     def logit_factors(self) -> tuple[Tensor, Tensor, float | None]:
-        return self.hidden.detach(), self.weight.detach()[: self.vocab_size], self.cap
+        return self.hidden.detach(), self.weight.detach()[: self.shard.rows], self.shard.cap
 
     def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:
         return linear_divergence(
@@ -109,9 +111,9 @@ class PlainOutput:
             self.shard,
             states,
             divergence,
-            direct_weight_gradient=True,
-            down=self.down,
-            lora_delta=self.lora_delta,
+            self.direct,
+            self.down,
+            self.lora_delta,
         )
 
 

@@ -30,37 +30,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Capture(Protocol):
-    """Capturer of work that has run before, so that no lazy initialisation is captured."""
-
-    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Call ``work`` once, and record its device operations without executing them.
-
-        Returns:
-            A function that executes the recorded operations; and the result of ``work``, tensors that each execution overwrites.
-        """
-        ...
-
-    def stream(self) -> AbstractContextManager[None]:
-        """Activate the stream for captured work; the current stream waits for it before and after the context."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for the device: captured work must not be dropped while it runs."""
-        ...
-
-    def free(self) -> None:
-        """Free the device memory of captured work that has been dropped."""
-        ...
-
-    @property
-    def bytes(self) -> int:
-        """Device memory of all captured work."""
-        ...
-
-
 class CudaCapture:
-    """CUDA graphs in one memory pool: no two of them run at the same time, so they may share memory.
+    """Capturer of work as CUDA graphs in one memory pool: no two of them run at the same time, so they may share memory.
 
     The pool is as large as the largest graph needs, not as all together. A graph's results are valid until another one runs.
 
@@ -77,7 +48,7 @@ class CudaCapture:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Activate the stream; see :class:`Capture`."""
+        """Activate the stream for captured work; the current stream waits for it before and after the context."""
         if self._stream is None:
             yield
             return
@@ -91,7 +62,13 @@ class CudaCapture:
             outside.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Capture ``work``; see :class:`Capture`. Waits for the device."""
+        """Call ``work`` once, and record its device operations without executing them. Waits for the device.
+
+        The work has run before, so that no lazy initialisation is captured.
+
+        Returns:
+            A function that executes the recorded operations; and the result of ``work``, tensors that each execution overwrites.
+        """
         gc.collect()  # torch.cuda.graph may do so, which would free the last graph after it has been counted
         if not self._graphs:
             # A pool whose last graph was destroyed accepts no further graph: torch fails with an internal assertion.
@@ -111,11 +88,11 @@ class CudaCapture:
         return graph.replay, outputs
 
     def wait(self) -> None:
-        """Wait for the device; see :class:`Capture`."""
+        """Wait for the device: captured work must not be dropped while it runs."""
         torch.cuda.synchronize()
 
     def free(self) -> None:
-        """Free the memory of dropped graphs; see :class:`Capture`."""
+        """Free the device memory of captured work that has been dropped."""
         torch.cuda.empty_cache()
 
     @property
@@ -228,7 +205,7 @@ class StepFunctions:
     mode: Callable[[bool], AbstractContextManager[None]]
     uncached: Callable[[], AbstractContextManager[None]]
     drop_unfinished: Callable[[], None]
-    capture: Capture
+    capture: CudaCapture
 
 
 @dataclass
@@ -326,15 +303,16 @@ class CapturedStep:
 
     def _forward_outputs(self) -> tuple[Tensor, ...]:
         """Run the forward pass; for cross entropy return the loss and log-probabilities."""
-        head, batch = self._functions.head, self.static.batch
+        batch = self.static.batch
         with self._functions.mode(self._shape.kind in ("forward", "hidden")):
             hidden = self._functions.hidden_states(batch)
         if self._shape.kind == "hidden":
             return (hidden,)
+        output = self._functions.head.output(hidden, batch.targets)
         if self._shape.kind == "cross_entropy":
             # 1.0: the static coefficients already contain the loss's gradient.
-            return head.cross_entropy(hidden, batch.targets, self.static.coefficients, 1.0)
-        logprobs, entropies, _ = head.logprobs(hidden, batch.targets, self._shape.entropy)
+            return output.cross_entropy(self.static.coefficients, 1.0)
+        logprobs, entropies, _ = output.logprobs(self._shape.entropy)
         return (hidden, logprobs) if entropies is None else (hidden, logprobs, entropies)
 
     def _differentiate(self, all_outputs: tuple[Tensor, ...]) -> None:

@@ -27,7 +27,7 @@ from megascend.engines.base import (
     seed_generators,
 )
 from megascend.engines.common.full_model import FullModel
-from megascend.engines.common.heads import fresh_weights, token_values
+from megascend.engines.common.heads import PlainOutput, fresh_weights, token_values
 from megascend.engines.common.weight_settings import SettingsByWeight
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.megatron import (
@@ -48,11 +48,11 @@ from megascend.engines.megatron import (
     weights,
 )
 from megascend.engines.megatron.build import build_chunks
-from megascend.engines.megatron.captured_step import Capture, CudaCapture
+from megascend.engines.megatron.captured_step import CudaCapture
 from megascend.engines.megatron.configuration import configure, overlaps_reduction
 from megascend.engines.megatron.named_weights import named_weights, stored_weights
 from megascend.engines.megatron.optimizer import MegatronOptimizer
-from megascend.engines.megatron.output_head import HeadOutput, OutputHead
+from megascend.engines.megatron.output_head import OutputHead
 from megascend.engines.megatron.quantised_base import QuantisedBase
 from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
 from megascend.errors import CheckpointError, ConfigError
@@ -108,7 +108,7 @@ class MegatronEngine(Engine):
             packing=spec.batching.packing,
             context_size=self.topology.context,
             context_rank=self.groups.coordinates.context,
-            token_multiple=self.topology.tensor if self.topology.sequence_parallel else 1,
+            token_multiple=self.topology.sequence_shards,
             lengths_on_host=platform.packed_lengths_on_host,
         )
         # Megatron's layers draw from the random streams that this creates.
@@ -290,7 +290,7 @@ class MegatronEngine(Engine):
         has_window = self.config.window_size is not None
         return require_agreement(self.model_dir, full, self.max_length, has_window, self.groups, checker)
 
-    def use_cuda_graphs(self, settings: CudaGraphs, capture: Capture) -> None:
+    def use_cuda_graphs(self, settings: CudaGraphs, capture: CudaCapture) -> None:
         """Run micro batches as CUDA graphs from now on, where they can be captured."""
         assert self.head is not None
 
@@ -395,16 +395,16 @@ class MegatronEngine(Engine):
                 forward_only=forward_only,
             )
 
-    def _output(self, batch: MicroBatch, hidden: torch.Tensor) -> HeadOutput | ScalarOutput:
+    def _output(self, batch: MicroBatch, hidden: torch.Tensor) -> PlainOutput | ScalarOutput:
         if self.info.scalar_head is not None:
             return ScalarOutput(token_values(hidden))
         assert self.head is not None, "the loss is computed on the last pipeline stage"
         if batch.mtp is not None:
             hidden, prediction_hidden = mtp.split(hidden)
-            prediction = HeadOutput(self.head, prediction_hidden, batch.mtp.targets, None)
-            return HeadOutput(self.head, hidden, batch.targets, None, prediction, batch.temperature)
+            prediction = self.head.output(prediction_hidden, batch.mtp.targets)
+            return self.head.output(hidden, batch.targets, temperature=batch.temperature, prediction=prediction)
         lora_delta = None if self.adapters is None else self.adapters.layers.lora_delta(batch.segments)
-        return HeadOutput(self.head, hidden, batch.targets, lora_delta, temperature=batch.temperature)
+        return self.head.output(hidden, batch.targets, lora_delta, temperature=batch.temperature)
 
     def _forward_chunk(self, chunk: Any, batch: MicroBatch) -> torch.Tensor:
         """Run one model chunk on a micro batch. Masks stay implicit: every sequence is causal, padding comes last."""

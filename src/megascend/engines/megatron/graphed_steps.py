@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megascend.config import CudaGraphs
 from megascend.engines.base import OnOutput, Output
-from megascend.engines.megatron.captured_step import Capture, CapturedStep, StepCounts, StepFunctions, write
+from megascend.engines.common.heads import PlainOutput
+from megascend.engines.megatron.captured_step import CapturedStep, CudaCapture, StepCounts, StepFunctions, write
 from megascend.engines.megatron.output_head import OutputHead
 from megascend.runtime.diagnostics.hang_monitor import HangMonitor
 from megascend.training.batch.micro_batch import MicroBatch
@@ -88,7 +89,7 @@ class GraphedSteps:
         evaluating: Callable[[], AbstractContextManager[None]],
         uncached: Callable[[], AbstractContextManager[None]],
         drop_unfinished: Callable[[], None],
-        capture: Capture,
+        capture: CudaCapture,
     ) -> None:
         self._eager, self._head, self._evaluating, self._capture = eager, head, evaluating, capture
         self._adapters, self._monitor, self._settings, self._device = adapters, monitor, settings, device
@@ -262,18 +263,13 @@ class GraphedSteps:
 class _GraphedOutput:
     """Output of one micro batch, computed on demand; see :class:`megascend.engines.base.Output`."""
 
+    fuses_loss = True  # fp16 is refused
+    prediction = None
+
     def __init__(self, steps: GraphedSteps, batch: MicroBatch, forward_only: bool) -> None:
         self._steps, self._batch, self._forward_only = steps, batch, forward_only
         self._count = len(batch.targets)
         self._hidden: Tensor | None = None
-
-    @property
-    def prediction(self) -> None:
-        return None
-
-    @property
-    def fuses_loss(self) -> bool:
-        return self._steps._head.can_fuse
 
     def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
         """Compute the sum, and accumulate its gradients before returning; the result requires none."""
@@ -297,19 +293,20 @@ class _GraphedOutput:
         return outputs[0], outputs[1] if entropy else None, None
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
-        return self._steps._head.logits(self._states(), rows=rows)
+        return self._output().logits(rows)
 
     def logit_factors(self) -> tuple[Tensor, Tensor, float | None]:
-        return self._steps._head.logit_factors(self._states())
+        return self._output().logit_factors()
 
     def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("micro batches with hidden states of a teacher are not captured")
 
-    def _states(self) -> Tensor:
-        """Return the last hidden states [1, n, h], which the next micro batch overwrites."""
+    def _output(self) -> PlainOutput:
+        """Return the output of the last hidden states [1, n, h], which the next micro batch overwrites."""
         if self._hidden is None:
             (self._hidden,) = self._steps.step(self._batch, "hidden").forward()
-        return self._hidden.flatten(0, 1)[: self._count].unsqueeze(0)
+        hidden = self._hidden.flatten(0, 1)[: self._count].unsqueeze(0)
+        return self._steps._head.output(hidden, self._batch.targets)
 
 
 class _Differentiable(torch.autograd.Function):

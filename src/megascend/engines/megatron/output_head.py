@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megascend.changes import patch
-from megascend.training.kernels.linear_divergence import TeacherDivergence, linear_divergence
-from megascend.training.kernels.linear_logprobs import (
-    LowRank,
-    VocabShard,
-    gather_logits,
-    linear_cross_entropy,
-    linear_logprobs,
-)
+from megascend.engines.common.heads import PlainOutput
+from megascend.training.kernels.low_rank import LowRank
+from megascend.training.kernels.softmax import VocabShard
 
 
 class OutputHead:
@@ -26,8 +19,7 @@ class OutputHead:
 
     The model's output layer remains a module of the model, for the hooks of Megatron's DDP and for checkpoints, but its forward
     only gathers the hidden states of sequence parallel ranks. Adapters of it append ``A x`` to them there
-    (:mod:`megascend.training.lora.adapter_layers`); the ``lora_delta`` that multiplies those columns by B is passed to every
-    call.
+    (:mod:`megascend.training.lora.adapter_layers`); :meth:`output` gets the ``lora_delta`` that multiplies those columns by B.
     """
 
     def __init__(self, model: Any, vocab_size: int, *, overlap_grad_reduce: bool) -> None:
@@ -61,126 +53,34 @@ class OutputHead:
             return self._model.shared_embedding_or_output_weight()
         return self._model.output_layer.weight
 
-    @property
-    def can_fuse(self) -> bool:
-        """False for fp16: gradients computed before the loss scale is applied would underflow."""
-        return self.weight.dtype != torch.float16
-
-    def logprobs(
+    def output(
         self,
         hidden: Tensor,
         targets: Tensor,
-        entropy: bool,
         lora_delta: LowRank | None = None,
-        candidates: Tensor | None = None,
+        *,
         temperature: float = 1.0,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute fp32 [n] log-probabilities (and entropies) of ``targets`` [n] from ``hidden`` [batch, sequence, h (+ r)].
+        prediction: PlainOutput | None = None,
+    ) -> PlainOutput:
+        """Return the output for a micro batch's ``targets`` [n].
 
-        Also those of ``candidates`` [n, K], fp32 [n, K].
+        Args:
+            hidden: [batch, sequence, h (+ r)], with the columns that adapters of the output layer have appended.
+            lora_delta: those adapters' contribution to the logits, or None.
         """
-        states, down = self._split(hidden, lora_delta)
-        return linear_logprobs(
-            states, self.weight, targets, self.shard, entropy, self._direct, down, lora_delta, candidates, temperature
-        )
-
-    def cross_entropy(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        coefficients: Tensor,
-        loss_grad: float,
-        lora_delta: LowRank | None = None,
-        temperature: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute ``sum(-coefficients * logprobs)``, which will receive the gradient ``loss_grad``, and log-probabilities."""
-        states, down = self._split(hidden, lora_delta)
-        return linear_cross_entropy(
+        states, down, weight = hidden.flatten(0, 1), None, self.weight
+        if lora_delta is not None:
+            parts = states.split([weight.shape[1], lora_delta.up.shape[1]], dim=1)
+            states, down = (part.contiguous() for part in parts)
+        return PlainOutput(
             states,
-            self.weight,
+            weight,
             targets,
-            coefficients,
-            self.shard,
-            loss_grad,
-            self._direct,
+            self.vocab_size,
             down,
             lora_delta,
             temperature,
+            prediction=prediction,
+            local=self.shard,
+            direct=self._direct,
         )
-
-    def logits(self, hidden: Tensor, lora_delta: LowRank | None = None, rows: Tensor | None = None) -> Tensor:
-        """Compute logits, fp32 [n, vocabulary] on the CPU, or only ``rows`` of them."""
-        states, down = self._split(hidden, lora_delta)
-        return gather_logits(states, self.weight, self.shard, down, lora_delta, rows)[:, : self.vocab_size]
-
-    def logit_factors(self, hidden: Tensor, lora_delta: LowRank | None = None) -> tuple[Tensor, Tensor, float | None]:
-        """Return hidden states [n, h], this rank's rows of tokens of the weight, and the cap of their product."""
-        states, _ = self._split(hidden.detach(), lora_delta)
-        return states, self.weight.detach()[: self.shard.rows], self.shard.cap
-
-    def divergence(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        divergence: TeacherDivergence,
-        teacher_states: Tensor,
-        lora_delta: LowRank | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute fp32 [n] log-probabilities, and divergences from a teacher by its last hidden states [n, its h]."""
-        states, down = self._split(hidden, lora_delta)
-        return linear_divergence(
-            states, self.weight, targets, self.shard, teacher_states, divergence, self._direct, down, lora_delta
-        )
-
-    def _split(self, hidden: Tensor, lora_delta: LowRank | None) -> tuple[Tensor, Tensor | None]:
-        """Split into hidden states [n, h] and the columns that adapters have appended [n, r]."""
-        rows = hidden.flatten(0, 1)
-        if lora_delta is None:
-            return rows, None
-        states, down = rows.split([self.weight.shape[1], lora_delta.up.shape[1]], dim=1)
-        return states.contiguous(), down.contiguous()
-
-
-@dataclass(frozen=True)
-class HeadOutput:
-    """Output of the head for one micro batch; see :class:`megascend.engines.base.Output`.
-
-    Attributes:
-        hidden: [batch, sequence, h (+ r)], with the columns that adapters of the output layer have appended.
-        targets: int64 [n].
-        lora_delta: those adapters' contribution to the logits, or None.
-        prediction: output of the head for multi-token prediction, which shares the projection; or None.
-        temperature: divides the logits of log-probabilities.
-    """
-
-    head: OutputHead
-    hidden: Tensor
-    targets: Tensor
-    lora_delta: LowRank | None
-    prediction: HeadOutput | None = None
-    temperature: float = 1.0
-
-    @property
-    def fuses_loss(self) -> bool:
-        return self.head.can_fuse
-
-    def select(self, rows: Tensor, targets: Tensor) -> HeadOutput:
-        lora_delta = None if self.lora_delta is None else self.lora_delta.select(rows)
-        return replace(self, hidden=self.hidden.flatten(0, 1)[rows][None], targets=targets, lora_delta=lora_delta)
-
-    def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
-        return self.head.cross_entropy(
-            self.hidden, self.targets, coefficients, loss_grad, self.lora_delta, self.temperature
-        )
-
-    def logprobs(self, entropy: bool, candidates: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self.head.logprobs(self.hidden, self.targets, entropy, self.lora_delta, candidates, self.temperature)
-
-    def logits(self, rows: Tensor | None = None) -> Tensor:
-        return self.head.logits(self.hidden, self.lora_delta, rows)
-
-    def logit_factors(self) -> tuple[Tensor, Tensor, float | None]:
-        return self.head.logit_factors(self.hidden, self.lora_delta)
-
-    def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:
-        return self.head.divergence(self.hidden, self.targets, divergence, states, self.lora_delta)
