@@ -18,7 +18,7 @@ from megascend.engines.common.vision import tower
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.experts import SortedRows, frozen_experts
-from megascend.engines.fsdp.transformers_api import compute_experts_by, experts_products
+from megascend.engines.fsdp.transformers_api import compute_experts_by, grouped_experts
 from megascend.errors import ConfigError
 from megascend.models import Images
 from megascend.training.lora.adapter_layers import AdapterLayers, AdapterSlot, start_graph
@@ -110,7 +110,7 @@ def _experts(
         row_adapters: int64 [n], each row's adapter; None: all rows have the same one.
     """
     if layers.stacked is None:
-        return experts_products()(module, hidden, index, weights)
+        return grouped_experts(module, hidden, index, weights)
     # With divided experts, rows come from other ranks: their number differs from the micro batch's.
     layers.record_call(next(iter(slots.values()))[2], None if divided else hidden)
     adapters = len(layers.stacked.adapters)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from megascend.changes import changed
 from megascend.engines.common.key_values import DecodeStep, Prefill
 from megascend.engines.common.sample_attention import causal, one_by_one, prefix_attention
+from megascend.engines.fsdp.expert_parallel import exchange
 from megascend.errors import ConfigError, TopologyError
 from megascend.training.kernels import npu, varlen
 from megascend.training.kernels.host_copy import to_device
@@ -65,7 +66,7 @@ class HeadExchange:
         states = states.repeat_interleave(heads // states.shape[1], dim=1)
         batch, _, tokens, size = states.shape
         by_rank = states.reshape(batch, self._size, -1, tokens, size).movedim(1, 0)
-        return _exchange(by_rank, self._group).movedim(0, 2).reshape(batch, -1, self._size * tokens, size)
+        return exchange(None, None, self._group, by_rank)[0].movedim(0, 2).reshape(batch, -1, self._size * tokens, size)
 
     def own_heads(self, values: Tensor) -> Tensor:
         """Return this rank's part of [heads], those that :meth:`to_heads` gives it of queries."""
@@ -75,7 +76,9 @@ class HeadExchange:
         """Undo :meth:`to_heads`."""
         batch, heads, tokens, size = states.shape
         by_rank = states.reshape(batch, heads, self._size, tokens // self._size, size).movedim(2, 0)
-        return _exchange(by_rank, self._group).movedim(0, 1).reshape(batch, -1, tokens // self._size, size)
+        return (
+            exchange(None, None, self._group, by_rank)[0].movedim(0, 1).reshape(batch, -1, tokens // self._size, size)
+        )
 
     def order(self, lengths: tuple[int, ...]) -> Tensor:
         """Return the positions of the tokens of packed samples after :meth:`to_heads`, sample by sample, int64 [tokens]."""
@@ -88,29 +91,6 @@ class HeadExchange:
             for rank in range(self._size)
         ]
         return torch.cat(runs)
-
-
-class _TokenHeadExchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(values)
-        dist.all_to_all_single(received, values, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # The exchange is its own inverse. autograd may pass an expanded or transposed gradient; the collective needs
-        # dense memory.
-        grad = grads[0].contiguous()
-        received = torch.empty_like(grad)
-        dist.all_to_all_single(received, grad, group=ctx.group)
-        return received, None
-
-
-def _exchange(values: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchange ``values`` [ranks, ...]: entry r goes to rank r, and entry r of the result comes from it."""
-    return _TokenHeadExchange.apply(values.contiguous(), group)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ from megascend.training.kernels.token_rows import Permutation
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+Counts = list[int] | None
+"""Rows to or from each rank of a group; None: equal parts."""
+
 
 @dataclass(frozen=True)
 class ExpertShare:
@@ -65,17 +68,17 @@ class TokenExchange:
         rows: Any = SpreadRows.apply(values, self._order, self._inverse, self._count)
         row_weights: Any = Permutation.apply(weights.flatten(), self._order, self._inverse)
         # In one autograd node with the weights, see _AllToAll.
-        rows, row_weights = _exchange(self._send_counts, self._receive_counts, self._group, rows, row_weights)
+        rows, row_weights = exchange(self._send_counts, self._receive_counts, self._group, rows, row_weights)
         return rows, row_weights
 
     def send_numbers(self, values: Tensor) -> Tensor:
         """Send a number for each token, int64 [n]; return those of this rank's rows [m]."""
-        (numbers,) = _exchange(self._send_counts, self._receive_counts, self._group, values[self._order // self._count])
+        (numbers,) = exchange(self._send_counts, self._receive_counts, self._group, values[self._order // self._count])
         return numbers
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         """Send the experts' results [m, ...] back; return the results of each token's experts [n, k, ...]."""
-        (results,) = _exchange(self._receive_counts, self._send_counts, self._group, rows)
+        (results,) = exchange(self._receive_counts, self._send_counts, self._group, rows)
         by_token: Any = Permutation.apply(results, self._inverse, self._order)
         return by_token.unflatten(0, (-1, self._count))
 
@@ -131,7 +134,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, send_counts: list[int], receive_counts: list[int], group: ProcessGroup, *rows: Tensor
+        ctx: Any, send_counts: Counts, receive_counts: Counts, group: ProcessGroup, *rows: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.send_counts, ctx.receive_counts, ctx.group = send_counts, receive_counts, group
         return tuple(_all_to_all(tensor, send_counts, receive_counts, group) for tensor in rows)
@@ -146,16 +149,18 @@ class _AllToAll(torch.autograd.Function):
         return None, None, None, *input_grads
 
 
-def _all_to_all(rows: Tensor, send_counts: list[int], receive_counts: list[int], group: ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+def _all_to_all(rows: Tensor, send_counts: Counts, receive_counts: Counts, group: ProcessGroup) -> Tensor:
+    out = rows.new_empty(len(rows) if receive_counts is None else sum(receive_counts), *rows.shape[1:])
     # Collectives read memory in order: gradients may arrive as expanded or transposed views.
     dist.all_to_all_single(out, rows.contiguous(), receive_counts, send_counts, group=group)
     return out
 
 
-def _exchange(
-    send_counts: list[int], receive_counts: list[int], group: ProcessGroup, *rows: Tensor
-) -> tuple[Tensor, ...]:
-    """Exchange ``rows`` [sum of send_counts, ...], ordered by target rank, for [sum of receive_counts, ...], by source."""
+def exchange(send_counts: Counts, receive_counts: Counts, group: ProcessGroup, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Exchange ``rows``, ordered by target rank, for rows ordered by source rank. Differentiable.
+
+    Args:
+        send_counts, receive_counts: rows to and from each rank; None: equal parts.
+    """
     results: Any = _AllToAll.apply(send_counts, receive_counts, group, *rows)
     return results

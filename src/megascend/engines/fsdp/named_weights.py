@@ -54,36 +54,17 @@ def named_weights(
     problems: list[str] = []
     describes = device is not None and torch.device(device).type == "meta"
     gather = _describe if describes else _gather
-    layers = _layers(model, groups, headers, dtype, barrier.before_layer, receives, merge, share, problems, gather)
 
-    def finish(name: str, tensor: Tensor) -> Tensor:
-        if problems:  # recorded while gathering: an error there would leave the other ranks waiting in the collective
-            raise CheckpointError(f"named_weights: {problems[0]}")
-        return tensor if device is None else tensor.to(device)
-
-    yield from stream_weights(layers, barrier, groups, headers, dtype, receives=receives, finish=finish)
-
-
-def _layers(
-    model: Any,
-    groups: ProcessGroups,
-    headers: Mapping[str, TensorHeader],
-    dtype: torch.dtype,
-    before_layer: Callable[[], None],
-    receives: bool,
-    merge: Callable[[str, Tensor], Tensor] | None,
-    share: ExpertShare | None,
-    problems: list[str],
-    gather: Callable[[LocalShard, torch.device, ExpertShare | None], Tensor],
-) -> Iterator[tuple[str, Tensor]]:
-    """Gather layer by layer; numbers beyond the range of ``dtype`` are reported in ``problems``."""
-    for _, layer_shards in groupby(shards(model, share), key=lambda shard: layer_of(shard.name)):
-        before_layer()
-        layer: dict[str, Tensor] = {}
-        for shard in layer_shards:
-            tensor = gather(shard, groups.device, share)
-            stays_fp32 = not shard.trained and shard.name in headers and headers[shard.name].dtype == "F32"
-            if receives:
+    def layers() -> Iterator[tuple[str, Tensor]]:
+        """Gather layer by layer; numbers beyond the range of ``dtype`` are reported in ``problems``."""
+        for _, layer_shards in groupby(shards(model, share), key=lambda shard: layer_of(shard.name)):
+            barrier.before_layer()
+            layer: dict[str, Tensor] = {}
+            for shard in layer_shards:
+                tensor = gather(shard, groups.device, share)
+                if not receives:
+                    continue
+                stays_fp32 = not shard.trained and shard.name in headers and headers[shard.name].dtype == "F32"
                 try:
                     cast = not stays_fp32 and tensor.is_floating_point()
                     layer[shard.name] = to_dtype(shard.name, tensor, dtype) if cast else tensor
@@ -92,9 +73,16 @@ def _layers(
                 except CheckpointError as error:
                     problems.append(str(error))
                     layer[shard.name] = tensor
-        # Per layer: transformers splits fused experts only when it gets all tensors of a layer.
-        for name, tensor in in_checkpoint(model, layer, headers).items():
-            yield name, as_stored(tensor, headers.get(name))
+            # Per layer: transformers splits fused experts only when it gets all tensors of a layer.
+            for name, tensor in in_checkpoint(model, layer, headers).items():
+                yield name, as_stored(tensor, headers.get(name))
+
+    def finish(name: str, tensor: Tensor) -> Tensor:
+        if problems:  # recorded while gathering: an error there would leave the other ranks waiting in the collective
+            raise CheckpointError(f"named_weights: {problems[0]}")
+        return tensor if device is None else tensor.to(device)
+
+    yield from stream_weights(layers(), barrier, groups, headers, dtype, receives=receives, finish=finish)
 
 
 def _describe(shard: LocalShard, device: torch.device, share: ExpertShare | None) -> Tensor:

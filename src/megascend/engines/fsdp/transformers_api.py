@@ -54,7 +54,7 @@ positions: tokens see those of their own sample."""
 EXPERT_PRODUCTS = "grouped_mm"
 """transformers' experts function for experts that :mod:`megascend.engines.fsdp.experts` does not compute; on every device."""
 COMPUTED_BY = "_computed_by_megascend"
-"""Attribute of an experts module: the function that computes it in place of :func:`experts_products`."""
+"""Attribute of an experts module: the function that computes it in place of :func:`grouped_experts`."""
 SHARE = "_share_by_megascend"
 """Attribute of an experts module that holds a part of its layer's experts."""
 GROUPED_MODULE, GROUPED_FUNCTION = "transformers.integrations.moe", "_grouped_mm"
@@ -391,12 +391,8 @@ def _register() -> None:
     changed(f"transformers' registries of attention and experts functions know {NAME!r}")
 
 
-def experts_products() -> Experts:
-    """Return the experts function: grouped products, ours for plain gated experts, else transformers' own."""
-    return _grouped_experts
-
-
-def _grouped_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def grouped_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Compute experts by grouped products, ours for plain gated experts, else transformers' own."""
     from transformers.integrations import moe
 
     if experts.is_plain_gated(module):
@@ -413,7 +409,7 @@ def divide_experts(model: nn.Module, share: ExpertShare) -> None:
 
 
 def compute_experts_by(module: nn.Module, function: Experts, token_adapters: Callable[[], Tensor | None]) -> None:
-    """Compute fused experts by ``function`` in place of :func:`experts_products`.
+    """Compute fused experts by ``function`` in place of :func:`grouped_experts`.
 
     Args:
         token_adapters: called in every forward pass; returns the adapter of each token, int64 [n], which is sent with the token
@@ -424,7 +420,7 @@ def compute_experts_by(module: nn.Module, function: Experts, token_adapters: Cal
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     index, weights = saved_routing(top_k_index), saved_routing(top_k_weights)
-    compute, get_token_adapters = getattr(module, COMPUTED_BY, (experts_products(), None))
+    compute, get_token_adapters = getattr(module, COMPUTED_BY, (grouped_experts, None))
     token_adapters = None if get_token_adapters is None else get_token_adapters()
     share: ExpertShare | None = getattr(module, SHARE, None)
     if share is not None:
