@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from megascend.config import Adam
@@ -51,22 +52,14 @@ class FullModel:
         reduces_while_running: forward_backward already sums gradients over data parallel ranks.
     """
 
+    frozen = False
+    adapters: Mapping[str, Any] = MappingProxyType({})
+    projections: Sequence[str] = ()
+
     def __init__(self, optimizer: ModelOptimizer, *, reduces_while_running: bool = False) -> None:
         self.step_count = 0
         self._optimizer, self._reduces = optimizer, reduces_while_running
         self._accumulated = False
-
-    @property
-    def frozen(self) -> bool:
-        return False
-
-    @property
-    def adapters(self) -> Mapping[str, Any]:
-        return {}
-
-    @property
-    def projections(self) -> Sequence[str]:
-        return ()
 
     def describe(self) -> str:
         return ""

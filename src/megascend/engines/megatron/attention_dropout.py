@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megascend.changes import patch, restore
+from megascend.changes import patch, patched
 
 
 @contextlib.contextmanager
@@ -28,14 +28,10 @@ def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
                 attributes.append((module, "attention_dropout"))
             elif isinstance(value, torch.nn.Dropout):
                 attributes.append((value, "p"))
-    undo = []
-    try:
+    with contextlib.ExitStack() as stack:
         for owner, name in attributes:
-            undo.append((owner, name, patch(owner, name, 0.0, "attention dropout is off in evaluation")))
+            stack.enter_context(patched(owner, name, 0.0, "attention dropout is off in evaluation"))
         yield
-    finally:
-        for owner, name, before in reversed(undo):
-            restore(owner, name, before)
 
 
 def use_own_stream(chunks: Sequence[torch.nn.Module], config: Any) -> None:

@@ -47,6 +47,7 @@ class Adapter(GradientScaling):
         name, lora: arguments of ``add_adapter``.
         values: float32, all factors of this rank in one vector; see :class:`FlatLayout`.
         accumulated: True if a forward_backward has added to ``grads`` since the last step.
+        taken_count: :attr:`taken` as the float32 scalar that AdamW increments: on the device if AdamW is fused, else on the CPU.
         step_count: optimizer steps so far, skipped ones included; the schedule follows it.
         fused: AdamW runs as one kernel.
     """
@@ -64,7 +65,7 @@ class Adapter(GradientScaling):
         self.values.grad = torch.zeros(layout.size, device=device)
         self.fused = device.type == "cuda"
         self._moments: tuple[Tensor, Tensor] | None = None
-        self._steps_taken = self._count(0)
+        self.taken_count = self._count(0)
         self.accumulated = False
         self.step_count = 0
 
@@ -96,18 +97,13 @@ class Adapter(GradientScaling):
         scratch += [self.grads.new_empty(1) for _ in range(8)]
 
     @property
-    def taken_count(self) -> Tensor:
-        """:attr:`taken` as the float32 scalar that AdamW increments: on the device if AdamW is fused, else on the CPU."""
-        return self._steps_taken
-
-    @property
     def taken(self) -> int:
         """Steps that changed the adapter."""
-        return int(self._steps_taken)
+        return int(self.taken_count)
 
     def restore(self, first: Tensor, second: Tensor, saved: UnshardedAdapter) -> None:
         """Resume from saved moments and counters."""
-        self._moments, self._steps_taken = (first, second), self._count(saved.taken)
+        self._moments, self.taken_count = (first, second), self._count(saved.taken)
         self.step_count, self.skipped_in_a_row = saved.step_count, saved.skipped_in_a_row
         # An adapter that was trained in another precision starts with the initial scale.
         if saved.loss_scale is not None and self._scales_loss:

@@ -45,8 +45,11 @@ class AdapterSet:
         merge: side of the square of patches that makes one feature of an image, if adapters act on a vision tower.
 
     Attributes:
+        registry: the adapters by name, and the limits for further ones.
         layers: the layers, which apply adapters.
     """
+
+    frozen = True
 
     def __init__(
         self,
@@ -56,24 +59,13 @@ class AdapterSet:
         layers: AdapterLayers,
         merge: int | None = None,
     ) -> None:
-        self.registry, self._shape_groups = registry, registry.shape_groups
+        self.registry = self.adapters = registry
+        self.projections, self._shape_groups = registry.projections, registry.shape_groups
         self.layers, self._merge = layers, merge
         self._dtype, self._device = registry.settings.dtype, registry.settings.device
         self._pool = StackPool(self._shape_groups, self._dtype, self._device)
         self._groups, self._model_dir = groups, model_dir
         self.step_count = 0
-
-    @property
-    def frozen(self) -> bool:
-        return True
-
-    @property
-    def adapters(self) -> AdapterRegistry:
-        return self.registry
-
-    @property
-    def projections(self) -> tuple[str, ...]:
-        return self.registry.projections
 
     def describe(self) -> str:
         labels = sorted(
@@ -312,7 +304,7 @@ class AdapterSet:
         # Stacks of a pool have empty slots, for which segments must exist as well.
         count = self._pool.slots(len(names))
         counts = tokens_per_adapter(batch.adapter_index, lengths, count)
-        ranks = topology.tensor if topology.sequence_parallel else 1
+        ranks = topology.sequence_shards
         batch.segments = token_segments(
             batch.token_adapter_index,
             counts,

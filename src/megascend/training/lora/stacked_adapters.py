@@ -148,16 +148,12 @@ class StackedAdapters:
         pairs = zip(adapter.views(adapter.values.detach()), adapter.views(adapter.grads), strict=True)
         for (span, values), (_, grads) in pairs:
             number, stack = span.shape_group, self.stacks[span.shape_group]
+            # A transposed: the stack stores it with its input innermost.
+            factors = (stack.a.mT, stack.a_grads.mT) if span.factor == "a" else (stack.b, stack.b_grads)
+            stack_slices, grad_slices = (self._slices(number, factor, index, adapter.lora.rank) for factor in factors)
             if span.factor == "a":
-                # Transposed: the stack stores A with its input innermost.
-                stack_slices, grad_slices = (
-                    self._slices(number, factor.mT, index, adapter.lora.rank) for factor in (stack.a, stack.a_grads)
-                )
                 self._a_parts.append(StackedPart(values, grads, stack_slices, grad_slices))
                 continue
-            stack_slices, grad_slices = (
-                self._slices(number, factor, index, adapter.lora.rank) for factor in (stack.b, stack.b_grads)
-            )
             # B of a slice covers its rows of the fused output only.
             for slice_number, blocks in enumerate(self._blocks[number]):
                 for block in blocks:

@@ -73,35 +73,26 @@ def factor_shards(
         for layer, target in enumerate(shape_group.target_modules):
             for number, fused_slice in enumerate(target.slices):
                 if matches(fused_slice.name, adapter.lora.targets):
-                    shard_of = _shard_of_a if span.factor == "a" else _shard_of_b
-                    shards.append(shard_of(values[layer], number, target, fused_slice))
+                    shards.append(_shard(values[layer], span.factor, number, target, fused_slice))
     return shards
 
 
-def _shard_of_a(values: Tensor, number: int, target: TargetModule, fused_slice: FusedSlice) -> FactorShard:
-    """Cut a shard out of [experts, slices, rank, in]."""
-    part = values[:, number]
-    columns = slice(target.in_start, target.in_start + target.in_features)
+def _shard(
+    values: Tensor, factor: Literal["a", "b"], number: int, target: TargetModule, fused_slice: FusedSlice
+) -> FactorShard:
+    """Cut the shard of a slice out of a layer's A [experts, slices, rank, in] or B [experts, rank, out]."""
+    if factor == "a":
+        part = values[:, number]
+        columns = slice(target.in_start, target.in_start + target.in_features)
+        shape, index = (part.shape[1], target.in_total), (slice(None), columns)
+    else:
+        part = values[:, :, fused_slice.local_rows].transpose(1, 2)
+        shape, index = (fused_slice.out_features, part.shape[2]), (fused_slice.global_rows,)
+    # clone: pickling a view would send the storage of all layers.
     if not target.is_expert:
-        shape = (part.shape[1], target.in_total)
-        # clone: pickling a view would send the storage of all layers.
-        return FactorShard(fused_slice.name, "a", shape, (slice(None), columns), part[0].clone())
-    shape = (target.expert_total or 0, part.shape[1], target.in_total)
-    return FactorShard(fused_slice.name, "a", shape, (_experts(target), slice(None), columns), part.clone())
-
-
-def _shard_of_b(values: Tensor, number: int, target: TargetModule, fused_slice: FusedSlice) -> FactorShard:
-    """Cut a shard out of [experts, rank, out]."""
-    part = values[:, :, fused_slice.local_rows].transpose(1, 2)
-    if not target.is_expert:
-        shape = (fused_slice.out_features, part.shape[2])
-        return FactorShard(fused_slice.name, "b", shape, (fused_slice.global_rows,), part[0].clone())
-    shape = (target.expert_total or 0, fused_slice.out_features, part.shape[2])
-    return FactorShard(fused_slice.name, "b", shape, (_experts(target), fused_slice.global_rows), part.clone())
-
-
-def _experts(target: TargetModule) -> slice:
-    return slice(target.expert_start, target.expert_start + target.experts)
+        return FactorShard(fused_slice.name, factor, shape, index, part[0].clone())
+    experts = slice(target.expert_start, target.expert_start + target.experts)
+    return FactorShard(fused_slice.name, factor, (target.expert_total or 0, *shape), (experts, *index), part.clone())
 
 
 def assemble(shards: Sequence[FactorShard]) -> dict[str, Factors]:
