@@ -16,7 +16,7 @@ from megascend.errors import MegascendError
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
 from megascend.training.checkpoint.hf_slices import held_weights
-from megascend.training.checkpoint.slices import index_of
+from weightwire.slices import index_of
 
 
 def train(

@@ -14,9 +14,9 @@ from megascend.errors import CheckpointError
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend, case_checkpoint
 from megascend.training.checkpoint.hf_slices import held_weights
-from megascend.training.checkpoint.slices import index_of
 from support.parity_matrix import family_matrix
 from support.stacks import family_params
+from weightwire.slices import index_of
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

@@ -19,7 +19,7 @@ from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from megascend.testing.reference import run_reference
 from megascend.training.checkpoint.hf_slices import held_weights
-from megascend.training.checkpoint.slices import index_of
+from weightwire.slices import index_of
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 

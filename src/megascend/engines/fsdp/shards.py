@@ -28,7 +28,8 @@ from megascend.models.checkpoint_files.quantised import read_tensor
 from megascend.reference.reductions import names_with_nan, out_of_range, square_sum
 from megascend.runtime.distributed.process_groups import ProcessGroups
 from megascend.training.checkpoint.hf_slices import HfSlice
-from megascend.training.checkpoint.slices import TensorSlices, index_of, minus, overlap
+from megascend.training.checkpoint.slices import TensorSlices
+from weightwire.slices import index_of, minus, overlap
 
 
 @dataclass(frozen=True)

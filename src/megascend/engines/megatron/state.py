@@ -21,7 +21,8 @@ from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.errors import CheckpointError
 from megascend.runtime.distributed.process_groups import ProcessGroups
 from megascend.training.checkpoint.hf_slices import HfSlices, held_weights
-from megascend.training.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, plus, slices_of_run
+from megascend.training.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, slices_of_run
+from weightwire.slices import plus
 
 Entry = ShardedTensor | ShardedTensorFactory | ShardedObject
 

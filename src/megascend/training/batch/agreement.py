@@ -96,19 +96,14 @@ def _weight(weights: torch.Tensor, loss: Loss | None) -> float:
 
 def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterator[tuple[str, bytes]]:
     """Yield (label, bytes) that must be equal on ranks with the same samples; the index is included, as a field may be unset."""
-    for label, values in sample.token_fields().items():
-        yield label, index.to_bytes(8, "little") + values.numpy().tobytes()
-    if sample.routed_experts is not None:
-        yield "routed_experts", index.to_bytes(8, "little") + sample.routed_experts.numpy().tobytes()
-    if sample.candidates is not None:
-        for values in (sample.candidates.ids, sample.candidates.logprobs):
-            yield "candidates", index.to_bytes(8, "little") + values.numpy().tobytes()
-    if sample.allowed is not None:
-        yield "allowed", index.to_bytes(8, "little") + sample.allowed.numpy().tobytes()
+    candidates = () if sample.candidates is None else (sample.candidates.ids, sample.candidates.logprobs)
+    tensors = [*(sample.token_fields() | sample.image_fields()).items(), *(("candidates", rows) for rows in candidates)]
+    tensors += [("routed_experts", sample.routed_experts), ("allowed", sample.allowed)]
+    for label, values in tensors:
+        if values is not None:
+            yield label, index.to_bytes(8, "little") + values.numpy().tobytes()
     if sample.temperature != 1:
         yield "temperature", f"{index} {sample.temperature}".encode()
-    for label, values in sample.image_fields().items():
-        yield label, index.to_bytes(8, "little") + values.numpy().tobytes()
     yield "adapter", f"{index} {name}".encode()
     if sample.label is not None:
         label = sample.label.tolist() if isinstance(sample.label, Tensor) else sample.label

@@ -33,10 +33,7 @@ class Candidates:
 
     def __post_init__(self) -> None:
         self.ids = id_rows(self.ids, "candidates.ids")
-        try:
-            logprobs = torch.as_tensor(self.logprobs, dtype=torch.float32, device="cpu").detach()
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise DataError(f"candidates.logprobs cannot become a tensor: {error}") from None
+        logprobs = as_tensor(self.logprobs, "candidates.logprobs", torch.float32)
         if logprobs.shape != self.ids.shape:
             raise DataError(
                 f"candidates.logprobs has shape {list(logprobs.shape)}, and candidates.ids {list(self.ids.shape)}"
@@ -78,12 +75,17 @@ class Candidates:
         return Candidates(self.ids[rows], self.logprobs[rows])
 
 
-def id_rows(values: Any, name: str) -> Tensor:
-    """Convert rows of token ids to int32 [length, K] on the CPU."""
+def as_tensor(values: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Convert ``values`` of a sample's field ``name`` to a tensor on the CPU."""
     try:
-        ids = torch.as_tensor(values, device="cpu").detach()
+        return torch.as_tensor(values, dtype=dtype, device="cpu").detach()
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DataError(f"{name} cannot become a tensor: {error}") from None
+
+
+def id_rows(values: Any, name: str) -> Tensor:
+    """Convert rows of token ids to int32 [length, K] on the CPU."""
+    ids = as_tensor(values, name)
     if ids.dim() != 2 or not ids.shape[1] or ids.is_floating_point() or ids.dtype == torch.bool:
         raise DataError(f"{name} must be integers of shape [length, K], got {ids.dtype} {list(ids.shape)}")
     if len(ids) and not -1 <= int(ids.min()) <= int(ids.max()) < 2**31:

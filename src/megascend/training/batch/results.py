@@ -55,15 +55,7 @@ class TokenCounts:
     shared: int = 0
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
-        return TokenCounts(
-            self.weight + other.weight,
-            self.units + other.units,
-            self.trained + other.trained,
-            self.tokens + other.tokens,
-            self.routed + other.routed,
-            self.mtp_weight + other.mtp_weight,
-            self.shared + other.shared,
-        )
+        return TokenCounts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import DataError
-from megascend.training.batch.candidates import Candidates, id_rows
+from megascend.training.batch.candidates import Candidates, as_tensor, id_rows
 from megascend.training.batch.image_sources import ImageSources
 from megascend.training.batch.images import SampleImages
 
@@ -275,29 +275,23 @@ def _states(values: Any) -> Tensor:
 
 def _routing(values: Any) -> Tensor:
     """Convert ``routed_experts`` to int16 [length, layers, k] on the CPU."""
-    try:
-        tensor = torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise DataError(f"routed_experts cannot become a tensor: {error}") from None
+    tensor = as_tensor(values, "routed_experts")
     if tensor.dim() != 3 or tensor.is_floating_point() or tensor.dtype == torch.bool:
         raise DataError(
             f"routed_experts must be integers of shape [length, layers, k], got {tensor.dtype} {list(tensor.shape)}"
         )
-    return tensor.detach().to(torch.int16)
+    return tensor.to(torch.int16)
 
 
 def _vector(values: Any, name: str, dtype: torch.dtype, unused: Tensor | None = None) -> Tensor:
     """Convert ``values`` to a one-dimensional CPU tensor; floats must be finite, except where ``unused``: there they become 0."""
-    try:
-        tensor = torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise DataError(f"{name} cannot become a tensor: {error}") from None
+    tensor = as_tensor(values, name)
     if tensor.dim() != 1:
         raise DataError(f"{name} must be one-dimensional, got shape {tuple(tensor.shape)}")
     # An empty list becomes a tensor of floats.
     if dtype == torch.int64 and tensor.is_floating_point() and len(tensor):
         raise DataError(f"{name} must hold integers, got {tensor.dtype}")
-    tensor = tensor.detach().to(dtype)
+    tensor = tensor.to(dtype)
     if unused is not None and len(unused) == len(tensor):
         tensor = torch.where(unused & ~tensor.isfinite(), 0.0, tensor)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

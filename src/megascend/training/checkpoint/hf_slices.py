@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megascend.config.documents import load_json
 from megascend.errors import CheckpointError
-from megascend.training.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, index_of, minus, overlap, plus
+from megascend.training.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
+from weightwire.slices import index_of, minus, overlap, plus
 
 NAME = "hf_parts.json"
 _OPTIMIZER_NAME = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|momentum_buffer|param)\.(.+)")

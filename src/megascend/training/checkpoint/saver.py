@@ -79,6 +79,7 @@ class PendingSave:
         path: directory that appears when the checkpoint is complete.
         step: optimizer steps before it.
         stall_s: seconds that training was blocked by this save on this rank, including the wait for the previous checkpoint.
+        reported: the outcome has been raised or returned.
     """
 
     def __init__(self, path: Path, step: int, timeout_s: float, monitor: HangMonitor) -> None:
@@ -87,7 +88,7 @@ class PendingSave:
         self.stall_s = 0.0
         self._finished = threading.Event()
         self._problem: str | None = None
-        self._reported = False
+        self.reported = False
 
     @property
     def done(self) -> bool:
@@ -118,18 +119,13 @@ class PendingSave:
                 f"save: {self.path} is not complete {self._timeout_s:g} s after it was waited for: the storage is slow or "
                 "hangs; the limit is save_timeout_s (checkpoint.timeout_s)"
             )
-        self._reported = True
+        self.reported = True
         return self._problem
 
     def _wait(self, seconds: float) -> bool:
         # In a phase, so that the monitor ends the wait if another rank is lost.
         with self._monitor.phase("save", f"waiting for {self.path.name}"):
             return self._finished.wait(seconds)
-
-    @property
-    def reported(self) -> bool:
-        """True if the outcome has been raised or returned."""
-        return self._reported
 
     def finish(self, problem: str | None) -> None:
         """Record the outcome; called by the writer."""

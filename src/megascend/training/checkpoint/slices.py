@@ -1,7 +1,7 @@
 """Slices of tensors: a rank's parts of a global tensor, in the form that torch's distributed checkpoints expect.
 
-A slice is a box: offsets and sizes along each dimension. Independent of engines; everything but :class:`TensorSlices` is pure
-arithmetic, which weight transfer shares (:mod:`weightwire.slices`).
+A slice is a box: offsets and sizes along each dimension. Independent of engines; its arithmetic, which weight transfer shares, is
+in :mod:`weightwire.slices`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-from weightwire.slices import index_of, minus, overlap, plus
-
-__all__ = [
-    "OPTIMIZER_KEY",
-    "ContiguousSlice",
-    "TensorSlices",
-    "index_of",
-    "minus",
-    "overlap",
-    "plus",
-    "slices_of_run",
-]
 
 OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
 """Name of ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer`` or ``param`` (the fp32 original) of a tensor ``key``."""

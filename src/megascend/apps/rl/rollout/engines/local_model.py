@@ -26,7 +26,6 @@ from megascend.models.checkpoint_files.architectures import transformers_config
 from megascend.models.checkpoint_files.files import TensorHeader, tensor_headers
 from megascend.models.checkpoint_files.padding_rows import restore_padding_rows
 from megascend.training.checkpoint.hf_slices import HfSlice
-from megascend.training.checkpoint.slices import index_of
 from weightwire.background import BackgroundThread
 from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs
 from weightwire.errors import ManifestError, UnsupportedCallError
@@ -34,6 +33,7 @@ from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
 from weightwire.sender import spec_of, with_index
+from weightwire.slices import index_of
 from weightwire.transports.choice import Location
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
