@@ -21,7 +21,6 @@ from megascend.apps.rl.rollout.collector import PromptStream, RolloutCollector, 
 from megascend.apps.rl.rollout.environments import (
     Environment,
     EnvironmentEpisodes,
-    EpisodeLimits,
     PromptRenderer,
     load_environment,
 )
@@ -61,9 +60,8 @@ def make_episodes(
 
     settings = config.rollout.environment
     if settings is not None:
-        limits = EpisodeLimits(settings.timeout_s, settings.concurrency, settings.max_failed, max_length)
         renderer = PromptRenderer(tokenizer, config.template_date)
-        return EnvironmentEpisodes(cast("Environment", grader), renderer, limits, locate)
+        return EnvironmentEpisodes(cast("Environment", grader), renderer, settings, max_length, locate)
     encode = partial(prompt_tokens, tokenizer=tokenizer, template_date=config.template_date)
     return GradedResponses(encode, partial(decode, tokenizer), cast("Reward", grader), locate)
 

@@ -27,7 +27,6 @@ from megascend.apps.rl.rollout.buffer import RolloutBuffer
 from megascend.apps.rl.rollout.collector import RolloutCollector, Task
 from megascend.apps.rl.rollout.environments import (
     EnvironmentEpisodes,
-    EpisodeLimits,
     FullContextError,
     Policy,
     PromptRenderer,
@@ -36,11 +35,13 @@ from megascend.apps.rl.rollout.environments import (
 )
 from megascend.apps.rl.rollout.group import Trajectory, TrajectoryGroup
 from megascend.apps.rl.rollouts import SharedRollouts
+from megascend.config.rl import EnvironmentSettings
 from megascend.errors import ConfigError, DataError, EngineError
 from megascend.models.checkpoint_files.tokenizer import following_tokens
 from weightwire.engine import Completion, RoutedExperts, Sampling
 from weightwire.errors import UnsupportedCallError
 
+SETTINGS = EnvironmentSettings(name="e", timeout_s=20, concurrency=64)
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 STRIPS_REASONING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -79,7 +80,7 @@ def play(
     sampling: Sampling | None = None,
 ) -> list[Trajectory]:
     """Run one episode of an environment."""
-    episodes = EnvironmentEpisodes(environment, PromptRenderer(tokenizer), EpisodeLimits(20, 4, 0.2, max_length))
+    episodes = EnvironmentEpisodes(environment, PromptRenderer(tokenizer), SETTINGS, max_length)
     try:
         return asyncio.run(episodes.run(engine, {"prompt": 0}, sampling or Sampling(max_tokens, seed=3), 1))
     finally:
@@ -182,11 +183,12 @@ class Sometimes:
 
 @contextmanager
 def collecting(
-    environment: Any, *engines: Any, max_failed: float = 0.5, timeout_s: float = 20
+    environment: Any, *engines: Any, max_failed: float = 0.5, timeout_s: int = 20
 ) -> Iterator[RolloutCollector]:
     tokenizer = byte_tokenizer(4096)
-    limits = EpisodeLimits(timeout_s, 64, max_failed, 400)
-    episodes = EnvironmentEpisodes(environment, PromptRenderer(tokenizer), limits, lambda p: f"p.jsonl:{p['prompt']}")
+    settings = SETTINGS.model_copy(update={"timeout_s": timeout_s, "max_failed": max_failed})
+    renderer = PromptRenderer(tokenizer)
+    episodes = EnvironmentEpisodes(environment, renderer, settings, 400, lambda p: f"p.jsonl:{p['prompt']}")
     task = Task(episodes, lambda tokens: tokenizer.decode(list(tokens)), Sampling(4, seed=1), group_size=4)
     rollouts = RolloutCollector(engines, Prompts(), RolloutBuffer(4, 0), task)
     try:
@@ -202,7 +204,7 @@ def test_failed_episodes_are_counted_and_left_out(hangs: bool, caplog: pytest.Lo
     environment = Sometimes(hangs=hangs)
     with (
         caplog.at_level(logging.WARNING),
-        collecting(environment, Engine("one"), timeout_s=0.5 if hangs else 20) as rollouts,
+        collecting(environment, Engine("one"), timeout_s=1 if hangs else 20) as rollouts,
     ):
         groups = rollouts.take(0, DEADLINE_S)
         counts = rollouts.counts()
@@ -213,7 +215,7 @@ def test_failed_episodes_are_counted_and_left_out(hangs: bool, caplog: pytest.Lo
     assert (counts.timed_out, counts.failed) == ((counts.timed_out, 0) if hangs else (0, counts.failed))
     assert counts.timed_out + counts.failed >= missing
     assert environment.cancelled == (counts.timed_out if hangs else 0)
-    expected = "did not end within 0.5 s" if hangs else "raised KeyError: 'no such tool'"
+    expected = "did not end within 1 s" if hangs else "raised KeyError: 'no such tool'"
     assert expected in caplog.messages[0]
     assert "for the prompt at p.jsonl:" in caplog.messages[0]
     assert hangs or "test_environments.py:" in caplog.messages[0]

@@ -19,8 +19,9 @@ import pytest
 from apps.rl.rollout.test_environments import STRIPS_REASONING, ScriptedEngine
 from megascend.apps.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.apps.rl.rollout import verifiers
-from megascend.apps.rl.rollout.environments import EnvironmentEpisodes, EpisodeLimits, PromptRenderer
+from megascend.apps.rl.rollout.environments import EnvironmentEpisodes, PromptRenderer
 from megascend.apps.rl.rollout.group import Trajectory
+from megascend.config.rl import EnvironmentSettings
 from megascend.errors import ConfigError, DataError
 from support.rl_runs import in_a_fork, rows, run, settings
 from weightwire.engine import Completion, RoutedExperts, Sampling
@@ -63,10 +64,11 @@ class Expert(ScriptedEngine):
 
 
 def episodes(
-    environment: Any, tokenizer: Any, timeout_s: float = 120, max_length: int = 4000, max_failed: float = 0.2
+    environment: Any, tokenizer: Any, timeout_s: int = 120, max_length: int = 4000, max_failed: float = 0.2
 ) -> EnvironmentEpisodes:
-    limits = EpisodeLimits(timeout_s, 4, max_failed, max_length)
-    return EnvironmentEpisodes(environment, PromptRenderer(tokenizer), limits, lambda prompt: f"task {prompt['idx']}")
+    settings = EnvironmentSettings(name="e", timeout_s=timeout_s, concurrency=4, max_failed=max_failed)
+    renderer = PromptRenderer(tokenizer)
+    return EnvironmentEpisodes(environment, renderer, settings, max_length, lambda prompt: f"task {prompt['idx']}")
 
 
 def play(environment: Any, engine: Any, tokenizer: Any, index: int = 0, **limits: Any) -> list[Trajectory]:

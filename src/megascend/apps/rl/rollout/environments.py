@@ -28,7 +28,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -41,6 +41,7 @@ from megascend.apps.rl.rollout.group import Trajectory
 from megascend.apps.rl.rollout.prompts import Prompt
 from megascend.apps.rl.rollout.rewards import as_number
 from megascend.config.plugins import load_object
+from megascend.config.rl import EnvironmentSettings
 from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.models.checkpoint_files.tokenizer import following_tokens
 from weightwire.background import BackgroundThread
@@ -355,20 +356,6 @@ def joined_experts(turns: Sequence[RoutedExperts | None]) -> RoutedExperts | Non
     return RoutedExperts.of(rows)
 
 
-@dataclass(frozen=True)
-class EpisodeLimits:
-    """Limits of an environment's episodes.
-
-    Attributes:
-        max_failed: share of failed episodes among the last hundred that ends the run.
-    """
-
-    timeout_s: float
-    concurrency: int
-    max_failed: float
-    max_length: int
-
-
 class EnvironmentEpisodes(Episodes):
     """Episodes of an environment. One that raises or exceeds its time is left out of its group and counted."""
 
@@ -378,14 +365,20 @@ class EnvironmentEpisodes(Episodes):
         self,
         environment: Environment,
         renderer: PromptRenderer,
-        limits: EpisodeLimits,
+        settings: EnvironmentSettings,
+        max_length: int,
         locate: Callable[[Prompt], str] = lambda prompt: "",
     ) -> None:
         super().__init__(f"the environment {type(environment).__qualname__}", locate)
-        self._environment, self._renderer, self._limits = environment, renderer, limits
+        self._environment, self._renderer, self._settings, self._max_length = (
+            environment,
+            renderer,
+            settings,
+            max_length,
+        )
         self._thread = LoopThread("environments")
         # Over all prompts and engines: what environments use (sandboxes, services) is limited, not the engines.
-        self._slots = asyncio.Semaphore(limits.concurrency)
+        self._slots = asyncio.Semaphore(settings.concurrency)
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)  # True: failed
 
     async def run_each(
@@ -403,9 +396,7 @@ class EnvironmentEpisodes(Episodes):
         async def episode(number: int) -> list[Trajectory]:
             # Response k of episode i has the seed + i + n * k: none is shared, and all are close to the prompt's.
             seed = None if sampling.seed is None else sampling.seed + number
-            policy = Policy(
-                generate, self._renderer, replace(sampling, seed=seed), self._limits.max_length, engine.name, n
-            )
+            policy = Policy(generate, self._renderer, replace(sampling, seed=seed), self._max_length, engine.name, n)
             async with self._slots:
                 result = await asyncio.wrap_future(self._thread.submit(self._episode(policy, prompt)))
             if isinstance(result, Exception):
@@ -430,7 +421,7 @@ class EnvironmentEpisodes(Episodes):
         try:
             with self._calling(prompt):
                 # A copy: an environment may change its example, and what the example holds.
-                result = await asyncio.wait_for(self._result(policy, copy.deepcopy(prompt)), self._limits.timeout_s)
+                result = await asyncio.wait_for(self._result(policy, copy.deepcopy(prompt)), self._settings.timeout_s)
             trajectories = self._checked(result)
         except Exception as error:  # noqa: BLE001  counted, and reported with its place
             problem, trajectories = error, []
@@ -453,7 +444,7 @@ class EnvironmentEpisodes(Episodes):
         except asyncio.CancelledError as error:
             task: Any = asyncio.current_task()
             # Python 3.10 cannot tell; there wait_for() cancels a task of its own.
-            late = time.monotonic() - start >= self._limits.timeout_s
+            late = time.monotonic() - start >= self._settings.timeout_s
             if task.cancelling() if hasattr(task, "cancelling") else late:
                 raise
             raise RuntimeError("CancelledError, and nobody cancelled the episode") from error
@@ -476,7 +467,7 @@ class EnvironmentEpisodes(Episodes):
         # Also one that the environment raised itself: the two cannot be told apart on Python 3.10.
         if isinstance(problem, asyncio.TimeoutError):
             self.timed_out += 1
-            event = f"did not end within {self._limits.timeout_s:g} s (rollout.environment.timeout_s)"
+            event = f"did not end within {self._settings.timeout_s:g} s (rollout.environment.timeout_s)"
         else:
             self.failed += 1
             event = f"raised {type(problem).__name__}: {problem}{_location(problem)}"
@@ -484,9 +475,9 @@ class EnvironmentEpisodes(Episodes):
         self.last_failure = line
         log.warning("%s; the episode has no trajectory", line)
         failures, count = sum(self._outcomes), len(self._outcomes)
-        if count >= FEWEST and failures > self._limits.max_failed * count:
+        if count >= FEWEST and failures > self._settings.max_failed * count:
             error = DataError(
-                f"{failures} of the last {count} episodes failed, more than the share {self._limits.max_failed:g} "
+                f"{failures} of the last {count} episodes failed, more than the share {self._settings.max_failed:g} "
                 f"(rollout.environment.max_failed); the last one: {line}"
             )
             error.__cause__ = problem
