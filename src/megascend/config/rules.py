@@ -40,7 +40,7 @@ class Rule(Generic[S]):
     def message(self, subject: S) -> str:
         """Return the one sentence that a user reads: the text, with the value of the setting after its key."""
         key = re.split("[ :]", self.text, maxsplit=1)[0]
-        return f"{key}{_value(subject[key])}{self.text.removeprefix(key).format_map(_Entries(subject))}"
+        return f"{key}{_value(subject[key])}{self.text.removeprefix(key).format_map(subject)}"
 
 
 def enforce(rules: Iterable[Rule[S]], subject: S) -> None:
@@ -58,14 +58,3 @@ def _value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return f": {'null' if value is None else str(value).lower()}"
     return f": {value:g}" if isinstance(value, float) else f": {value!s:.40}" if value != "" else ": ''"
-
-
-class _Entries(dict[str, Any]):
-    """A subject as ``str.format_map`` reads it."""
-
-    def __init__(self, subject: Subject) -> None:
-        super().__init__()
-        self._subject = subject
-
-    def __missing__(self, key: str) -> Any:
-        return self._subject[key]
