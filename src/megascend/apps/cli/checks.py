@@ -136,17 +136,17 @@ def check_python() -> Check:
 
 def check_versions() -> list[Check]:
     """Check installed packages against the version table, one line each."""
-    from megascend.runtime.bootstrap.versions import check_versions as findings
+    from megascend.runtime.bootstrap.versions import findings, installed_versions
 
     return [
         Check(
             finding.package,
-            "ok" if finding.level == "ok" else "fail",
+            "fail" if finding.problem else "ok",
             finding.installed or "not installed",
-            "" if finding.level == "ok" else finding.message,
+            finding.problem,
             {"wanted": finding.required},
         )
-        for finding in findings()
+        for finding in findings(installed_versions())
     ]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -124,13 +123,12 @@ def cann_for(torch_npu: Version) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class PackageCheck:
-    """Result of comparing one installed package with a row of the table."""
+    """Result of comparing one installed package with a row of the table; ``problem`` is empty if the row admits it."""
 
     package: str
     installed: str | None
     required: str
-    level: Literal["ok", "error"]
-    message: str
+    problem: str
 
 
 def installed_version(package: str) -> str | None:
@@ -164,33 +162,23 @@ def findings(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES
     result = []
     for package in packages:
         version, requirement = versions.get(package), str(stack.requirement(package))
-        if version is None:
-            level, message = "error", f"{package} is not installed; stack {stack.name} needs {package}{requirement}"
-        elif _admits(stack, package, version):
-            level, message = "ok", f"{package} {version}"
-        else:
-            level = "error"
-            message = f"{package} {version} is installed; stack {stack.name} needs {package}{requirement}"
-        result.append(PackageCheck(package, version, requirement, level, message))
+        state = "is not installed" if version is None else f"{version} is installed"
+        problem = f"{package} {state}; stack {stack.name} needs {package}{requirement}"
+        result.append(PackageCheck(package, version, requirement, "" if _admits(stack, package, version) else problem))
     return result
-
-
-def check_versions() -> list[PackageCheck]:
-    """Compare the installed packages with the table."""
-    return findings(installed_versions())
 
 
 def require_package(package: str, versions: dict[str, str | None]) -> None:
     """Raise VersionError if the version of ``package`` is outside the table, regardless of other packages."""
-    (problem,) = [finding for finding in findings(versions) if finding.package == package]
-    if problem.level == "error":
-        raise VersionError(f"{problem.message}. Install a version inside the table of docs/versions.md")
+    (problem,) = [finding.problem for finding in findings(versions) if finding.package == package]
+    if problem:
+        raise VersionError(f"{problem}. Install a version inside the table of docs/versions.md")
 
 
 def require_supported(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> Stack:
     """Return the row that admits ``versions`` of ``packages``, regardless of other packages; raise VersionError if none does."""
     stack = nearest_stack(versions, packages)
-    problems = [finding.message for finding in findings(versions, packages) if finding.level == "error"]
+    problems = [finding.problem for finding in findings(versions, packages) if finding.problem]
     if problems:
         raise VersionError(
             "; ".join(problems)
