@@ -29,7 +29,7 @@ from megascend.runtime.diagnostics.diagnosis import (
     diagnose,
 )
 from megascend.runtime.diagnostics.hang_monitor import HangMonitor
-from megascend.runtime.diagnostics.survey import Observer
+from megascend.runtime.diagnostics.survey import Observer, Pace
 from megascend.runtime.diagnostics.upstream_errors import is_secondary, library_of
 from megascend.runtime.diagnostics.watchdog import EXIT_PEER_LOST
 from megascend.runtime.distributed.launch import Launch
@@ -180,7 +180,7 @@ def test_positions_are_a_short_list_that_includes_the_culprits() -> None:
 
 
 def test_silence_is_measured_by_the_observer() -> None:
-    observer, record = Observer(), RankRecord(heartbeat=1, clock=100.0)
+    observer, record = Observer(Pace(1)), RankRecord(heartbeat=1, clock=100.0)
     observer.poll({1: record, 2: None}, now=10.0, clock=100.5, timeout_s=5)
     assert observer.statuses([1, 2]) == {1: PeerStatus(record, 0.0, 0.5), 2: None}
     assert not observer.certain(observer.statuses([1, 2]), since=9.0), "one poll is not enough"
@@ -195,7 +195,7 @@ def test_silence_is_measured_by_the_observer() -> None:
 
 
 def test_observer_that_was_stopped_blames_no_rank() -> None:
-    observer, record = Observer(), RankRecord(heartbeat=1)
+    observer, record = Observer(Pace(1)), RankRecord(heartbeat=1)
     for now in (10.0, 11.0, 500.0):
         observer.poll({1: record}, now, clock=0.0, timeout_s=5)
     assert observer.statuses([1])[1].silent == 0.0  # type: ignore[union-attr]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -149,7 +150,8 @@ class HangMonitor:
         self._faults = _armed_faults(rank, attempt)
         self._heartbeat: HeartbeatThread | None = None
         if store is not None and world_size > 1:
-            self._heartbeat = HeartbeatThread(store, rank, world_size, self._record, self._moved, self._check_heartbeat)
+            record = functools.partial(self._describe, self._main)
+            self._heartbeat = HeartbeatThread(store, rank, world_size, record, self._moved, self._check_heartbeat)
             # A daemon thread that is inside the store during interpreter shutdown would crash the process.
             atexit.register(self._at_exit)
 
@@ -273,8 +275,10 @@ class HangMonitor:
         if library_of(error) is None:
             self._publish_failure(phase, error)
             return
+        seconds = time.monotonic() - phase.since
+        headline = f"rank {self._rank}: {phase_text(phase.label, self.step)} failed after {seconds:.1f} s"
         # Raised from __exit__, it replaces the error that is leaving the phase.
-        raise self.explain(error, self._headline(phase)) from error
+        raise self.explain(error, headline) from error
 
     def explain(
         self, error: BaseException, headline: str, suspects: Iterable[int] | None = None
@@ -339,10 +343,6 @@ class HangMonitor:
         explanation = (PeerLostError if diagnosis.kind in LOST else kind)(". ".join(parts))
         self._publish_failure(phase, explanation)
         return explanation
-
-    def _headline(self, phase: Phase) -> str:
-        seconds = time.monotonic() - phase.since
-        return f"rank {self._rank}: {phase_text(phase.label, self.step)} failed after {seconds:.1f} s"
 
     def _poll_peers(self) -> dict[int, PeerStatus | None] | None:
         """Return the peers' current statuses; None if nothing is published or the store does not answer."""
@@ -414,9 +414,6 @@ class HangMonitor:
 
     def _moved(self) -> object:
         return self._main.generation, len(self._background), self._failure, self.step, self.sequence.counts
-
-    def _record(self, heartbeat: int) -> RankRecord:
-        return self._describe(self._main, heartbeat)
 
     def _describe(self, stack: PhaseStack[Phase], heartbeat: int, waiting: bool | None = None) -> RankRecord:
         # A copy: the main thread may enter or leave a phase while the heartbeat's thread is here.

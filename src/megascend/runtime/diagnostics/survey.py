@@ -38,50 +38,33 @@ _REQUESTS, _COLLECTOR, _PROGRESS, _SUMMARY = (
 _DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
-@dataclass(frozen=True)
 class Pace:
-    """Seconds between the requests of a rank, so that one server can serve all ranks of the world."""
+    """Seconds between the requests of a rank, so that one server can serve all ranks of the world.
 
-    world_size: int
+    Attributes:
+        tick_s: between two checks for progress: at most 5,000 records a second in all.
+        heartbeat_s: between two records of a rank without progress.
+        silent_s: without a heartbeat, after which a rank counts as gone.
+        urgent_poll_s: between two reads of the store while a caller waits.
+        poll_s: between two reads of the records while no caller waits.
+        answer_s: for which the explanation of an error waits for the ranks' records.
+    """
 
-    @property
-    def tick_s(self) -> float:
-        """Return the seconds between two checks for progress: at most 5,000 records a second in all."""
-        return TICK_S * max(1.0, self.world_size / 1024)
-
-    @property
-    def heartbeat_s(self) -> float:
-        """Return the seconds between two records of a rank without progress."""
-        return max(HEARTBEAT_S, self.tick_s)
-
-    @property
-    def silent_s(self) -> float:
-        """Return the seconds without a heartbeat after which a rank counts as gone."""
-        return SILENT_S * self.heartbeat_s / HEARTBEAT_S
-
-    @property
-    def urgent_poll_s(self) -> float:
-        """Return the seconds between two reads of the store while a caller waits."""
-        return max(URGENT_POLL_S, self.world_size / 4096)
-
-    @property
-    def poll_s(self) -> float:
-        """Return the seconds between two reads of the records while no caller waits."""
-        return max(HEARTBEAT_S, self.world_size / 1024)
-
-    @property
-    def answer_s(self) -> float:
-        """Return the seconds that the explanation of an error waits for the ranks' records."""
-        return 2.5 * self.silent_s
+    def __init__(self, world_size: int) -> None:
+        self.tick_s = TICK_S * max(1.0, world_size / 1024)
+        self.heartbeat_s = max(HEARTBEAT_S, self.tick_s)
+        self.silent_s = SILENT_S * self.heartbeat_s / HEARTBEAT_S
+        self.urgent_poll_s = max(URGENT_POLL_S, world_size / 4096)
+        self.poll_s = max(HEARTBEAT_S, world_size / 1024)
+        self.answer_s = 2.5 * self.silent_s
 
 
 class Observer(liveness.HeartbeatObserver[RankRecord]):
     """Last heartbeats of the ranks, and their statuses as of the last poll."""
 
-    def __init__(self, pace: Pace | None = None) -> None:
+    def __init__(self, pace: Pace) -> None:
         super().__init__()
-        self._pace = pace or Pace(1)
-        self._clock = float("-inf")
+        self._pace, self._clock = pace, float("-inf")
 
     def poll(self, records: Mapping[int, RankRecord | None], now: float, clock: float, timeout_s: float) -> None:
         """Update the records as of ``now``, which is ``clock`` in ``time.time()``."""
