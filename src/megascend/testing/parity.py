@@ -56,8 +56,6 @@ class Case:
 
     Attributes:
         name: label in the table.
-        world_size: processes.
-        parallel: the layout.
         arch: as for :func:`megascend.testing.tiny_models.write_tiny_checkpoint`.
         overrides: settings that replace those of the tiny model's configuration.
         aux_loss: coefficient of the routers' load-balancing loss, by the formula ``aux_formula``.

@@ -40,12 +40,7 @@ BASE = "base"
 
 
 class MegascendBackend(AbstractBackend):
-    """All models of one SkyRL server.
-
-    Args:
-        base_model: directory of a Hugging Face checkpoint.
-        config: ``--backend-config``.
-    """
+    """All models of one SkyRL server."""
 
     config_class = BackendConfig
 

@@ -116,10 +116,8 @@ class RolloutServer:
         **ignored: Any,
     ) -> TokenOutput:
         """Sample one response; return its token ids and their log-probabilities."""
-        if image_data or video_data or any(ignored.values()):
-            refused = [
-                name for name, value in {"image_data": image_data, "video_data": video_data, **ignored}.items() if value
-            ]
+        inputs = {"image_data": image_data, "video_data": video_data, **ignored}
+        if refused := [name for name, value in inputs.items() if value]:
             raise ConfigError(f"rollout {request_id}: {', '.join(refused)}: only text is supported")
         prompt = [int(token) for token in prompt_ids]
         (response,) = await self.engine.generate(prompt, self._sampling(len(prompt), sampling_params))

@@ -113,8 +113,6 @@ class Launch:
         rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
         if not 0 <= rank < world_size:
             raise ProcessGroupError(f"RANK={rank} is outside WORLD_SIZE={world_size}")
-        # Launchers that set only RANK and WORLD_SIZE are taken to start all ranks on one host.
-        local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
         store_path = environment.get("MEGASCEND_STORE")
         master = None
         if world_size > 1 and not store_path:
@@ -127,16 +125,15 @@ class Launch:
             master = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT")
         return cls(
             rank=rank,
-            local_rank=local_rank,
+            # Launchers that set only RANK and WORLD_SIZE are taken to start all ranks on one host.
+            local_rank=_number(environment, "LOCAL_RANK", rank),
+            local_size=_number(environment, "LOCAL_WORLD_SIZE", world_size),
             world_size=world_size,
-            local_size=_number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world_size,
             store_path=store_path,
             master=master,
             # torchrun writes Python's str(True).
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT")
-            if "TORCHELASTIC_RESTART_COUNT" in environment
-            else 0,
+            attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
         )
 
     def store(self, timeout_s: float, start: str | None = None) -> Store:
@@ -201,7 +198,9 @@ def reconnect(store: Store, timeout_s: float) -> Store | None:
     return second
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and name not in environment:
+        return default
     try:
         return int(environment[name])
     except ValueError:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 
 from megascend.errors import PlatformError
-from megascend.runtime.platforms.base import MemoryFigures, Platform
+from megascend.runtime.platforms.base import Platform
 from megascend.runtime.platforms.npu import explain_torch_npu_failure
-
-__all__ = ["PLATFORMS", "MemoryFigures", "Platform", "choose"]
 
 # "auto" tries them in this order: accelerators first, since the CPU is always available.
 PLATFORMS = {
