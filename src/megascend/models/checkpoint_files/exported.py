@@ -35,7 +35,7 @@ class FusedPart:
     """Location of a weight that the source stores as part of a larger tensor.
 
     Attributes:
-        whole: name of the larger tensor.
+        fused_name: name of the larger tensor.
         expert: index of the expert, in the first dimension of ``fused_name``; None without experts.
         half: ``gate`` or ``up``, the first or second half of the rows; None: all rows.
     """

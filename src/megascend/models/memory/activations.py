@@ -26,6 +26,7 @@ from megascend.models.base import (
     LinearAttention,
     StateSpace,
 )
+from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.memory.sizes import ELEMENT_BYTES, Kernels, LayerKey, ModelSizes, TeacherSizes, Workload
 from megascend.runtime.topology.topology import Topology
 
@@ -76,6 +77,23 @@ class LayerKind:
     def wide(self) -> bool:
         """True if plain norms make an fp32 copy of their input."""
         return self.bytes < FP32
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run whose memory is estimated: its settings, model, layout and largest micro batch."""
+
+    config: TrainerConfig
+    info: ModelInfo
+    sizes: ModelSizes
+    topology: Topology
+    workload: Workload
+    kind: LayerKind
+
+    @property
+    def tokens(self) -> float:
+        """Return the micro batch's tokens on a context parallel rank."""
+        return self.workload.tokens / self.topology.context
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ formulas follow the code of the engines and kernels; ``tests/models/memory`` com
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megascend.config import TrainerConfig
@@ -15,7 +15,8 @@ from megascend.config.registry import ENGINES
 from megascend.config.rl import RlConfig
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.memory import megatron, transformers_engines
-from megascend.models.memory.sizes import ELEMENT_BYTES, Items, Kernels, ModelSizes, TeacherSizes, Workload
+from megascend.models.memory.activations import Case, LayerKind
+from megascend.models.memory.sizes import Items, Kernels, ModelSizes, TeacherSizes, Workload
 from megascend.runtime.topology.topology import Topology
 
 MIB = 2**20
@@ -98,20 +99,19 @@ def estimate(
         remarks.append("experts are assumed to have equal loads")
     if info.image_layout is not None:
         remarks.append("activations of the vision tower are not counted")
+    case = Case(config, info, sizes, topology, workload, LayerKind.of(config, workload, kernels))
     if engine.memory == "stages":
-        per_stage = megatron.stage_items(config, info, sizes, topology, workload, kernels, groups)
+        per_stage = megatron.stage_items(case, groups)
     else:
-        per_stage = {0: transformers_engines.items(config, info, sizes, topology, workload, kernels)}
+        per_stage = {0: transformers_engines.items(case)}
     if workload.teacher is not None:
         per_stage = {
-            stage: _with_teacher(
-                config, items, workload.teacher, topology, workload, kernels, last=stage == topology.pipeline - 1
-            )
+            stage: _with_teacher(case, items, workload.teacher, last=stage == topology.pipeline - 1)
             for stage, items in per_stage.items()
         }
     offloaded = {stage: items.pop(megatron.OFFLOADED, 0) for stage, items in per_stage.items()}
     stage, items = max(per_stage.items(), key=lambda entry: sum(entry[1].values()))
-    host = _host_items(config, info, items, topology, workload)
+    host = _host_items(case, items)
     if offloaded[stage]:
         host[megatron.OFFLOADED] = offloaded[stage]
     if kernels == "plain":
@@ -123,26 +123,15 @@ def estimate(
     return Estimate({name: size for name, size in items.items() if size}, overhead, stage, tuple(remarks), host)
 
 
-def _with_teacher(
-    config: TrainerConfig,
-    items: Items,
-    teacher: TeacherSizes,
-    topology: Topology,
-    workload: Workload,
-    kernels: Kernels,
-    *,
-    last: bool,
-) -> Items:
+def _with_teacher(case: Case, items: Items, teacher: TeacherSizes, *, last: bool) -> Items:
     """Add a teacher's device memory: its output layer's rows, and a second model with its forward pass."""
     added: Items = {}
     if last and teacher.loss is not None:
-        rows = -(-teacher.sizes.vocabulary // topology.tensor)
-        added["teacher's output layer"] = ELEMENT_BYTES[config.precision] * rows * teacher.sizes.hidden
+        rows = -(-teacher.sizes.vocabulary // case.topology.tensor)
+        added["teacher's output layer"] = case.kind.bytes * rows * teacher.sizes.hidden
     if teacher.swapped:
         return items | added
-    parameters, forward = transformers_engines.second_model(
-        config, teacher.info, teacher.sizes, topology, workload, kernels
-    )
+    parameters, forward = transformers_engines.second_model(replace(case, info=teacher.info, sizes=teacher.sizes))
     added["teacher"] = parameters
     if forward > sum(items.get(name, 0) for name in TRANSIENT):
         items = {name: size for name, size in items.items() if name not in TRANSIENT}
@@ -150,17 +139,18 @@ def _with_teacher(
     return items | added
 
 
-def _host_items(config: TrainerConfig, info: ModelInfo, items: Items, topology: Topology, workload: Workload) -> Items:
+def _host_items(case: Case, items: Items) -> Items:
     """Return the host memory of other models' weights and hidden states, for each rank."""
+    config, topology, workload = case.config, case.topology, case.workload
     # Offloaded shards, which are fp32, are not on the device.
-    parameters = items["parameters"] or 4 * info.parameter_count * config.fsdp.replicate // topology.world_size
+    parameters = items["parameters"] or 4 * case.info.parameter_count * config.fsdp.replicate // topology.world_size
     host: Items = {}
     if isinstance(config, RlConfig) and config.reference is not None and config.lora is None:
         host["reference"] = SWAPPED_COPIES * parameters
     teacher = workload.teacher
     if teacher is None:
         return host
-    width = ELEMENT_BYTES[config.precision]
+    width = case.kind.bytes
     if teacher.swapped:
         host["teacher"] = SWAPPED_COPIES * parameters
     elif config.fsdp.offload:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megascend.config import TrainerConfig
-from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.memory.activations import (
+    Case,
     LayerBytes,
     LayerKind,
     head_bytes,
@@ -26,7 +26,7 @@ from megascend.models.memory.parameters import (
     state_bytes,
     update_bytes,
 )
-from megascend.models.memory.sizes import Items, Kernels, LayerKey, ModelSizes, Workload
+from megascend.models.memory.sizes import Items, LayerKey, ModelSizes
 from megascend.runtime.topology.schedule import layers_in_flight
 from megascend.runtime.topology.topology import Topology
 
@@ -69,21 +69,13 @@ def stage_groups(parameters: Sequence[StageParameters], sizes: ModelSizes) -> li
     ]
 
 
-def stage_items(
-    config: TrainerConfig,
-    info: ModelInfo,
-    sizes: ModelSizes,
-    topology: Topology,
-    workload: Workload,
-    kernels: Kernels,
-    groups: Sequence[StageGroup] | None = None,
-) -> dict[int, Items]:
+def stage_items(case: Case, groups: Sequence[StageGroup] | None = None) -> dict[int, Items]:
     """Return the bytes of each item, for a rank of the stage of each group that needs most.
 
     ``groups``: of the stages, if they are known already. Offloaded optimizer state, which is in host memory, is an item too:
     OFFLOADED.
     """
-    kind = LayerKind.of(config, workload, kernels)
+    info, sizes, topology, kind = case.info, case.sizes, case.topology, case.kind
     if groups is None:
         parameters = stages(
             info.tensors,
@@ -92,20 +84,18 @@ def stage_items(
             sizes.tied,
             prediction_head=sizes.prediction_head,
             images=info.architecture.images,
-            lora=config.lora,
-            adapted_tower=info.architecture.images if config.vision_tower == "train" else None,
+            lora=case.config.lora,
+            adapted_tower=info.architecture.images if case.config.vision_tower == "train" else None,
         )
         groups = stage_groups(parameters, sizes)
     saved_bytes = {
         key: layer_bytes(sizes, topology, kind, key) for key in {key for group in groups for key in group.layers}
     }
-    communication = int(_communication(sizes, topology, kind, workload.tokens / topology.context))
+    communication = int(_communication(sizes, topology, kind, case.tokens))
     items = {}
     for group in groups:
-        in_flight, stage = _most_in_flight(group, topology, len(sizes.with_experts), workload.micro_batches)
-        stage_bytes = _stage_bytes(
-            config, sizes, topology, workload, kind, group, saved_bytes, first=group.stages[0] == 0
-        )
+        in_flight, stage = _most_in_flight(group, topology, len(sizes.with_experts), case.workload.micro_batches)
+        stage_bytes = _stage_bytes(case, group, saved_bytes, first=group.stages[0] == 0)
         items[stage] = stage_bytes.items(in_flight, communication, kind)
     return dict(sorted(items.items()))
 
@@ -151,19 +141,11 @@ class _StageBytes:
 
 
 def _stage_bytes(
-    config: TrainerConfig,
-    sizes: ModelSizes,
-    topology: Topology,
-    workload: Workload,
-    kind: LayerKind,
-    group: StageGroup,
-    saved_bytes: Mapping[LayerKey, LayerBytes],
-    *,
-    first: bool,
+    case: Case, group: StageGroup, saved_bytes: Mapping[LayerKey, LayerBytes], *, first: bool
 ) -> _StageBytes:
     """Count a stage of a group."""
+    config, sizes, topology, kind, tokens = case.config, case.sizes, case.topology, case.kind, case.tokens
     parameters, layers, predicts = group.parameters, group.layers, group.predicts
-    tokens = workload.tokens / topology.context
     with_experts = [key.with_experts for key in layers]
     layer_sizes = [saved_bytes[key] for key in layers]
     saved, recomputed = _saved(config, layer_sizes, with_experts, kind, sizes, topology, predicts=predicts)
@@ -180,7 +162,7 @@ def _stage_bytes(
         head += parameters.vocabulary * sizes.hidden * (4 + kind.bytes)  # the gradient passes through autograd
     backward = tokens * recomputed + _backward(sizes, topology, kind, parameters, tokens)
     if sizes.indexed is not None:
-        backward += sparse_attention_temporaries(sizes.indexed, sizes.heads, topology, tokens, workload.tokens)
+        backward += sparse_attention_temporaries(sizes.indexed, sizes.heads, topology, tokens, case.workload.tokens)
     states = _states(config, topology, parameters, kind)
     if kind.frozen:
         states["dequantised weights"] = dequantised_bytes(

@@ -15,6 +15,7 @@ from megascend.models.base import LINEAR, SINGLE_MIXERS
 from megascend.models.checkpoint_files.info import ModelInfo
 from megascend.models.memory.activations import (
     FP32,
+    Case,
     LayerBytes,
     LayerKind,
     head_bytes,
@@ -29,27 +30,20 @@ from megascend.models.memory.parameters import (
     state_bytes,
     update_bytes,
 )
-from megascend.models.memory.sizes import Items, Kernels, LayerKey, ModelSizes, Workload, layer_of
+from megascend.models.memory.sizes import Items, LayerKey, ModelSizes, layer_of
 from megascend.runtime.topology.topology import Topology
 
 WORKSPACES = 32 * 2**20
 """Workspace of cuBLAS, in torch's allocator."""
 
 
-def items(
-    config: TrainerConfig,
-    info: ModelInfo,
-    sizes: ModelSizes,
-    topology: Topology,
-    workload: Workload,
-    kernels: Kernels,
-) -> Items:
+def items(case: Case) -> Items:
     """Return the bytes of each item of a rank."""
-    kind = LayerKind.of(config, workload, kernels)
-    images = info.architecture.images
+    config, sizes, kind, tokens = case.config, case.sizes, case.kind, case.tokens
+    images = case.info.architecture.images
     [parameters] = stages(
-        info.tensors,
-        topology,
+        case.info.tensors,
+        case.topology,
         len(sizes.with_experts),
         sizes.tied,
         images=images,
@@ -57,7 +51,6 @@ def items(
         lora=config.lora,
         adapted_tower=images if config.vision_tower == "train" else None,
     )
-    tokens = workload.tokens / topology.context
     layers = [layer_bytes(sizes, kind, key) for key in sizes.layer_keys]
     saved, recomputed = _saved(config, layers, sizes, kind)
     activations = tokens * (saved + _norm(sizes.hidden, kind) + kind.bytes * sizes.hidden)
@@ -66,7 +59,7 @@ def items(
     if ENGINES[config.engine].memory == "whole":
         stage_items, backward_parameters, later = _single(config, parameters, kind)
     else:
-        stage_items, backward_parameters, later = _fsdp(config, info, sizes, topology, workload, parameters, kind)
+        stage_items, backward_parameters, later = _fsdp(case, parameters)
     if config.lora is not None:
         # Unsharded and unfused.
         stage_items["adapters"] = parameters.adapter.bytes(kind.bytes)
@@ -86,17 +79,10 @@ def items(
     return stage_items
 
 
-def second_model(
-    config: TrainerConfig,
-    info: ModelInfo,
-    sizes: ModelSizes,
-    topology: Topology,
-    workload: Workload,
-    kernels: Kernels,
-) -> tuple[int, int]:
-    """Return the bytes of a second, frozen model, and those of its forward pass."""
-    kind = replace(LayerKind.of(config, workload, kernels), frozen=True, rank=0, teacher=None)
-    tokens = workload.tokens / topology.context
+def second_model(case: Case) -> tuple[int, int]:
+    """Return the bytes of a second, frozen model, which ``case`` has, and those of its forward pass."""
+    config, info, sizes, topology, tokens = case.config, case.info, case.sizes, case.topology, case.tokens
+    kind = replace(case.kind, frozen=True, rank=0, teacher=None)
     layers = [layer_bytes(sizes, kind, key) for key in sizes.layer_keys]
     # Without gradients a layer's results are freed as the next ones are computed: attention's before those of the MLP.
     passing = max(max(layer.attention, layer.mlp) for layer in layers) + kind.bytes * sizes.hidden
@@ -181,16 +167,9 @@ def _single(config: TrainerConfig, parameters: StageParameters, kind: LayerKind)
     return items, kind.bytes * parameters.layer_matrix, max(update, kind.bytes * parameters.embedding)
 
 
-def _fsdp(
-    config: TrainerConfig,
-    info: ModelInfo,
-    sizes: ModelSizes,
-    topology: Topology,
-    workload: Workload,
-    parameters: StageParameters,
-    kind: LayerKind,
-) -> EngineItems:
+def _fsdp(case: Case, parameters: StageParameters) -> EngineItems:
     """Return items of fp32 shards, and of gathered parameters in the run's precision."""
+    config, info, sizes, topology, kind = case.config, case.info, case.sizes, case.topology, case.kind
     shares = topology.world_size // config.fsdp.replicate
     sharded = elements(info.tensors) / shares  # experts too: expert parallelism and row shards divide them as much
     on_device = 0 if config.fsdp.offload else 1
@@ -200,7 +179,7 @@ def _fsdp(
     if not kind.frozen:
         items["moments"] = int(on_device * state_bytes(config.optimizer, trained, matrices))
         # With one micro batch they are allocated in its backward pass, as activations are freed.
-        items["gradients"] = int(on_device * FP32 * trained) if workload.micro_batches > 1 else 0
+        items["gradients"] = int(on_device * FP32 * trained) if case.workload.micro_batches > 1 else 0
     layers = _layer_elements(info, topology)
     outside, layer = layers.pop(None, 0.0), max(layers.values())
     gathered = outside + (0 if config.fsdp.reshard_after_forward else sum(layers.values()))
