@@ -183,9 +183,9 @@ class MainAdamW(GradientScaling):
         # One count for all: a step updates every parameter or none.
         if isinstance(self._adamw, BlockwiseAdamW):
             self._adamw.finish_loading()
-            self._adamw.updates = self._updates
+            self._adamw.set_updates(self._updates)
         else:
-            for _, _, state in self._states(self._adamw):
+            for _, state in self._states(self._adamw):
                 state["step"].fill_(float(self._updates))
         self.skipped_in_a_row = counters["skipped_in_a_row"]
         if counters["scaler"] is not None:
@@ -208,7 +208,7 @@ class MainAdamW(GradientScaling):
                 for kind in ("exp_avg", "exp_avg_sq"):
                     yield name, kind, moments.get(kind, main.detach())
         else:
-            for name, _, state in self._states(self._adamw):
+            for name, state in self._states(self._adamw):
                 yield name, "exp_avg", state["exp_avg"]
                 yield name, "exp_avg_sq", state["exp_avg_sq"]
         for name, momentum in zip(
@@ -230,7 +230,7 @@ class MainAdamW(GradientScaling):
             tensors[OPTIMIZER_KEY.format(state=kind, key=name)] = state
         return tensors
 
-    def _states(self, adamw: torch.optim.AdamW) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+    def _states(self, adamw: torch.optim.AdamW) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield torch's AdamW's state of every parameter, initialised as in its first step if it does not exist yet."""
         muon = set(self._matrix_names)
         for name, (_, main) in self._pairs.items():
@@ -241,7 +241,7 @@ class MainAdamW(GradientScaling):
             if not state:
                 state["step"] = torch.zeros((), device=main.device if self._on_device else "cpu")
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(main), torch.zeros_like(main)
-            yield name, main, state
+            yield name, state
 
 
 class ModelAdamW(MainAdamW):

@@ -155,13 +155,8 @@ class BlockwiseAdamW(torch.optim.Optimizer):
                     moments["exp_avg"].write(start, first)
                     moments["exp_avg_sq"].write(start, second)
 
-    @property
-    def updates(self) -> int:
-        """Steps so far, for the bias correction."""
-        return max((int(group.get("step", 0)) for group in self.param_groups), default=0)
-
-    @updates.setter
-    def updates(self, count: int) -> None:
+    def set_updates(self, count: int) -> None:
+        """Set the number of steps so far, for the bias correction."""
         for group in self.param_groups:
             group["step"] = count
 

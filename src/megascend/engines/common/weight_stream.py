@@ -55,10 +55,12 @@ class ExportBarrier:
         self._join("after the last layer")
 
     def join_all(self) -> None:
-        """Join every barrier, on a rank that does not take part in the stream."""
-        for _ in range(self._layers):
-            self.before_layer()
-        self.at_end()
+        """Join every barrier, on a rank that does not take part in the stream, until the end or until a reader stops."""
+        # A reader that stops early raises at the readers; this rank only has to leave the barrier with them.
+        with contextlib.suppress(StreamStopped), self._groups.monitor.phase("named weights"):
+            for _ in range(self._layers):
+                self.before_layer()
+            self.at_end()
 
     def _join(self, point: str) -> None:
         reasons = gather_objects(self._reason, "world", self._groups, f"named weights, {point}")

@@ -13,7 +13,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -74,7 +74,6 @@ class GraphedSteps:
         evaluating: context in which the model is in evaluation mode.
         uncached: context in which captured work reads nothing from Megatron's caches, whose memory may be freed later.
         drop_unfinished: drops gradients that a failed backward pass has left in ``grad``.
-        capture: the capturer.
     """
 
     def __init__(
@@ -128,17 +127,11 @@ class GraphedSteps:
 
     def report(self) -> GraphReport:
         """Report the counts and memory so far."""
-        counts = self._counts
-        captures = sum(step.captured for step in self._steps.values())
         return GraphReport(
-            captures,
-            counts.captured,
-            counts.replayed,
-            counts.first,
-            dict(counts.eager),
-            counts.dropped,
-            self._capture.bytes,
-            0 if self._stacks is None else self._stacks.bytes,
+            captures=sum(step.captured for step in self._steps.values()),
+            capture_bytes=self._capture.bytes,
+            stack_bytes=0 if self._stacks is None else self._stacks.bytes,
+            **asdict(self._counts),
         )
 
     def clear(self) -> None:

@@ -7,7 +7,6 @@ tensors on torch's ``meta`` device, and replicas that are not needed only join o
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascend.engines.common.weight_stream import ExportBarrier, StreamStopped, stream_weights
+from megascend.engines.common.weight_stream import ExportBarrier, stream_weights
 from megascend.engines.megatron.mtp import with_copies
 from megascend.errors import CheckpointError
 from megascend.models.checkpoint_files.exported import FusedPart, fused_part
@@ -77,9 +76,7 @@ def named_weights(
     config = chunks[0].config
     barrier = ExportBarrier(groups, config.num_layers)
     if groups.rank not in participants(groups.topology, receiving):
-        # A reader that stops early raises at the readers; this rank only has to leave the barrier with them.
-        with contextlib.suppress(StreamStopped), groups.monitor.phase("named weights"):
-            barrier.join_all()
+        barrier.join_all()
         return
 
     collector = _Collector(bridge, groups, receiving, device, barrier.before_layer, list(headers))
@@ -116,8 +113,7 @@ def stored_weights(
     """
     receiving, barrier = ranks_of(receivers, groups.topology), ExportBarrier(groups, layers)
     if groups.rank not in receiving:
-        with contextlib.suppress(StreamStopped), groups.monitor.phase("named weights"):
-            barrier.join_all()
+        barrier.join_all()
         return
     headers_only = torch.device(device).type == "meta"
 

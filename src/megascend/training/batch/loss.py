@@ -40,11 +40,7 @@ class LossInputs:
         targets: int64 [n].
         weights: float32 [n].
         entropy: float32 [n] with gradient, or None unless the loss asks for it.
-        advantages: float32 [n] or None.
-        old_logprobs: float32 [n] or None.
-        ref_logprobs: float32 [n] or None.
-        returns: float32 [n] or None.
-        old_values: float32 [n] or None.
+        advantages, old_logprobs, ref_logprobs, returns, old_values: float32 [n] or None.
         extra: further float32 [n] fields.
         sample: int64 [n], index of each token's sample in the micro batch.
         sample_count: samples in the micro batch.
