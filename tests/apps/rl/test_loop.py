@@ -28,7 +28,7 @@ from megascend.apps.rl.rollout.group import Trajectory, TrajectoryGroup
 from megascend.apps.rl.train import train_rl
 from megascend.apps.train.learner import RunResult
 from megascend.config.rl import RlConfig
-from megascend.errors import DataError, EngineError, EngineTimeoutError
+from megascend.errors import ConfigError, DataError, EngineError, EngineTimeoutError
 from megascend.testing import faults, run_distributed
 from support.objective_formulas import Formula, expected_advantages, reference
 from support.rl_runs import (
@@ -271,6 +271,20 @@ def test_errors_of_engines_and_rewards_end_the_run(folder: Path, monkeypatch: py
         r"prompts.jsonl:\d: the reward function reward.py:broken raised KeyError: 'no such thing'; the response was"
     )
     assert re.search(expected, problem(broken, RecordedEngine, DataError))
+
+
+def test_router_replay_of_a_model_without_experts_ends_the_run_at_its_start(folder: Path) -> None:
+    # An address: only engines that return experts may be named. ``run`` brings its own.
+    config = settings(folder, "replay", engines=["http://127.0.0.1:9"], rollout={"router_replay": True})
+
+    def act() -> str:
+        with pytest.raises(ConfigError) as caught:
+            run(config)
+        return str(caught.value)
+
+    assert in_a_fork(act) == [
+        "rollout.router_replay: true, but this model has no experts whose choice can be replayed; set it to false"
+    ]
 
 
 def test_fading_reward_signal_saves_and_raises(folder: Path) -> None:
