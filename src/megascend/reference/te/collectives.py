@@ -5,11 +5,14 @@ The backward pass of each is its transpose: identity / all-reduce, all-gather / 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Collective = Callable[[Tensor, dist.ProcessGroup], Any]
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -35,6 +38,8 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _CopyToRanks(torch.autograd.Function):
+    """Return ``x``; sum the gradients of all ranks."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -46,6 +51,8 @@ class _CopyToRanks(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
+    """All-reduce ``x``; pass the gradient through."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return _all_reduce(x, group)
@@ -56,6 +63,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _GatherFromRanks(torch.autograd.Function):
+    """All-gather ``[n, ...]`` -> ``[size * n, ...]``; reduce-scatter the gradients."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -67,6 +76,8 @@ class _GatherFromRanks(torch.autograd.Function):
 
 
 class _SumAndScatter(torch.autograd.Function):
+    """Reduce-scatter ``[size * n, ...]`` -> ``[n, ...]``; all-gather the gradients."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -77,21 +88,7 @@ class _SumAndScatter(torch.autograd.Function):
         return _all_gather(grad, ctx.group), None
 
 
-def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``x``; sum the gradients of all ranks."""
-    return _CopyToRanks.apply(x, group)  # type: ignore[return-value]
-
-
-def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce ``x``; pass the gradient through."""
-    return _SumOverRanks.apply(x, group)  # type: ignore[return-value]
-
-
-def gather_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather ``[n, ...]`` -> ``[size * n, ...]``; reduce-scatter the gradients."""
-    return _GatherFromRanks.apply(x, group)  # type: ignore[return-value]
-
-
-def sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Reduce-scatter ``[size * n, ...]`` -> ``[n, ...]``; all-gather the gradients."""
-    return _SumAndScatter.apply(x, group)  # type: ignore[return-value]
+copy_to_ranks: Collective = _CopyToRanks.apply
+sum_over_ranks: Collective = _SumOverRanks.apply
+gather_from_ranks: Collective = _GatherFromRanks.apply
+sum_and_scatter: Collective = _SumAndScatter.apply

@@ -26,21 +26,11 @@ REMEDY = "unset fp8 / fp4 in the model config, or run on CUDA with transformer-e
 class FP8GlobalStateManager:
     """The state of fp8 that megatron-core queries: always off."""
 
-    @classmethod
-    def is_fp8_enabled(cls) -> bool:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
         return False
 
-    @classmethod
-    def is_fp8_calibration(cls) -> bool:
-        return False
-
-    @classmethod
-    def with_fp8_parameters(cls) -> bool:
-        return False
-
-    @classmethod
-    def is_first_fp8_module(cls) -> bool:
-        return False
+    is_fp8_calibration = with_fp8_parameters = is_first_fp8_module = is_fp8_enabled
 
     @classmethod
     def get_fp8_recipe(cls) -> None:
