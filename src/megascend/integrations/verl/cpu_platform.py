@@ -47,16 +47,9 @@ class _CpuModule(ModuleType):
     def empty_cache(self) -> None:
         pass
 
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def get_rng_state(self) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.set_rng_state(state)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    get_rng_state = staticmethod(torch.get_rng_state)
+    set_rng_state = staticmethod(torch.set_rng_state)
 
     def max_memory_allocated(self, device: Any = None) -> int:
         """Return the process's peak memory in bytes."""

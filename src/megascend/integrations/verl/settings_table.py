@@ -28,14 +28,8 @@ class Rule:
     only: tuple[Any, ...] | None = None
 
 
-def mapped(to: str) -> Rule:
-    """Return the rule of a setting that maps to megascend's setting ``to``."""
-    return Rule(to)
-
-
-def no_effect(reason: str) -> Rule:
-    """Return the rule of a setting that is accepted and ignored."""
-    return Rule(reason)
+mapped = no_effect = Rule
+"""Rules of a setting that maps to megascend's setting of that name, and of one that is accepted and ignored for a reason."""
 
 
 def only(*values: Any, reason: str) -> Rule:
