@@ -14,6 +14,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from megascend.config.registry import load
 from megascend.config.serve import ServeConfig
 from megascend.integrations.skyrl.settings import NAME, BackendConfig, serve_settings
 
@@ -23,8 +24,7 @@ MODULE = "megascend.integrations.skyrl.launch"
 
 def backend_classes(name: str) -> tuple[Any, Any]:
     """Return the backend class of a class path, ``package.module:Class``, and its settings class."""
-    module, _, attribute = name.partition(":")
-    backend = getattr(import_module(module), attribute)
+    backend = load(name)
     return backend, backend.config_class
 
 

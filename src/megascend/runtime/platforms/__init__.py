@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from megascend.config import registry
 from megascend.errors import PlatformError
 from megascend.runtime.platforms.base import Platform
 from megascend.runtime.platforms.npu import explain_torch_npu_failure
@@ -38,5 +39,4 @@ def choose(name: str = "auto") -> Platform:
 
 def load(name: str) -> Platform:
     """Return the platform ``name`` without checking that it is available here. Does not import torch."""
-    module, _, attribute = PLATFORMS[name].partition(":")
-    return getattr(import_module(module), attribute)()
+    return registry.load(PLATFORMS[name])()
