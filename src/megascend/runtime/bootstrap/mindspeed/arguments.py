@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from megascend.config.rules import Rule, enforce
@@ -23,24 +22,8 @@ DECIDED_ELSEWHERE = {
 """Arguments that are derived from other settings, and those settings."""
 
 
-@dataclass(frozen=True)
-class Option:
-    """An argument of MindSpeed that users may set.
-
-    Attributes:
-        values: tested values.
-        ring_only: the argument has no effect without ring context parallelism.
-    """
-
-    values: tuple[bool | str, ...] = (True, False)
-    ring_only: bool = False
-
-
-SUPPORTED_OPTIONS: dict[str, Option] = {
-    "use_fused_ring_attention_update": Option(ring_only=True),
-    "megatron_cp_in_bnsd": Option(ring_only=True),
-}
-"""Options with a tested effect and results equal to Hugging Face's (tests/npu/test_options.py)."""
+SUPPORTED_OPTIONS = ("use_fused_ring_attention_update", "megatron_cp_in_bnsd")
+"""Switches of ring context parallelism with a tested effect, and results equal to Hugging Face's (tests/npu/test_options.py)."""
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -68,17 +51,14 @@ def from_config(
     context_algorithm: str,
     options: Mapping[str, Any],
     feature_levels: Mapping[str, int] | None = None,
-    fields: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return all arguments for a model: MindSpeed's defaults, then the ModelConfig, then the user's ``options``.
 
-    ``feature_levels``: lowest optimization level at which MindSpeed reads a feature's argument; ``fields``: :func:`model_fields`
-    of the ModelConfig's class, if computed before.
+    ``feature_levels``: lowest optimization level at which MindSpeed reads a feature's argument.
     """
     check_effect(options, config.context_parallel_size, context_algorithm)
     levels = feature_levels or {}
-    names = model_fields(type(config), defaults) if fields is None else fields
-    model = {name: getattr(config, name, None) for name in names}
+    model = {name: getattr(config, name, None) for name in model_fields(type(config), defaults)}
     model = {name: value for name, value in model.items() if _is_plain(value)}
     # None in the model means "not set"; it must not override a default of MindSpeed.
     model = {name: value for name, value in model.items() if value is not None or name not in defaults}
@@ -143,12 +123,9 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
         if name in DECIDED_ELSEWHERE:
             raise ConfigError(f"provider_options.{name} is decided by {DECIDED_ELSEWHERE[name]}")
         if name in SUPPORTED_OPTIONS:
-            values = SUPPORTED_OPTIONS[name].values
-            # "is" for booleans: 1 == True, but MindSpeed was tested with True only.
-            if not any(value is allowed or (isinstance(allowed, str) and value == allowed) for allowed in values):
-                raise ConfigError(
-                    f"provider_options.{name}={value!r}: tested with megascend: {', '.join(map(repr, values))}"
-                )
+            # Not 1, which equals True: MindSpeed was tested with booleans only.
+            if not isinstance(value, bool):
+                raise ConfigError(f"provider_options.{name}={value!r}: tested with megascend: True, False")
         else:
             # With context parallelism, so that reasons which depend on it are among those that may explain the refusal.
             enforce(RULES, Arguments({name: value, "context_parallel_size": 2}))  # may raise a more specific error
@@ -161,8 +138,7 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
 def check_effect(options: Mapping[str, Any], context_size: int, context_algorithm: str) -> None:
     """Raise ConfigError for supported options that this layout would ignore."""
     for name, value in options.items():
-        option = SUPPORTED_OPTIONS.get(name)
-        if value and option and option.ring_only and not (context_size > 1 and context_algorithm == "ring"):
+        if value and name in SUPPORTED_OPTIONS and not (context_size > 1 and context_algorithm == "ring"):
             raise ConfigError(
                 f"provider_options.{name} has an effect with parallel.context above 1 and parallel.context_algorithm: ring only; "
                 "leave it out"

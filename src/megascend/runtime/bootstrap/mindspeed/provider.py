@@ -72,7 +72,6 @@ class MindSpeed(PatchProvider):
         self._defaults: dict[str, Any] = {}
         self._patched: dict[str, Any] = {}  # arguments of the current patches
         self._signature: Any = None  # signature of these arguments
-        self._fields: dict[type, list[str]] = {}  # model fields of every ModelConfig class so far
         self._verified: Any = None  # signature of the arguments that passed verification with these patches
         self._algorithm = "ring"
         self._feature: Any = None
@@ -118,13 +117,8 @@ class MindSpeed(PatchProvider):
 
     def for_model(self, config: Any, options: Mapping[str, Any]) -> list[str]:
         arguments.check_options(options, self._defaults)
-        kind = type(config)
-        if kind not in self._fields:
-            self._fields[kind] = arguments.model_fields(kind, self._defaults)
         levels = feature.levels(self._feature)
-        values = arguments.from_config(
-            self._defaults, config, self._algorithm, options, levels, fields=self._fields[kind]
-        )
+        values = arguments.from_config(self._defaults, config, self._algorithm, options, levels)
         enforce(arguments.RULES, arguments.Arguments(values))
         set_arguments(values)
         self._set_on_config(config, values, options)
