@@ -22,22 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megascend.errors import ConfigError, PlatformError
-from megascend.runtime.diagnostics.faults import VARIABLE, Action, ArmedFaults, Fault, environment, hang, inject, read
+from megascend.runtime.diagnostics.faults import VARIABLE, Fault, environment, inject
 
-__all__ = [
-    "VARIABLE",
-    "Action",
-    "ArmedFaults",
-    "Fault",
-    "environment",
-    "flip_byte",
-    "full_disk",
-    "hang",
-    "inject",
-    "read",
-    "read_only",
-    "truncate",
-]
+__all__ = ["VARIABLE", "Fault", "environment", "flip_byte", "full_disk", "inject", "read_only", "truncate"]
 
 MOUNT_S = 10.0
 """Seconds that a mount may take."""
