@@ -31,8 +31,6 @@ class ProviderSetup:
     """Arguments of a provider's constructor, known before Megatron is imported.
 
     Attributes:
-        platform: the platform in use.
-        stack: the row of the version table in use.
         parallel: the layout, as far as it is known this early; providers may depend on its context parallelism.
     """
 

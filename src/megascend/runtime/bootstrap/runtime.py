@@ -47,13 +47,11 @@ class Runtime:
     """Result of the bootstrap, and record of the changes to this process.
 
     Attributes:
-        platform: the platform in use.
         stack: the row of the version table that the installed packages match.
         engine: name of the engine that the process is prepared for. After a bootstrap that names none, that is what the first
             backend needs, or Megatron-Core if it is imported before.
         provider: the provider that patches Megatron-Core; None for an engine without Megatron.
         tf32: products of fp32 matrices are TensorFloat-32 (CUDA only).
-        affinity: CPU affinity of the process.
     """
 
     platform: Platform

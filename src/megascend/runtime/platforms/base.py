@@ -39,7 +39,6 @@ class Platform(ABC):
         page_locks_memory: True if copies into page-locked host memory are faster (and known to work here).
         reports_peak_memory: True if :meth:`memory` reports the peak since :meth:`reset_peak_memory`.
         fuses_activations: True if torch.compile can fuse Megatron's gated activations.
-        peak_flops: dense bf16 peak of one device in FLOP/s for utilisation figures, or None if unknown.
     """
 
     name: ClassVar[str]
