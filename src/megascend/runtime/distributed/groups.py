@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -43,6 +43,7 @@ class ProcessGroups:
         timeout_s: timeout of collectives, in seconds.
         monitor: publisher of this rank's phase, and reader of the others'.
         owns_default: the default group was created here, and is destroyed with the others.
+        cleanup: changes to the process that are undone before the groups are destroyed.
     """
 
     topology: Topology
@@ -55,7 +56,7 @@ class ProcessGroups:
     _device_groups: dict[str, ProcessGroup] = field(default_factory=dict)
     _channels: dict[str, Channel] = field(default_factory=dict)
     _created: list[ProcessGroup] = field(default_factory=list)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    cleanup: ExitStack = field(default_factory=ExitStack)
 
     @property
     def rank(self) -> int:
@@ -103,15 +104,6 @@ class ProcessGroups:
         """Register ``group`` to be destroyed with the others."""
         self._created.append(group)
 
-    def on_destroy(self, undo: Callable[[], None]) -> None:
-        """Call ``undo`` before the groups are destroyed."""
-        self._undo.append(undo)
-
-    def undo(self) -> None:
-        """Call the functions of :meth:`on_destroy`, the last one first; each once."""
-        while self._undo:
-            self._undo.pop()()
-
     def add_channel(self, name: str) -> None:
         """Add a channel of all ranks, under ``name``, for object collectives on another thread. Collective.
 
@@ -140,7 +132,7 @@ class ProcessGroups:
         if not self._device_groups:
             return
         # Before the groups are cleared: the redirected functions of torch.distributed look up channels here.
-        self.undo()
+        self.cleanup.close()
         self._device_groups.clear()
         self._channels.clear()
         if limit_s is None:

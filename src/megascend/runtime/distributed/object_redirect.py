@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megascend.changes import patch, restore
+from megascend.changes import patched
 from megascend.errors import ProcessGroupError
 from megascend.runtime.distributed.groups import OBJECT_GROUPS
 from megascend.runtime.distributed.objects import agree
@@ -36,20 +36,14 @@ class ObjectCollectiveRedirect:
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
-        self._originals: dict[str, Callable[..., Any]] = {}
         self._single_rank: ProcessGroup | None = None
 
     def install(self) -> None:
-        """Patch the functions of ``torch.distributed``."""
+        """Patch the functions of ``torch.distributed`` until the groups are destroyed."""
         for name in FUNCTIONS:
-            redirected = self._redirected(getattr(dist, name))
-            self._originals[name] = patch(dist, name, redirected, "travels over Gloo while process groups live")
-
-    def remove(self) -> None:
-        """Restore the functions."""
-        for name, original in self._originals.items():
-            restore(dist, name, original)
-        self._originals.clear()
+            redirection = self._redirected(getattr(dist, name))
+            change = patched(dist, name, redirection, "travels over Gloo while process groups live")
+            self._groups.cleanup.enter_context(change)
 
     def _redirected(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)

@@ -112,7 +112,7 @@ def initialize(
     # KeyboardInterrupt too: a default group left behind would be adopted by the next initialize() of this process.
     except BaseException:
         monitor.close()
-        groups.undo()
+        groups.cleanup.close()
         factory.forget(destroy=not owns_default)
         if owns_default and dist.is_initialized():
             dist.destroy_process_group()
@@ -298,6 +298,4 @@ def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup])
 def _redirect_objects(groups: ProcessGroups) -> None:
     """Redirect upstream's object collectives away from the device groups, unless those are on Gloo anyway."""
     if dist.get_backend(groups.device_group("world")) != "gloo":
-        redirect = ObjectCollectiveRedirect(groups)
-        redirect.install()
-        groups.on_destroy(redirect.remove)
+        ObjectCollectiveRedirect(groups).install()
