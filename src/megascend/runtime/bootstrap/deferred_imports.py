@@ -102,15 +102,11 @@ DEFERRED: tuple[DeferredCalls | DeferredNames | BlockedImport, ...] = (
 @contextlib.contextmanager
 def deferring(deferred: tuple[DeferredCalls | DeferredNames | BlockedImport, ...] = DEFERRED) -> Iterator[None]:
     """Defer these imports for modules that are imported within the context, on any thread."""
-    undo: list[Callable[[], None]] = []
-    try:
+    with contextlib.ExitStack() as hooks:
         for entry in deferred:
             if entry.user not in sys.modules:
-                undo.append(around_import(entry.user, entry.block))
+                hooks.callback(around_import(entry.user, entry.block))
         yield
-    finally:
-        for call in undo:
-            call()
 
 
 class _StandIn(ModuleType):
