@@ -84,12 +84,12 @@ def mains(
             core = backend.engine
             state = engine_state(core, loading=True)
             state = {name: value for name, value in state.items() if hasattr(value, "slices")}
-            # fp32 parameters are their own main parameters; of others a rank may have no part. Biases of routers are buffers.
+            # fp32 parameters are their own main parameters; of others a rank may have no part. Two names are buffers.
             tensors = {
                 name: state.get(f"{MAIN}{name}", value)
                 for name, value in state.items()
                 if "optimizer." not in name
-                and not name.endswith("correction_bias")
+                and not name.endswith(("correction_bias", "layer_scalar"))
                 and (f"{MAIN}{name}" in state or value.dtype == torch.float32)
             }
             values: dict[str, torch.Tensor] = {}
