@@ -95,3 +95,12 @@ def test_a_moment_filled_with_its_own_values_is_the_same_bit_for_bit(signed):
     assert torch.equal(refilled.codes, moment.codes)
     assert torch.equal(refilled.scales, moment.scales)
     assert torch.equal(refilled.on_host(), moment.on_host())
+
+
+def test_moments_too_small_for_a_scale_are_no_division_by_eps():
+    values = torch.full((256,), 2.0**-120)
+    first, second = (BlockwiseMoment(values, signed=signed) for signed in (True, False))
+    for moment in (first, second):
+        moment.fill(values)
+    assert not first.on_host().any()
+    assert (second.on_host() > 0).all()

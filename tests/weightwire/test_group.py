@@ -137,6 +137,22 @@ def test_silent_member_is_named_with_its_progress(tmp_path):
     assert "has done 1 buckets" in text
 
 
+def test_member_that_reports_nothing_within_the_deadline_is_named(tmp_path):
+    def on_member(group):
+        if group.rank == 1:
+            group.acknowledge("loaded")
+        if group.rank > 0:
+            wait_until((tmp_path / "late").exists)
+            return None
+        with pytest.raises(DeadlineError) as caught:
+            group.await_receivers("loaded", 0.5)
+        (tmp_path / "late").touch()
+        return str(caught.value)
+
+    message = run_members(on_member, 3)[0]
+    assert message.startswith("timed out after 0.5 s waiting for 'loaded' from receiver 2 (engine-2"), message
+
+
 def test_failed_member_reports_its_reason():
     def on_member(group):
         if group.rank == 1:
