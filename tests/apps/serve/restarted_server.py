@@ -41,10 +41,9 @@ class RestartedServer:
         self._arguments = ["serve", *options, "--port", str(self._port)]
         self._keys = keys
         self._alive: list[int] = []
-        path = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
         self._forker = subprocess.Popen(
             [sys.executable, str(FOLDER / "forking_ranks.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment() | {"PYTHONPATH": path},
+            env=environment(),
         )  # fmt: skip
 
     def _ask(self, command: dict[str, Any]) -> int:
