@@ -47,7 +47,9 @@ def _(
     longest: Tensor,
     scale: float,
     window: int,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    assert sinks is None, "these models have none"
     key, value = shared(key, query.shape[1]), shared(value, query.shape[1])
     logits = scores(query, key, starts, scale, window)
     return torch.einsum("hqk,khd->qhd", logits.softmax(-1), value).contiguous(), logits.logsumexp(-1)
