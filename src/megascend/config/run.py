@@ -454,7 +454,11 @@ class RunConfig(TrainerConfig):
         return [*self.data.training_sources(), *(self.validation.sources(self.data) if self.validation else [])]
 
     def for_samples(self, samples: int) -> RunConfig:
-        """Return these settings for a number of samples: with ``epochs``, ``steps`` is their number of steps, rounded up."""
+        """Return these settings for a number of samples: with ``epochs``, ``steps`` is their number of steps, rounded up.
+
+        Raises:
+            ConfigError: the warm-up of a schedule takes all steps.
+        """
         if self.epochs is None:
             return self.ending_with(self.steps)
         # Rounded up: the last step may begin one more epoch.

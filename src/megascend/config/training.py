@@ -281,7 +281,11 @@ class Schedule(Section):
         return self.kind != "constant" or self.warmup_ratio > 0
 
     def ending_with(self, steps: int) -> Schedule:
-        """Return this schedule; without ``total_steps`` it ends with a run of ``steps`` steps."""
+        """Return this schedule; without ``total_steps`` it ends with a run of ``steps`` steps.
+
+        Raises:
+            ConfigError: the warm-up leaves no steps for the decay.
+        """
         if self.total_steps or not self.needs_total:
             return self
         # Constructed again, not by model_copy(), which would skip the rules.

@@ -31,7 +31,11 @@ MOUNT_S = 10.0
 
 
 def truncate(path: str | Path, keep_bytes: int) -> None:
-    """Cut a file, which has to be longer, off after its first ``keep_bytes`` bytes, as a crash during writing does."""
+    """Cut a file off after its first ``keep_bytes`` bytes, as a crash during writing does.
+
+    Raises:
+        ConfigError: it is not longer than that.
+    """
     size = Path(path).stat().st_size
     if not 0 <= keep_bytes < size:
         raise ConfigError(f"truncate: {path} has {size} bytes; cannot keep {keep_bytes} of them and lose some")
@@ -39,7 +43,14 @@ def truncate(path: str | Path, keep_bytes: int) -> None:
 
 
 def flip_byte(path: str | Path, offset: int | None = None) -> int:
-    """Invert one byte of a file, by default in its middle; size and times stay. Returns its offset."""
+    """Invert one byte of a file; size and times stay. Returns its offset.
+
+    Args:
+        offset: offset in bytes; default: the middle of the file.
+
+    Raises:
+        ConfigError: the file has no such byte.
+    """
     status = os.stat(path)
     offset = status.st_size // 2 if offset is None else offset
     if not 0 <= offset < status.st_size:
@@ -73,6 +84,9 @@ def read_only(path: str | Path) -> Iterator[Path]:
 
     Yields where to see it so: ``path`` itself where this user can mount; else, from a user namespace, another path to the
     same files, while ``path`` itself stays writable.
+
+    Raises:
+        PlatformError: as :func:`full_disk`.
     """
     with _mounted('mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"', Path(path).resolve()) as mounted:
         yield mounted

@@ -73,8 +73,16 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
     The model is built by transformers in a process of its own, because building an mcore-bridge model in this one
     changes what transformers builds afterwards. A directory that already holds the checkpoint of the same arguments
     is left as it is, so a session-wide fixture costs one build (about 4 s), however many processes ask for it at once; a
-    later session gets a copy from the machine's cache (:mod:`megascend.testing.artifact_cache`). ``arch`` and ``overrides`` are
-    those of :func:`tiny_config`.
+    later session gets a copy from the machine's cache (:mod:`megascend.testing.artifact_cache`).
+
+    Args:
+        path: the checkpoint directory; created if missing.
+        arch: as for :func:`tiny_config`.
+        seed: seed of the weights.
+        overrides: as for :func:`tiny_config`.
+
+    Returns:
+        ``path``.
 
     Raises:
         ConfigError: the directory holds files that this function did not write.

@@ -72,6 +72,9 @@ class Runtime:
         """Import megatron.core and mcore_bridge for a megascend engine, without their warnings. Idempotent.
 
         Megatron-Core's faults are patched independently of this call: see :meth:`PatchProvider.when_imported`.
+
+        Raises:
+            ConfigError: the process was prepared for an engine without Megatron.
         """
         if self._megatron_loaded:
             return
@@ -120,7 +123,16 @@ class Runtime:
         record(self.platform.limit_collectives(timeout_s))
 
     def configure_model(self, config: Any, options: Mapping[str, Any]) -> None:
-        """Prepare the process for a model. Call with its configuration, before it is built; cheap if nothing changed."""
+        """Prepare the process for a model. Call with its configuration, before it is built; cheap if nothing changed.
+
+        Args:
+            config: mcore-bridge's ModelConfig; ignored without a provider.
+            options: the provider's settings.
+
+        Raises:
+            ConfigError: the provider does not support this model or an option.
+            PlatformError: the process is not patched as this model requires.
+        """
         if self.provider is None:
             refuse_options(options, f"engine {self.engine!r} has no provider")
         else:

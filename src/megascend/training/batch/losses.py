@@ -308,7 +308,10 @@ def register_loss(loss: Loss) -> Loss:
     """Register a loss under its name, for use by name: ``forward_backward(samples, loss.name)``.
 
     Every rank registers the same losses, for example when the module that defines them is imported. Registering a loss again
-    has no effect. Returns the loss.
+    has no effect.
+
+    Returns:
+        The loss.
 
     Raises:
         ConfigError: another loss has that name.
