@@ -18,6 +18,8 @@ from transformer_engine.pytorch.utils import get_cudnn_version
 from megascend.training.kernels.prefix_attention import Packed
 
 FIRST_CUDNN = (9, 6, 0)
+SOME_RELEASES = {"dqkv_dtype", "dqkv_layout", "o_format", "do_format"}
+"""Arguments that some releases require, and others derive from the layout and the dtype of the states."""
 
 
 def returns_log_sums() -> bool:
@@ -62,6 +64,8 @@ class TransformerEngineParts:
         arguments = self._settings | states | starts | {f"{name}_padded": values for name, values in starts.items()}
         arguments |= {"attn_mask_type": "padding_causal" if causal else "padding", "fake_dtype": states["q"].dtype}
         arguments |= dict(zip(("max_seqlen_q", "max_seqlen_kv"), packed.longest, strict=True))
-        # Releases name formats that others derive from the layout.
         known = inspect.signature(function).parameters
-        return function(**{name: value for name, value in arguments.items() if name in known})
+        # Any other name that a release does not know is an error: a mask left out would be wrong numbers.
+        for name in SOME_RELEASES - known.keys():
+            arguments.pop(name, None)
+        return function(**arguments)
